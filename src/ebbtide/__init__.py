@@ -1,0 +1,27 @@
+"""Activations go out with the forward and are back before backward needs them, bit for bit."""
+
+from ebbtide._errors import (
+    ConfigError,
+    DeviceError,
+    EbbtideError,
+    EbbtideWarning,
+    ModifiedError,
+    ModuleError,
+    StoreError,
+    StoreFullError,
+)
+from ebbtide.context import offload_activations
+from ebbtide.engine.process import release_memory
+
+__all__ = [
+    "ConfigError",
+    "DeviceError",
+    "EbbtideError",
+    "EbbtideWarning",
+    "ModifiedError",
+    "ModuleError",
+    "StoreError",
+    "StoreFullError",
+    "offload_activations",
+    "release_memory",
+]

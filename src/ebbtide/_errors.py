@@ -1,0 +1,42 @@
+"""Every error ebbtide raises.
+
+EbbtideError
+|- ConfigError            (also ValueError)    a setting that cannot be: found, and what to write instead
+|- ModuleError            (also ValueError)    a module that cannot be offloaded, or not like this
+|- StoreError             (also RuntimeError)  a store could not write or read a parcel
+|  `- StoreFullError                           there is no room where parcels wait
+|- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
+`- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
+"""
+
+
+class EbbtideError(Exception):
+    """Root of the tree: catch this to catch everything that is ours."""
+
+
+class ConfigError(EbbtideError, ValueError):
+    """A setting that cannot be."""
+
+
+class ModuleError(EbbtideError, ValueError):
+    """A module that cannot be offloaded, or not like this."""
+
+
+class StoreError(EbbtideError, RuntimeError):
+    """A store could not write or read a parcel. Nothing is handed out in its place."""
+
+
+class StoreFullError(StoreError):
+    """There is no room where parcels wait."""
+
+
+class ModifiedError(EbbtideError, RuntimeError):
+    """A saved tensor was changed in place before backward, as stock autograd reports it too."""
+
+
+class DeviceError(EbbtideError, RuntimeError):
+    """A device that ebbtide has no streams for."""
+
+
+class EbbtideWarning(UserWarning):
+    """Something a user should know: nothing moved, a store failed and tensors stayed on the device."""

@@ -1,0 +1,100 @@
+"""The door that needs no model: a context around forward, or around the whole step."""
+
+import threading
+from types import TracebackType
+
+import torch
+
+from ebbtide import _knobs
+from ebbtide.config import Mode, OffloadConfig, make_config
+from ebbtide.engine.engines import Engines
+from ebbtide.engine.hooks import Desk
+from ebbtide.engine.ledger import Stats
+from ebbtide.engine.process import PROCESS
+from ebbtide.engine.scope import Scope
+from ebbtide.types import StoreFactory
+
+
+class OffloadActivations:
+    """A context in which what autograd saves goes out with the forward and is back before backward needs it.
+
+    Re-enterable and nestable (the innermost applies, as with all saved-tensor hooks). Backward may run inside or
+    outside. Threads enter it for themselves.
+    """
+
+    def __init__(self, config: OffloadConfig, engines: Engines, scope: Scope) -> None:
+        self._config = config
+        self._engines = engines
+        self._scope = scope
+        self._entered = threading.local()
+
+    def __enter__(self) -> "OffloadActivations":
+        hooks = None
+        if self._config.mode != "off" and not _knobs.is_disabled():
+            desk = Desk(self._engines, self._scope.visit(""))
+            hooks = torch.autograd.graph.saved_tensors_hooks(desk.pack, desk.unpack)
+            hooks.__enter__()
+        self._stack().append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hooks = self._stack().pop()
+        if hooks is None:
+            return
+        hooks.__exit__(kind, error, trace)
+        if error is None and torch.is_grad_enabled():
+            self._scope.ledger.warn_if_nothing_moved("offload_activations()")
+
+    def stats(self) -> Stats:
+        """Totals of all contexts with these settings since the first was entered."""
+        return self._scope.ledger.read(self._engines)
+
+    def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        return self._entered.stack
+
+
+def offload_activations(
+    *,
+    mode: Mode = "all",
+    store: str | StoreFactory | None = None,
+    window: int | str = "512MiB",
+    prefetch: int | str = "512MiB",
+    min_bytes: int | str = "1MiB",
+    host_limit: int | str | None = None,
+) -> OffloadActivations:
+    """Move what autograd saves inside the context out of device memory until backward needs it.
+
+    Loss and gradients are those of the plain run, bit for bit. Needs no model and no change to one::
+
+        with ebbtide.offload_activations():
+            loss = model(batch).loss
+        loss.backward()
+
+    Making a new context each step costs nothing: memory, streams and what was learned are found again by settings.
+
+    Args:
+        mode: "all", or "off" for a context that does nothing.
+        store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
+            device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
+        window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
+        prefetch: most bytes brought back before backward asks for them.
+        min_bytes: saves of smaller storages stay where they are.
+        host_limit: most host memory to take; what does not fit stays on the device, counted. Default: 80 % of free
+            memory, divided among the processes of this host.
+
+    Raises:
+        ConfigError: a setting that cannot be; says what was found and what to write.
+
+    Traps:
+        torch.func transforms refuse to run under any saved-tensor hooks, these included.
+        Entered inside a compiled function it breaks the graph: enter it outside.
+        A tensor changed in place between its save and backward raises ModifiedError, as it does without hooks.
+    """
+    config = make_config(
+        mode=mode, store=store, window=window, prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit
+    )
+    return OffloadActivations(config, PROCESS.engines(config), PROCESS.scope_of(config))

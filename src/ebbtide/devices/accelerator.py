@@ -1,0 +1,111 @@
+"""GPUs: streams and events of torch's generic accelerator API, so CUDA, ROCm and XPU are one implementation.
+
+The one place of the package that may name a back end.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ebbtide.devices.cpu import HostEvent
+from ebbtide.types import Wait
+
+
+class AcceleratorDevice:
+    """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.torch_device = torch.device(device.type, index)
+        self._index = index
+        self._near_cpus = _cpus_near(self.torch_device)
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._index)
+
+    def new_stream(self, name: str) -> torch.Stream:
+        return torch.Stream(device=self.torch_device)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(device=self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.Stream, event: torch.Event | HostEvent, why: Wait) -> None:
+        stream.wait_event(_device_event(event))
+
+    def is_done(self, event: torch.Event | HostEvent) -> bool:
+        if isinstance(event, HostEvent):
+            return event.is_done() and (event.error is not None or _device_event(event).query())
+        return event.query()
+
+    def seconds_between(self, start: torch.Event | HostEvent, end: torch.Event | HostEvent) -> float:
+        if isinstance(end, HostEvent) and end.error is not None:
+            return 0.0  # a copy that failed took no time of the link
+        return _device_event(start).elapsed_time(_device_event(end)) / 1e3
+
+    def allocate(self, nbytes: int, stream: torch.Stream) -> torch.UntypedStorage:
+        # UntypedStorage, not torch.empty: under deterministic algorithms the latter fills the memory first.
+        if stream == self.current_stream():
+            return torch.UntypedStorage(nbytes, device=self.torch_device)
+        with stream:
+            return torch.UntypedStorage(nbytes, device=self.torch_device)
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        with _on_cpus(self._near_cpus):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
+        with stream:
+            dst.copy_(src, non_blocking=True)
+
+    def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
+        if not isinstance(event, HostEvent):  # a host thread holds the storage itself until its copy is done
+            self.wait(owner, event, Wait.ABANDONED)
+
+
+def _device_event(event: torch.Event | HostEvent) -> torch.Event:
+    """Of a copy that a host thread queues (disk), the event it queued; blocks until it did."""
+    if not isinstance(event, HostEvent):
+        return event
+    queued = event.result()
+    assert isinstance(queued, torch.Event)
+    return queued
+
+
+def _cpus_near(device: torch.device) -> set[int]:
+    """The CPUs of the GPU's NUMA node; empty where the machine does not say."""
+    if device.type != "cuda":
+        return set()
+    at = torch.cuda.get_device_properties(device)
+    folder = Path(f"/sys/bus/pci/devices/{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0")
+    listing = folder / "local_cpulist"
+    if not listing.exists():
+        return set()
+    return _parse_cpulist(listing.read_text()) & os.sched_getaffinity(0)
+
+
+def _parse_cpulist(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}, the kernel's list format."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+@contextlib.contextmanager
+def _on_cpus(cpus: set[int]) -> Iterator[None]:
+    """Run the calling thread on `cpus`: pages are placed on the node of the thread that first touches them."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,135 @@
+"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is host work that got done."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ebbtide._bytes import as_bytes
+from ebbtide._errors import StoreError
+from ebbtide.types import Stream, StreamEvent, Wait
+
+
+class HostEvent:
+    """Passes when a piece of host work is done. Carries what the work returned, or the error it died of."""
+
+    __slots__ = ("_done", "error", "passed_at", "value")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.value: object = None
+        self.passed_at = 0.0
+
+    def finish(self, value: object = None, error: BaseException | None = None) -> None:
+        self.value = value
+        self.error = error
+        self.passed_at = time.perf_counter()
+        self._done.set()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> object:
+        """Block until the work is done; raise StoreError if it failed."""
+        self._done.wait()
+        if self.error is not None:
+            raise StoreError(str(self.error)) from self.error
+        return self.value
+
+
+_Work = tuple[Callable[[], object], HostEvent]
+
+
+class HostStream:
+    """Host work in order, on one thread that starts with the first piece and ends with the stream."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._started = False
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], object]) -> HostEvent:
+        self._start()
+        event = HostEvent()
+        self._work.put((work, event))
+        return event
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+            threading.Thread(target=_drain, args=(self._work,), name=f"ebbtide-{self.name}", daemon=True).start()
+            # The thread knows the queue only, so the stream can die and send it home.
+            weakref.finalize(self, self._work.put, None)
+
+
+def _drain(work: "queue.SimpleQueue[_Work | None]") -> None:
+    while (item := work.get()) is not None:
+        _run(*item)
+        # Or the loop variable would keep the last parcel's memory alive until the next one comes.
+        del item
+
+
+def _run(work: Callable[[], object], event: HostEvent) -> None:
+    try:
+        event.finish(work())
+    except BaseException as error:  # handed to whoever waits for the event: a worker has nobody to raise to
+        event.finish(error=error)
+
+
+class CpuDevice:
+    """RAM as the device. Compute "waits" by blocking the calling thread, so a wait here is a stall of the host."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def current_stream(self) -> Stream:
+        return None  # the calling thread itself
+
+    def new_stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def record(self, stream: HostStream | None) -> HostEvent:
+        if stream is not None:
+            return stream.submit(_nothing)
+        event = HostEvent()
+        event.finish()  # compute is synchronous: all it was given is done
+        return event
+
+    def wait(self, stream: HostStream | None, event: HostEvent, why: Wait) -> None:
+        if stream is None:
+            event.result()
+        elif not event.is_done():
+            stream.submit(event.result)
+
+    def is_done(self, event: HostEvent) -> bool:
+        return event.is_done()
+
+    def seconds_between(self, start: HostEvent, end: HostEvent) -> float:
+        return end.passed_at - start.passed_at
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.UntypedStorage:
+        return torch.UntypedStorage(nbytes)
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        return as_bytes(torch.UntypedStorage(nbytes))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
+        stream.submit(lambda: dst.copy_(src))
+
+    def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
+        """Queue host work on a lane; the event carries its error to whoever waits."""
+        return stream.submit(work)
+
+    def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
+        """Nothing to do: the queued work itself holds the storage until it has run."""
+
+
+def _nothing() -> None:
+    pass

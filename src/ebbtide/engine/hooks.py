@@ -1,0 +1,101 @@
+"""The desk: what autograd calls for every save, and for every read of one."""
+
+from typing import Any, TypeAlias
+
+import torch
+
+from ebbtide.engine.engines import Engines
+from ebbtide.engine.parcel import Kept, Ticket, check_unmodified
+from ebbtide.engine.scope import Visit
+from ebbtide.engine.select import select, select_subclass
+from ebbtide.types import Reason
+
+Packed: TypeAlias = "Kept | Ticket | Flattened"
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Flattened:
+    """A save of a wrapper subclass: its inner tensors packed one by one, and how to put it together again.
+
+    In-place changes count on the wrapper only, so the wrapper's version is the one to watch.
+    """
+
+    __slots__ = ("cls", "counter", "inner", "meta", "size", "stride", "version", "where")
+
+    def __init__(self, t: torch.Tensor, inner: dict[str, Any], meta: object, where: str) -> None:
+        self.cls: Any = type(t)
+        self.inner = inner
+        self.meta = meta
+        self.size = t.size()
+        self.stride = t.stride()
+        self.where = where
+        self.version = t._version
+        # With dispatch off the alias is a bare shell: it shares the counter and holds none of the inner tensors.
+        with torch._C._DisableTorchDispatch():
+            self.counter = torch.Tensor.detach(t)
+
+
+class Desk:
+    """pack and unpack for one entry of a door.
+
+    Attributes:
+        visit: the pass through a region that saves belong to now. Doors that know regions change it as they go.
+        stays: why saves stay on the device at this place, whatever they are; None where they may travel.
+    """
+
+    def __init__(self, engines: Engines, visit: Visit) -> None:
+        self._engines = engines
+        self.visit = visit
+        self.stays: Reason | None = None
+
+    def pack(self, t: torch.Tensor) -> Packed:
+        """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
+        if type(t) in _PLAIN:
+            return self._pack_plain(t)
+        reason = select_subclass(t) or self.stays
+        return self._flatten(t) if reason is None else self._keep(t, reason)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """Autograd reads a save: bit for bit what was packed, on the current stream."""
+        if type(packed) is Kept:
+            return packed.unpack()
+        if type(packed) is Ticket:
+            with torch._C._DisableTorchDispatch():  # modes of the user (counters, profilers) need not see our copies
+                return packed.parcel.engine.unpack(packed)
+        return self._unflatten(packed)
+
+    def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
+        visit = self.visit
+        site = visit.name_save()  # every save has a number, kept or not, or sites would shift when one is kept
+        reason = select(t, visit.scope) or self.stays
+        if reason is None:
+            engine = self._engines.on(t.device)
+            with torch._C._DisableTorchDispatch():
+                packed = engine.pack(t, visit, site)
+            if isinstance(packed, Ticket):
+                return packed
+            reason = packed
+        return self._keep(t, reason)
+
+    def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
+        self.visit.scope.ledger.keep(reason, t.numel() * t.element_size())
+        return Kept(t, self.visit.region)
+
+    def _flatten(self, t: Any) -> Flattened:
+        names, meta = t.__tensor_flatten__()
+        # Some names are no tensors (DTensor's device mesh): they are handed through.
+        inner = {name: self._pack_inner(getattr(t, name)) for name in names}
+        return Flattened(t, inner, meta, self.visit.region)
+
+    def _pack_inner(self, value: object) -> object:
+        return self.pack(value) if isinstance(value, torch.Tensor) else value
+
+    def _unflatten(self, packed: Flattened) -> torch.Tensor:
+        check_unmodified(packed.counter, packed.version, f"a {packed.cls.__name__} of {packed.where or '<root>'}")
+        inner = {name: self._unpack_inner(value) for name, value in packed.inner.items()}
+        t: torch.Tensor = packed.cls.__tensor_unflatten__(inner, packed.meta, packed.size, packed.stride)
+        return t
+
+    def _unpack_inner(self, value: Any) -> object:
+        return self.unpack(value) if isinstance(value, Kept | Ticket | Flattened) else value

@@ -1,0 +1,177 @@
+"""The only file that copies, waits and releases.
+
+Note [Compute owns device memory]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The caching allocator reuses a freed block in the order of the stream it was allocated on, and knows no other stream.
+1. Home: every parcel remembers the stream compute ran on when it was saved. Its device memory, before and after the
+   journey, is allocated and freed in that stream's order and no other.
+2. Release: home waits for `landed`, then our reference is dropped. Whatever reuses the memory runs after the copy.
+3. Fetch: the block is allocated on home, and inbound waits for the point home had reached. Whatever used the memory
+   before is done when the copy writes.
+4. Arrival: the stream that reads waits for `arrived`. If it is not home, it gets a block of its own: memory owned
+   by home could be reused while a stranger still reads.
+5. A parcel that dies with a copy under way: home waits for that copy, then the reference is dropped.
+No record_stream, no resize_, no host synchronisation.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide._bytes import as_bytes
+from ebbtide._errors import StoreError, StoreFullError
+from ebbtide.engine.parcel import Parcel
+from ebbtide.types import Device, Store, Stream, Wait
+
+
+class Outbound:
+    """Device to store, oldest first.
+
+    `resident_bytes` counts what waits here with its memory still on the device: sent but not released, or not even
+    sent because backward is known to need it at once.
+    """
+
+    def __init__(self, device: Device, store: Store) -> None:
+        self._device = device
+        self._store = store
+        self._stream = device.new_stream("outbound")
+        self._queue: deque[weakref.ref[Parcel]] = deque()
+        self.resident_bytes = 0
+
+    def join(self, parcel: Parcel) -> None:
+        """Queue a parcel that is on the device, to be released in turn."""
+        while self._queue and not _is_waiting(self._queue[0]()):
+            self._queue.popleft()
+        self._queue.append(weakref.ref(parcel))
+        parcel.is_resident = True
+        self.resident_bytes += parcel.nbytes
+
+    def leave(self, parcel: Parcel) -> None:
+        """A queued parcel goes, or was needed: its memory is no longer ours to release."""
+        if parcel.is_resident:
+            parcel.is_resident = False
+            self.resident_bytes -= parcel.nbytes
+
+    def send(self, parcel: Parcel) -> bool:
+        """Start the copy out; False when the store has no room and the parcel stays."""
+        assert parcel.source is not None and parcel.landed is None
+        parcel.block = self._reserve(parcel.nbytes)
+        if parcel.block is None:
+            return False
+        device = self._device
+        device.wait(self._stream, device.record(parcel.home), Wait.READY)
+        start = device.record(self._stream)
+        parcel.landed = self._store.write(
+            parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream
+        )
+        ledger = parcel.visit.scope.ledger
+        ledger.stats.out.add(parcel.nbytes)
+        ledger.time(device, start, parcel.landed, "out_s")
+        return True
+
+    def make_room(self, window_bytes: int) -> list[Parcel]:
+        """Release the oldest until `window_bytes` hold the rest; the newest stays in any case.
+
+        Returns the parcels that could not leave and now stay on the device.
+        """
+        stuck: list[Parcel] = []
+        while self.resident_bytes > window_bytes and len(self._queue) > 1:
+            parcel = self._queue.popleft()()
+            if parcel is None or not parcel.is_resident:
+                continue
+            self.leave(parcel)
+            if not self._release(parcel):
+                stuck.append(parcel)
+        return stuck
+
+    def _release(self, parcel: Parcel) -> bool:
+        if parcel.landed is None and not self.send(parcel):
+            return False
+        device = self._device
+        before = device.record(parcel.home)
+        try:
+            device.wait(parcel.home, parcel.landed, Wait.LANDED)
+        except StoreError:
+            self._take_back(parcel)
+            return False
+        parcel.visit.scope.ledger.time(device, before, device.record(parcel.home), "stall_forward_s")
+        parcel.source = None
+        return True
+
+    def _take_back(self, parcel: Parcel) -> None:
+        """The copy failed and the source is untouched: forget the copy."""
+        assert parcel.block is not None
+        self._store.give_back(parcel.block)
+        parcel.block = None
+        parcel.landed = None
+
+    def _reserve(self, nbytes: int):  # noqa: ANN202 (a Block or None; the protocol has no more to say)
+        try:
+            return self._store.reserve(nbytes)
+        except StoreFullError:
+            return None
+
+    def abandon(self, parcel: Parcel) -> None:
+        """The parcel died before its release. Any thread, takes no lock."""
+        if parcel.source is not None and parcel.landed is not None:
+            self._device.retire(parcel.source, parcel.landed, parcel.home)
+
+
+def _is_waiting(parcel: Parcel | None) -> bool:
+    return parcel is not None and parcel.is_resident
+
+
+class Inbound:
+    """Store to device, in the order in which backward is expected to ask."""
+
+    def __init__(self, device: Device, store: Store) -> None:
+        self._device = device
+        self._store = store
+        self._stream = device.new_stream("inbound")
+
+    def fetch(self, parcels: Sequence[Parcel]) -> None:
+        """Start the copies in of parcels with one home."""
+        device = self._device
+        home = parcels[0].home
+        for parcel in parcels:
+            parcel.arrival = device.allocate(parcel.nbytes, home)
+        device.wait(self._stream, device.record(home), Wait.ROOM)
+        for parcel in parcels:
+            assert parcel.arrival is not None
+            parcel.arrived = self._read(parcel, parcel.arrival)
+            parcel.is_awaited = False
+
+    def fetch_for(self, parcel: Parcel, reader: Stream) -> torch.UntypedStorage:
+        """A copy of its own for a stream that is not the parcel's home; nobody else may have it."""
+        device = self._device
+        own = device.allocate(parcel.nbytes, reader)
+        device.wait(self._stream, device.record(reader), Wait.ROOM)
+        device.wait(reader, self._read(parcel, own), Wait.ARRIVED)
+        return own
+
+    def arrive(self, parcel: Parcel) -> None:
+        """Home waits until the parcel is back. Raises StoreError if it could not be read."""
+        if parcel.is_awaited:
+            return
+        device = self._device
+        before = device.record(parcel.home)
+        device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
+        parcel.visit.scope.ledger.time(device, before, device.record(parcel.home), "stall_backward_s")
+        parcel.is_awaited = True
+
+    def abandon(self, parcel: Parcel) -> None:
+        """The parcel died with its copy in under way. Any thread, takes no lock."""
+        if parcel.arrival is not None and not parcel.is_awaited:
+            self._device.retire(parcel.arrival, parcel.arrived, parcel.home)
+
+    def _read(self, parcel: Parcel, into: torch.UntypedStorage):  # noqa: ANN202 (StreamEvent is opaque)
+        assert parcel.block is not None
+        device = self._device
+        start = device.record(self._stream)
+        arrived = self._store.read(parcel.block, as_bytes(into), self._stream)
+        ledger = parcel.visit.scope.ledger
+        ledger.stats.inbound.add(parcel.nbytes)
+        ledger.time(device, start, arrived, "in_s")
+        return arrived

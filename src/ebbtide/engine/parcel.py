@@ -1,0 +1,239 @@
+"""Parcel, ticket, and the geometry of a view: state and lifetime. Copies and waits are the lanes' (lane.py).
+
+Note [The graph owns]
+~~~~~~~~~~~~~~~~~~~~~
+1. pack returns a ticket and the autograd graph is the only one to hold it. There is no table of live tensors.
+2. A ticket holds its parcel; a parcel holds its block of the store, and its device memory while it has any.
+3. So what ends a parcel is the end of its last ticket: its node ran, the graph was dropped, an exception unwound.
+   One path cleans up after all of them: `Parcel.__del__`.
+4. Every reference from our side to a parcel (queue of a lane, index by storage, index by site) is weak.
+
+Note [Odometer]
+~~~~~~~~~~~~~~~
+Stock autograd compares a saved tensor's version with the one it had when saved, and raises. With hooks installed it
+does not, so we do. An odometer is a tensor that shares the version counter of a save but none of its memory:
+a detached alias whose data was replaced by an empty tensor. It sees every in-place change for as long as the ticket
+lives, also after the device memory is gone, so the error does not depend on how far a copy had come.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ebbtide._errors import ModifiedError
+from ebbtide.types import Block, Site, Stream, StreamEvent
+
+if TYPE_CHECKING:
+    from ebbtide.engine.engine import Engine
+    from ebbtide.engine.scope import Visit
+
+_NOTHING = torch.empty(0)
+
+
+def odometer(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of `t` and holds none of its memory."""
+    alias = t.detach()
+    alias.data = _NOTHING
+    return alias
+
+
+def check_unmodified(counter: torch.Tensor, version: int, what: str) -> None:
+    """Raise ModifiedError, naming `what`, unless `counter` still reads `version`."""
+    if counter._version != version:
+        raise ModifiedError(
+            f"a tensor saved for backward was modified in place: {what} was saved at version {version} "
+            f"and is at version {counter._version} now. Do not change it between forward and backward, "
+            "or clone it before the change"
+        )
+
+
+class Geometry(NamedTuple):
+    """A view of a parcel's bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, from the first byte of the parcel."""
+    is_conj: bool
+    is_neg: bool
+    is_gathered: bool
+    """The parcel holds the elements densely, in order of index; the view has gaps (see `Extent of a save`)."""
+
+    def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """The tensor of this geometry over the bytes of a parcel, which begin at byte `start` of `storage`."""
+        t = torch.empty(0, dtype=self.dtype, device=storage.device)
+        if self.is_gathered:
+            dense = t.set_(storage, 0, self.size)
+            t = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=storage.device).copy_(dense)
+        else:
+            t.set_(storage, start // self.dtype.itemsize + self.offset, self.size, self.stride)
+        if self.is_conj:
+            t = t.conj()
+        return torch._neg_view(t) if self.is_neg else t
+
+
+class Kept:
+    """A save that stays on the device: an alias (never the tensor itself, which would close a reference cycle)."""
+
+    __slots__ = ("alias", "version", "where")
+
+    def __init__(self, t: torch.Tensor, where: str) -> None:
+        self.alias = t.detach()
+        self.version = t._version
+        self.where = where
+
+    def unpack(self) -> torch.Tensor:
+        if self.alias._version != self.version:
+            check_unmodified(self.alias, self.version, f"{describe(self.alias)} of {self.where or '<root>'}")
+        return self.alias
+
+
+class Ticket:
+    """What pack returns for a save that travels: its geometry and a strong reference to its parcel."""
+
+    __slots__ = ("counter", "geometry", "parcel", "version")
+
+    def __init__(self, parcel: "Parcel", geometry: Geometry, counter: torch.Tensor, version: int) -> None:
+        self.parcel = parcel
+        self.geometry = geometry
+        self.counter = counter
+        self.version = version
+        parcel.tickets += 1
+
+    def __del__(self) -> None:
+        self.parcel.tickets -= 1
+
+    def check(self) -> None:
+        if self.counter._version != self.version:
+            g = self.geometry
+            check_unmodified(self.counter, self.version, f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}")
+
+
+class Parcel:
+    """The bytes of one device storage (or one range of it) that travel together.
+
+    Attributes:
+        start, nbytes: the range of the storage, in bytes.
+        version: of the tensor when saved; a later version is another parcel.
+        home: the stream compute ran on at the save. Device memory of the parcel is freed in its order.
+        source: the device storage as saved, until released.
+        source_ref: outlives `source`; alive after the release means somebody else holds the memory.
+        block, landed: room in the store, and the event after which it holds the bytes. None: not sent.
+        arrival, arrived: device memory with the bytes again, and the event after which it does.
+        is_awaited: compute already waits for `arrived`.
+        is_needed: backward asked for it since it last came to the device.
+        is_resident: counted among what waits on the outbound lane.
+        is_ahead: counted among what was fetched before anybody asked.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "arrived",
+        "block",
+        "engine",
+        "home",
+        "is_ahead",
+        "is_awaited",
+        "is_needed",
+        "is_resident",
+        "landed",
+        "nbytes",
+        "site",
+        "source",
+        "source_ref",
+        "start",
+        "storage_key",
+        "tickets",
+        "version",
+        "visit",
+    )
+
+    def __init__(
+        self,
+        engine: "Engine",
+        visit: "Visit",
+        site: Site,
+        source: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        version: int,
+        home: Stream,
+    ) -> None:
+        self.engine = engine
+        self.visit = visit
+        self.site = site
+        self.start = start
+        self.nbytes = nbytes
+        self.version = version
+        self.home = home
+        self.source: torch.UntypedStorage | None = source
+        self.source_ref = weakref.ref(source)
+        self.storage_key = source._cdata
+        self.block: Block | None = None
+        self.landed: StreamEvent | None = None
+        self.arrival: torch.UntypedStorage | None = None
+        self.arrived: StreamEvent | None = None
+        self.is_awaited = False
+        self.is_needed = False
+        self.is_resident = False
+        self.is_ahead = False
+        self.tickets = 0
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.source is not None or self.arrival is not None
+
+    def forget_arrival(self) -> None:
+        """Drop our reference to device memory that home has waited for; a later need fetches again."""
+        self.arrival = None
+        self.arrived = None
+        self.is_needed = False
+
+    def __del__(self) -> None:
+        self.engine.bury(self)
+
+
+def describe(t: torch.Tensor) -> str:
+    return f"{t.dtype} {tuple(t.shape)}"
+
+
+class Span(NamedTuple):
+    """The bytes of a storage that a save needs, and how they travel."""
+
+    start: int
+    nbytes: int
+    is_gathered: bool
+
+
+# Ranges start at a multiple of it, so that restored memory is aligned as the original was: kernels choose their
+# vector width, and with it the order of a reduction, by alignment.
+_ALIGN_BYTES = 512
+# A view that uses less than one part in so many of its range travels gathered; chunks of one projection (q, k, v)
+# use more and share the parcel of the whole.
+_SPARSE = 8
+# A save that uses this share of its storage takes all of it along, for the other views to share.
+_MOST = 0.5
+
+
+def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
+    """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered."""
+    item = t.element_size()
+    first = t.storage_offset() * item
+    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    dense_nbytes = t.numel() * item
+    range_nbytes = reach * item
+    if dense_nbytes * _SPARSE < range_nbytes:
+        return Span(0, dense_nbytes, True)
+    if range_nbytes >= _MOST * storage_nbytes:
+        return Span(0, storage_nbytes, False)
+    start = first // _ALIGN_BYTES * _ALIGN_BYTES
+    return Span(start, first + range_nbytes - start, False)
+
+
+def geometry_of(t: torch.Tensor, start: int, is_gathered: bool) -> Geometry:
+    """The view `t` has of the bytes from `start` on."""
+    offset = t.storage_offset() - start // t.element_size()
+    return Geometry(t.dtype, t.shape, t.stride(), offset, t.is_conj(), t.is_neg(), is_gathered)

@@ -1,0 +1,85 @@
+"""Host memory: pinned slabs of power-of-two size, taken while warming up and kept."""
+
+import torch
+
+from ebbtide._bytes import GIB, MIB
+from ebbtide.stores._slabs import Extent, Reader, Slabs
+from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
+
+_ALIGN_BYTES = 512
+_SMALLEST_SLAB_BYTES = 64 * MIB
+_LARGEST_STEP_BYTES = GIB
+
+
+class HostBlock:
+    """Room for one parcel, as the bytes of it."""
+
+    __slots__ = ("bytes", "extent", "nbytes")
+
+    def __init__(self, extent: Extent, data: torch.Tensor) -> None:
+        self.extent = extent
+        self.bytes = data
+        self.nbytes = data.numel()
+
+
+class HostStore:
+    """Parcels in host memory, copied by the device itself.
+
+    Args:
+        device: whose copies read and write here; its `host_bytes` make the slabs.
+        limit_bytes: most bytes to take; beyond it `reserve` answers None.
+    """
+
+    def __init__(self, device: Device, limit_bytes: int) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._memory: list[torch.Tensor] = []
+        self._slabs = Slabs(self._grow, _ALIGN_BYTES)
+        self._reads = 0
+
+    def reserve(self, nbytes: int) -> HostBlock | None:
+        extent = self._slabs.take(nbytes)
+        if extent is None:
+            return None
+        return HostBlock(extent, self._memory[extent.slab][extent.start : extent.start + nbytes])
+
+    def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
+        assert isinstance(block, HostBlock)
+        if block.extent.reader is not None:
+            self._device.wait(stream, block.extent.reader.event, Wait.REUSE)
+            block.extent.reader = None
+        self._device.copy(block.bytes, src, stream)
+        return self._device.record(stream)
+
+    def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
+        assert isinstance(block, HostBlock)
+        self._device.copy(dst, block.bytes, stream)
+        arrived = self._device.record(stream)
+        self._reads += 1
+        block.extent.reader = Reader(self._reads, arrived)
+        return arrived
+
+    def give_back(self, block: Block) -> None:
+        assert isinstance(block, HostBlock)
+        self._slabs.give_back(block.extent)
+
+    def stats(self) -> StoreStats:
+        slabs = self._slabs
+        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, self._limit_bytes, slabs.growths)
+
+    def close(self) -> None:
+        self._memory.clear()
+
+    def _grow(self, nbytes: int) -> int:
+        """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
+        room = self._limit_bytes - self._slabs.reserved_bytes
+        usual = max(_SMALLEST_SLAB_BYTES, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
+        for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
+            if size <= room:
+                self._memory.append(self._device.host_bytes(size))
+                return size
+        return 0
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()

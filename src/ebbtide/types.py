@@ -1,0 +1,148 @@
+"""All contracts in one place: the words of the design as enums and protocols. Imports nothing of ours."""
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+Stream: TypeAlias = Any
+"""A queue of work on one device, in order. Opaque: only devices/, stores/ and engine/lane.py handle one."""
+
+StreamEvent: TypeAlias = Any
+"""A point in a stream. Opaque: made by `Device.record`, waited for by `Device.wait`."""
+
+
+class Reason(enum.Enum):
+    """Why a save did not travel."""
+
+    PARAMETER = "parameter or a view of one"
+    AUTOCAST_WEIGHT = "autocast's copy of a parameter"
+    BUFFER = "buffer of the module"
+    SMALL = "smaller than min_bytes"
+    EMPTY = "no bytes, or freed and refilled by its owner"
+    LAYOUT = "sparse, nested or quantised layout"
+    SUBCLASS = "tensor subclass that cannot be flattened"
+    OTHER_DEVICE = "on a device this door does not serve"
+    IN_BACKWARD = "saved during backward (recompute or double backward)"
+    OUTSIDE = "outside include, or inside exclude"
+    KEEP_LAST = "in the last blocks, kept by keep_last"
+    HELD = "its storage is kept alive by somebody else anyway"
+    STORE_FULL = "the store is at its limit"
+
+
+class Wait(enum.Enum):
+    """Why one stream waits for another. Each is one edge of the happens-before order; tests remove them one by one."""
+
+    READY = "outbound waits for compute to have written the source"
+    LANDED = "compute waits for the copy out before the source may be freed"
+    ROOM = "inbound waits for compute to be done with the block it is given"
+    ARRIVED = "compute waits for the copy in before it reads"
+    REUSE = "outbound waits for the last reader of a block of the store"
+    ABANDONED = "compute waits for a copy nobody will use, before its memory may be freed"
+
+
+class Site(NamedTuple):
+    """The stable name of a save from step to step."""
+
+    scope: str
+    """The door it was saved under: two models on one device never share a name."""
+    region: str
+    """FQN of the region's module, or "" outside of all regions."""
+    visit: int
+    """Which of the visits of the region whose parcels live at the same time."""
+    index: int
+    """The how-manyth parcel of the visit."""
+
+    def __str__(self) -> str:
+        return f"{self.region or '<root>'}#{self.visit}.{self.index}"
+
+
+class Device(Protocol):
+    """Streams, events, allocation and copies of one device. One implementation per kind of device."""
+
+    torch_device: torch.device
+
+    def current_stream(self) -> Stream:
+        """The stream compute runs on now, in the calling thread. Read at each call, never cached."""
+        ...
+
+    def new_stream(self, name: str) -> Stream: ...
+
+    def record(self, stream: Stream) -> StreamEvent:
+        """An event that passes when all work given to `stream` so far is done."""
+        ...
+
+    def wait(self, stream: Stream, event: StreamEvent, why: Wait) -> None:
+        """Work given to `stream` from now on starts after `event`. Raises StoreError if what it stood for failed."""
+        ...
+
+    def is_done(self, event: StreamEvent) -> bool:
+        """True once the event has passed. Never blocks."""
+        ...
+
+    def seconds_between(self, start: StreamEvent, end: StreamEvent) -> float:
+        """Time from one passed event to another of the same stream."""
+        ...
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.UntypedStorage:
+        """A block of device memory, owned by `stream`: freed and reused in that stream's order."""
+        ...
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """uint8 host memory of shape (nbytes,) that copies of this device reach at full speed."""
+        ...
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Queue dst <- src on `stream`; both uint8 of one shape. The caller keeps both alive until an event after it."""
+        ...
+
+    def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
+        """Let `storage` be freed in the order of `owner`, not before `event`. Does not block the host."""
+        ...
+
+
+class Block(Protocol):
+    """Room for one parcel in a store."""
+
+    nbytes: int
+
+
+class Store(Protocol):
+    """Where parcels wait. Calls come under the engine's lock, except `give_back`."""
+
+    def reserve(self, nbytes: int) -> Block | None:
+        """Room for `nbytes`, or None when the store is at its limit."""
+        ...
+
+    def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
+        """Queue block <- src behind what `stream` waits for; returns `landed`. `src` is uint8 of shape (nbytes,)."""
+        ...
+
+    def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
+        """Queue dst <- block; returns `arrived`. Repeatable."""
+        ...
+
+    def give_back(self, block: Block) -> None:
+        """The block is free again behind its last reader. Any thread, also from finalisers: takes no lock."""
+        ...
+
+    def stats(self) -> "StoreStats": ...
+
+    def close(self) -> None:
+        """Free everything. Parcels still out become unreadable."""
+        ...
+
+
+class StoreStats(NamedTuple):
+    """What a store holds, in bytes."""
+
+    used_bytes: int
+    reserved_bytes: int
+    limit_bytes: int | None
+    growths: int
+    """How often memory or file space was newly taken; constant in steady state."""
+
+
+StoreFactory: TypeAlias = Callable[[Device], Store]
+"""Makes the store of an engine. `store=` of the doors takes one besides the built-in names."""

@@ -42,22 +42,6 @@ class Wait(enum.Enum):
     ABANDONED = "compute waits for a copy nobody will use, before its memory may be freed"
 
 
-class Site(NamedTuple):
-    """The stable name of a save from step to step."""
-
-    scope: str
-    """The door it was saved under: two models on one device never share a name."""
-    region: str
-    """FQN of the region's module, or "" outside of all regions."""
-    visit: int
-    """Which of the visits of the region whose parcels live at the same time."""
-    index: int
-    """The how-manyth parcel of the visit."""
-
-    def __str__(self) -> str:
-        return f"{self.region or '<root>'}#{self.visit}.{self.index}"
-
-
 class Device(Protocol):
     """Streams, events, allocation and copies of one device. One implementation per kind of device."""
 

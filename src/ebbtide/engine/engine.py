@@ -20,14 +20,16 @@ import torch
 from ebbtide.engine.lane import Inbound, Outbound
 from ebbtide.engine.parcel import Parcel, Span, Ticket, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Visit
-from ebbtide.engine.timetable import Timetable
-from ebbtide.types import Device, Reason, Site, Store, StoreStats
+from ebbtide.engine.timetable import Site, Timetable
+from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
+
+# How far a look ahead goes: at the end of backward the habit wraps into the next step, where nothing is live yet.
+_MOST_HOPS = 64
 
 
 class _Death(NamedTuple):
     """What a parcel's end changes in the engine's books."""
 
-    site: Site
     storage_key: int
     resident_bytes: int
     ahead_bytes: int
@@ -44,17 +46,17 @@ class Engine:
         self._timetable = Timetable()
         self._lock = threading.RLock()
         self._by_storage: dict[int, list[weakref.ref[Parcel]]] = {}
-        self._by_site: dict[Site, weakref.ref[Parcel]] = {}
         self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._ahead_bytes = 0
+        self._farthest: tuple[Site | None, Site] | None = None  # the last site fetched ahead, and the one before it
         self._retained: deque[weakref.ref[Parcel]] = deque()
         # Filled by finalisers of any thread, so neither a lock nor a plain counter will do.
         self._deaths: deque[_Death] = deque()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def pack(self, t: torch.Tensor, visit: Visit, site: Site) -> Ticket | Reason:
-        """A ticket for `t`, or why it stays. `t` is a plain tensor that `select` has let pass."""
+    def pack(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
+        """A ticket for `t`, the `index`-th save of `visit`, or why it stays. `select` has let `t` pass."""
         with self._lock:
             self._settle_deaths()
             storage = t.untyped_storage()
@@ -63,7 +65,7 @@ class Engine:
             span = span_of(t, storage.nbytes())
             parcel = self._find(storage, t._version, span)
             if parcel is None:
-                made = self._make(t, storage, span, visit, site)
+                made = self._make(t, storage, span, visit, visit.site(index))
                 if isinstance(made, Reason):
                     return made
                 parcel = made
@@ -90,18 +92,18 @@ class Engine:
     def _make(
         self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, visit: Visit, site: Site
     ) -> Parcel | Reason:
-        if self._timetable.is_held(site, span.nbytes):
+        if site.held_nbytes == span.nbytes:
             self._held.add(storage)
             return Reason.HELD
         source = t.contiguous().untyped_storage() if span.is_gathered else storage
         home = self.device.current_stream()
         parcel = Parcel(self, visit, site, source, span.start, span.nbytes, t._version, home)
-        if not self._timetable.is_tail(site) and not self._outbound.send(parcel):
+        if not site.is_tail and not self._outbound.send(parcel):
             return Reason.STORE_FULL
         visit.scope.ledger.stats.parcels.add(span.nbytes)
         if not span.is_gathered:
-            self._by_storage.setdefault(storage._cdata, []).append(weakref.ref(parcel))
-        self._by_site[site] = weakref.ref(parcel)
+            self._by_storage.setdefault(parcel.storage_key, []).append(parcel.ref)
+        site.live = parcel.ref
         self._outbound.join(parcel)
         for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
             stuck.visit.scope.ledger.stats.failed.add(stuck.nbytes)
@@ -115,71 +117,97 @@ class Engine:
         parcel = ticket.parcel
         with self._lock:
             self._settle_deaths()
-            storage = self._bring(parcel)
+            storage, point = self._bring(parcel)
             if storage is parcel.arrival:
                 self._bound_retained(parcel)
         if storage is parcel.source:
             return ticket.geometry.view(storage, parcel.start)
         if storage is parcel.arrival:
-            self._inbound.arrive(parcel)  # outside of the lock: on the CPU this blocks until the bytes are there
+            self._inbound.arrive(parcel, point)  # outside of the lock: on the CPU this blocks until the bytes are there
             if parcel.tickets == 1 and _node_owns_what_it_unpacks():
                 parcel.forget_arrival()
         return ticket.geometry.view(storage, 0)
 
-    def _bring(self, parcel: Parcel) -> torch.UntypedStorage:
-        """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too."""
+    def _bring(self, parcel: Parcel) -> tuple[torch.UntypedStorage, StreamEvent | None]:
+        """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too.
+
+        The second is the point home has reached, if a fetch had to know it.
+        """
         is_first_need = not parcel.is_needed
         if is_first_need:
             self._note_need(parcel)
         if parcel.source is not None:
-            storage = parcel.source
+            storage, point = parcel.source, None
+        elif (reader := self.device.current_stream()) != parcel.home:
+            return self._inbound.fetch_for(parcel, reader), None
         else:
-            reader = self.device.current_stream()
-            if reader != parcel.home:
-                return self._inbound.fetch_for(parcel, reader)
-            if parcel.arrival is None:
-                parcel.visit.scope.ledger.stats.misses.add(parcel.nbytes)
-                self._inbound.fetch([parcel])
+            point = self._fetch_if_away(parcel)
             assert parcel.arrival is not None
             storage = parcel.arrival
         if is_first_need:
-            self._fetch_ahead(parcel)
-        return storage
+            point = self._fetch_ahead(parcel) or point
+        return storage, point
+
+    def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:
+        if parcel.arrival is not None:
+            return None
+        parcel.visit.scope.ledger.stats.misses.add(parcel.nbytes)
+        return self._inbound.fetch([parcel])
 
     def _note_need(self, parcel: Parcel) -> None:
         """Learn from the first time backward asks for `parcel`."""
         parcel.is_needed = True
         stats = parcel.visit.scope.ledger.stats
         self._timetable.needed(parcel.site)
-        self._timetable.learn_tail(parcel.site, was_still_here=parcel.source is not None)
+        parcel.site.is_tail = parcel.source is not None
         if parcel.source is not None:
             stats.forwarded.add(parcel.nbytes)
             self._outbound.leave(parcel)
         elif parcel.source_ref() is not None:
             stats.unfreed.add(parcel.nbytes)
-            self._timetable.learn_held(parcel.site, parcel.nbytes)
+            parcel.site.held_nbytes = parcel.nbytes
         if parcel.is_ahead:
             parcel.is_ahead = False
             self._ahead_bytes -= parcel.nbytes
+        else:
+            self._farthest = None  # not what was expected: look ahead from here again
 
-    def _fetch_ahead(self, at_hand: Parcel) -> None:
+    def _fetch_ahead(self, at_hand: Parcel) -> StreamEvent | None:
+        """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
         limits = at_hand.visit.scope.limits
         room = limits.prefetch_bytes - at_hand.nbytes - self._ahead_bytes - self._outbound.resident_bytes
+        if room <= 0:
+            return None
         batch: list[Parcel] = []
-        for site in self._timetable.ahead_of_live(self._by_site):
-            parcel = self._by_site[site]()
-            if parcel is None or parcel.is_on_device or parcel.is_needed or parcel.home != at_hand.home:
-                continue
-            room -= parcel.nbytes
-            if room < 0:
+        before, at = self._look_from()
+        for _ in range(_MOST_HOPS):
+            following = at.expected_after(before)
+            if following is None:
                 break
-            batch.append(parcel)
+            parcel = None if following.live is None else following.live()
+            if parcel is not None and not (parcel.is_on_device or parcel.is_needed or parcel.home != at_hand.home):
+                room -= parcel.nbytes
+                if room < 0:
+                    break
+                parcel.is_ahead = True
+                batch.append(parcel)
+                self._farthest = (at, following)
+            before, at = at, following
         if not batch:
-            return
-        self._inbound.fetch(batch)
-        for parcel in batch:
-            parcel.is_ahead = True
-            self._ahead_bytes += parcel.nbytes
+            return None
+        self._ahead_bytes += sum(parcel.nbytes for parcel in batch)
+        return self._inbound.fetch(batch)
+
+    def _look_from(self) -> tuple[Site | None, Site]:
+        """Where to look ahead from: the last site fetched ahead while backward is still on its way there."""
+        table = self._timetable
+        assert table.last is not None
+        if self._farthest is not None:
+            live = self._farthest[1].live
+            parcel = None if live is None else live()
+            if parcel is not None and parcel.is_ahead:
+                return self._farthest
+        return table.before_last, table.last
 
     def _bound_retained(self, parcel: Parcel) -> None:
         """A graph that is kept would collect all its parcels on the device again: only the last ones read stay.
@@ -188,7 +216,7 @@ class Engine:
         """
         if torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph():
             return
-        self._retained.append(weakref.ref(parcel))
+        self._retained.append(parcel.ref)
         limit = parcel.visit.scope.limits.prefetch_bytes
         held = 0
         for ref in reversed(self._retained):
@@ -210,7 +238,6 @@ class Engine:
             self.store.give_back(parcel.block)
         self._deaths.append(
             _Death(
-                parcel.site,
                 parcel.storage_key,
                 parcel.nbytes if parcel.is_resident else 0,
                 parcel.nbytes if parcel.is_ahead else 0,
@@ -222,14 +249,12 @@ class Engine:
             death = self._deaths.popleft()
             self._outbound.resident_bytes -= death.resident_bytes
             self._ahead_bytes -= death.ahead_bytes
-            site_ref = self._by_site.get(death.site)
-            if site_ref is not None and site_ref() is None:
-                del self._by_site[death.site]
-            alive = [ref for ref in self._by_storage.get(death.storage_key, ()) if ref() is not None]
-            if alive:
-                self._by_storage[death.storage_key] = alive
-            else:
-                self._by_storage.pop(death.storage_key, None)
+            refs = self._by_storage.get(death.storage_key)
+            if refs is None:
+                continue
+            refs[:] = [ref for ref in refs if ref() is not None]
+            if not refs:
+                del self._by_storage[death.storage_key]
 
     # -- figures ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ebbtide.engine.engines import Engines
-from ebbtide.engine.parcel import Kept, Ticket, check_unmodified
+from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
 from ebbtide.engine.scope import Visit
 from ebbtide.engine.select import select, select_subclass
 from ebbtide.types import Reason
@@ -58,8 +58,8 @@ class Desk:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
-        if type(packed) is Kept:
-            return packed.unpack()
+        if type(packed) is tuple:
+            return kept_tensor(packed)
         if type(packed) is Ticket:
             with torch._C._DisableTorchDispatch():  # modes of the user (counters, profilers) need not see our copies
                 return packed.parcel.engine.unpack(packed)
@@ -67,20 +67,22 @@ class Desk:
 
     def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
         visit = self.visit
-        site = visit.name_save()  # every save has a number, kept or not, or sites would shift when one is kept
+        index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
+        visit.next_index = index + 1
         reason = select(t, visit.scope) or self.stays
         if reason is None:
             engine = self._engines.on(t.device)
             with torch._C._DisableTorchDispatch():
-                packed = engine.pack(t, visit, site)
+                packed = engine.pack(t, visit, index)
             if isinstance(packed, Ticket):
                 return packed
             reason = packed
         return self._keep(t, reason)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
-        self.visit.scope.ledger.keep(reason, t.numel() * t.element_size())
-        return Kept(t, self.visit.region)
+        visit = self.visit
+        visit.scope.ledger.keep(reason, t.numel() * t.element_size())
+        return keep(t, visit.region)
 
     def _flatten(self, t: Any) -> Flattened:
         names, meta = t.__tensor_flatten__()
@@ -98,4 +100,5 @@ class Desk:
         return t
 
     def _unpack_inner(self, value: Any) -> object:
-        return self.unpack(value) if isinstance(value, Kept | Ticket | Flattened) else value
+        # An inner value that is no tensor was handed through; of those none can be a tuple we made.
+        return self.unpack(value) if isinstance(value, tuple | Ticket | Flattened) else value

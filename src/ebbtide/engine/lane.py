@@ -12,6 +12,9 @@ The caching allocator reuses a freed block in the order of the stream it was all
    by home could be reused while a stranger still reads.
 5. A parcel that dies with a copy under way: home waits for that copy, then the reference is dropped.
 No record_stream, no resize_, no host synchronisation.
+
+Times cost no events of their own. A lane works in order, so a copy began when the one before it had ended and what it
+waits for had passed, whichever is later; and compute stalls from the point where it begins to wait until the event.
 """
 
 import weakref
@@ -23,7 +26,7 @@ import torch
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError, StoreFullError
 from ebbtide.engine.parcel import Parcel
-from ebbtide.types import Device, Store, Stream, Wait
+from ebbtide.types import Block, Device, Store, Stream, StreamEvent, Wait
 
 
 class Outbound:
@@ -38,13 +41,15 @@ class Outbound:
         self._store = store
         self._stream = device.new_stream("outbound")
         self._queue: deque[weakref.ref[Parcel]] = deque()
+        self._last: StreamEvent = None  # `landed` of the latest copy
+        self._compute_point: StreamEvent = None  # the latest point of compute known here
         self.resident_bytes = 0
 
     def join(self, parcel: Parcel) -> None:
         """Queue a parcel that is on the device, to be released in turn."""
         while self._queue and not _is_waiting(self._queue[0]()):
             self._queue.popleft()
-        self._queue.append(weakref.ref(parcel))
+        self._queue.append(parcel.ref)
         parcel.is_resident = True
         self.resident_bytes += parcel.nbytes
 
@@ -61,14 +66,13 @@ class Outbound:
         if parcel.block is None:
             return False
         device = self._device
-        device.wait(self._stream, device.record(parcel.home), Wait.READY)
-        start = device.record(self._stream)
-        parcel.landed = self._store.write(
-            parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream
-        )
+        ready = self._compute_point = device.record(parcel.home)
+        device.wait(self._stream, ready, Wait.READY)
+        landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
         ledger = parcel.visit.scope.ledger
         ledger.stats.out.add(parcel.nbytes)
-        ledger.time(device, start, parcel.landed, "out_s")
+        ledger.time(device, (ready,) if self._last is None else (ready, self._last), landed, "out_s")
+        parcel.landed = self._last = landed
         return True
 
     def make_room(self, window_bytes: int) -> list[Parcel]:
@@ -77,26 +81,30 @@ class Outbound:
         Returns the parcels that could not leave and now stay on the device.
         """
         stuck: list[Parcel] = []
+        released: Parcel | None = None
+        last: StreamEvent = None
         while self.resident_bytes > window_bytes and len(self._queue) > 1:
             parcel = self._queue.popleft()()
             if parcel is None or not parcel.is_resident:
                 continue
             self.leave(parcel)
-            if not self._release(parcel):
+            if self._release(parcel):
+                released, last = parcel, parcel.landed
+            else:
                 stuck.append(parcel)
+        if released is not None:
+            released.visit.scope.ledger.time(self._device, (self._compute_point,), last, "stall_forward_s")
         return stuck
 
     def _release(self, parcel: Parcel) -> bool:
+        """Home waits for `landed`, then our reference goes; False if the copy never lands and the source stays."""
         if parcel.landed is None and not self.send(parcel):
             return False
-        device = self._device
-        before = device.record(parcel.home)
         try:
-            device.wait(parcel.home, parcel.landed, Wait.LANDED)
+            self._device.wait(parcel.home, parcel.landed, Wait.LANDED)
         except StoreError:
             self._take_back(parcel)
             return False
-        parcel.visit.scope.ledger.time(device, before, device.record(parcel.home), "stall_forward_s")
         parcel.source = None
         return True
 
@@ -107,7 +115,7 @@ class Outbound:
         parcel.block = None
         parcel.landed = None
 
-    def _reserve(self, nbytes: int):  # noqa: ANN202 (a Block or None; the protocol has no more to say)
+    def _reserve(self, nbytes: int) -> Block | None:
         try:
             return self._store.reserve(nbytes)
         except StoreFullError:
@@ -130,35 +138,42 @@ class Inbound:
         self._device = device
         self._store = store
         self._stream = device.new_stream("inbound")
+        self._last: StreamEvent = None  # `arrived` of the latest copy
 
-    def fetch(self, parcels: Sequence[Parcel]) -> None:
-        """Start the copies in of parcels with one home."""
+    def fetch(self, parcels: Sequence[Parcel]) -> StreamEvent:
+        """Start the copies in of parcels with one home. Returns the point home had reached."""
         device = self._device
         home = parcels[0].home
         for parcel in parcels:
             parcel.arrival = device.allocate(parcel.nbytes, home)
-        device.wait(self._stream, device.record(home), Wait.ROOM)
+        room = device.record(home)
+        device.wait(self._stream, room, Wait.ROOM)
         for parcel in parcels:
             assert parcel.arrival is not None
-            parcel.arrived = self._read(parcel, parcel.arrival)
+            parcel.arrived = self._read(parcel, parcel.arrival, room)
             parcel.is_awaited = False
+        return room
 
     def fetch_for(self, parcel: Parcel, reader: Stream) -> torch.UntypedStorage:
         """A copy of its own for a stream that is not the parcel's home; nobody else may have it."""
         device = self._device
         own = device.allocate(parcel.nbytes, reader)
-        device.wait(self._stream, device.record(reader), Wait.ROOM)
-        device.wait(reader, self._read(parcel, own), Wait.ARRIVED)
+        room = device.record(reader)
+        device.wait(self._stream, room, Wait.ROOM)
+        device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)
         return own
 
-    def arrive(self, parcel: Parcel) -> None:
-        """Home waits until the parcel is back. Raises StoreError if it could not be read."""
+    def arrive(self, parcel: Parcel, point: StreamEvent | None) -> None:
+        """Home waits until the parcel is back. Raises StoreError if it could not be read.
+
+        `point`: an event just recorded on home, if there is one; from there on compute stalls.
+        """
         if parcel.is_awaited:
             return
         device = self._device
-        before = device.record(parcel.home)
+        point = device.record(parcel.home) if point is None else point
         device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
-        parcel.visit.scope.ledger.time(device, before, device.record(parcel.home), "stall_backward_s")
+        parcel.visit.scope.ledger.time(device, (point,), parcel.arrived, "stall_backward_s")
         parcel.is_awaited = True
 
     def abandon(self, parcel: Parcel) -> None:
@@ -166,12 +181,11 @@ class Inbound:
         if parcel.arrival is not None and not parcel.is_awaited:
             self._device.retire(parcel.arrival, parcel.arrived, parcel.home)
 
-    def _read(self, parcel: Parcel, into: torch.UntypedStorage):  # noqa: ANN202 (StreamEvent is opaque)
+    def _read(self, parcel: Parcel, into: torch.UntypedStorage, room: StreamEvent) -> StreamEvent:
         assert parcel.block is not None
-        device = self._device
-        start = device.record(self._stream)
         arrived = self._store.read(parcel.block, as_bytes(into), self._stream)
         ledger = parcel.visit.scope.ledger
         ledger.stats.inbound.add(parcel.nbytes)
-        ledger.time(device, start, arrived, "in_s")
+        ledger.time(self._device, (room,) if self._last is None else (room, self._last), arrived, "in_s")
+        self._last = arrived
         return arrived

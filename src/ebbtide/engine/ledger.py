@@ -85,9 +85,13 @@ _TALLIES = [f for f in fields(Stats) if f.type is Tally]
 
 class _Timing(NamedTuple):
     device: Device
-    start: StreamEvent
+    starts: tuple[StreamEvent, ...]
     end: StreamEvent
     into: str
+
+    def seconds(self) -> float:
+        """From the latest of the starts to the end; nothing if the end came first."""
+        return max(0.0, min(self.device.seconds_between(start, self.end) for start in self.starts))
 
 
 class Ledger:
@@ -137,9 +141,9 @@ class Ledger:
             for reason, tally in sorted(self.stats.kept.items(), key=lambda row: -row[1].nbytes)
         )
 
-    def time(self, device: Device, start: StreamEvent, end: StreamEvent, into: str) -> None:
-        """Add the seconds between two events to the field `into`, once both have passed."""
-        self._timings.append(_Timing(device, start, end, into))
+    def time(self, device: Device, starts: tuple[StreamEvent, ...], end: StreamEvent, into: str) -> None:
+        """Add the seconds from the latest of `starts` to `end` to the field `into`, once `end` has passed."""
+        self._timings.append(_Timing(device, starts, end, into))
         if len(self._timings) > _TIMINGS_IN_FLIGHT:
             self.settle()
 
@@ -148,5 +152,4 @@ class Ledger:
         with self._settling:
             while self._timings and self._timings[0].device.is_done(self._timings[0].end):
                 timing = self._timings.popleft()
-                seconds = timing.device.seconds_between(timing.start, timing.end)
-                setattr(self.stats, timing.into, getattr(self.stats, timing.into) + seconds)
+                setattr(self.stats, timing.into, getattr(self.stats, timing.into) + timing.seconds())

@@ -17,12 +17,13 @@ lives, also after the device memory is gone, so the error does not depend on how
 """
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from ebbtide._errors import ModifiedError
-from ebbtide.types import Block, Site, Stream, StreamEvent
+from ebbtide.engine.timetable import Site
+from ebbtide.types import Block, Stream, StreamEvent
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
@@ -74,20 +75,21 @@ class Geometry(NamedTuple):
         return torch._neg_view(t) if self.is_neg else t
 
 
-class Kept:
-    """A save that stays on the device: an alias (never the tensor itself, which would close a reference cycle)."""
+Kept: TypeAlias = tuple[torch.Tensor, int, str]
+"""A save that stays: an alias (never the tensor itself, which would close a reference cycle), its version when saved,
+and the region. A bare tuple, because most saves of a step are kept ones and a class costs three times as much."""
 
-    __slots__ = ("alias", "version", "where")
 
-    def __init__(self, t: torch.Tensor, where: str) -> None:
-        self.alias = t.detach()
-        self.version = t._version
-        self.where = where
+def keep(t: torch.Tensor, region: str) -> Kept:
+    return t.detach(), t._version, region
 
-    def unpack(self) -> torch.Tensor:
-        if self.alias._version != self.version:
-            check_unmodified(self.alias, self.version, f"{describe(self.alias)} of {self.where or '<root>'}")
-        return self.alias
+
+def kept_tensor(kept: Kept) -> torch.Tensor:
+    """The alias, unless it was modified: ModifiedError."""
+    alias, version, region = kept
+    if alias._version != version:
+        check_unmodified(alias, version, f"{alias.dtype} {tuple(alias.shape)} of {region or '<root>'}")
+    return alias
 
 
 class Ticket:
@@ -123,6 +125,7 @@ class Parcel:
         block, landed: room in the store, and the event after which it holds the bytes. None: not sent.
         arrival, arrived: device memory with the bytes again, and the event after which it does.
         is_awaited: compute already waits for `arrived`.
+        ref: the one weak reference that lanes, sites and the index by storage use.
         is_needed: backward asked for it since it last came to the device.
         is_resident: counted among what waits on the outbound lane.
         is_ahead: counted among what was fetched before anybody asked.
@@ -141,6 +144,7 @@ class Parcel:
         "is_resident",
         "landed",
         "nbytes",
+        "ref",
         "site",
         "source",
         "source_ref",
@@ -181,6 +185,7 @@ class Parcel:
         self.is_resident = False
         self.is_ahead = False
         self.tickets = 0
+        self.ref = weakref.ref(self)
 
     @property
     def is_on_device(self) -> bool:
@@ -194,10 +199,6 @@ class Parcel:
 
     def __del__(self) -> None:
         self.engine.bury(self)
-
-
-def describe(t: torch.Tensor) -> str:
-    return f"{t.dtype} {tuple(t.shape)}"
 
 
 class Span(NamedTuple):
@@ -221,14 +222,13 @@ _MOST = 0.5
 def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
     """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered."""
     item = t.element_size()
-    first = t.storage_offset() * item
-    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     dense_nbytes = t.numel() * item
-    range_nbytes = reach * item
+    range_nbytes = dense_nbytes if t.is_contiguous() else _reach(t) * item
     if dense_nbytes * _SPARSE < range_nbytes:
         return Span(0, dense_nbytes, True)
     if range_nbytes >= _MOST * storage_nbytes:
         return Span(0, storage_nbytes, False)
+    first = t.storage_offset() * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False)
 
@@ -237,3 +237,8 @@ def geometry_of(t: torch.Tensor, start: int, is_gathered: bool) -> Geometry:
     """The view `t` has of the bytes from `start` on."""
     offset = t.storage_offset() - start // t.element_size()
     return Geometry(t.dtype, t.shape, t.stride(), offset, t.is_conj(), t.is_neg(), is_gathered)
+
+
+def _reach(t: torch.Tensor) -> int:
+    """Elements from the first to the last of a view, inclusive."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

@@ -4,7 +4,6 @@
 made anew. So they belong to the process, found again by what was asked for. The one such object of the package.
 """
 
-import itertools
 import threading
 from collections.abc import Hashable
 
@@ -15,12 +14,11 @@ from ebbtide.stores import factory_for, serves
 
 
 class Process:
-    """Engines by store setting, scopes by name."""
+    """Engines by store setting, scopes by all settings."""
 
     def __init__(self) -> None:
         self._engines: dict[Hashable, Engines] = {}
         self._scopes: dict[OffloadConfig, Scope] = {}
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def engines(self, config: OffloadConfig) -> Engines:
@@ -33,7 +31,7 @@ class Process:
 
     def new_scope(self, config: OffloadConfig) -> Scope:
         limits = Limits(config.window_bytes, config.prefetch_bytes, config.min_bytes)
-        return Scope(f"door{next(self._numbers)}", limits, lambda device: serves(config.store, device))
+        return Scope(limits, lambda device: serves(config.store, device))
 
     def scope_of(self, config: OffloadConfig) -> Scope:
         """The scope of all contexts with equal settings."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.engine.ledger import Ledger
-from ebbtide.types import Site
+from ebbtide.engine.timetable import Site
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,16 @@ class Limits:
 
 
 class Slots:
-    """The smallest numbers not in use.
+    """The visits of one region: the smallest numbers not in use, and the sites of each.
 
     A visit has its number for as long as anything saved in it lives. So a plain loop uses number 0 for ever, a region
     entered twice in a step uses 0 and 1, a pipeline as many as it has in flight; nobody has to say where a step ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self._sites: list[list[Site]] = []
         self._free: list[int] = []
-        self._next = 0
         self._returned: deque[int] = deque()  # by finalisers of any thread
 
     def take(self) -> int:
@@ -37,11 +38,17 @@ class Slots:
             heapq.heappush(self._free, self._returned.popleft())
         if self._free:
             return heapq.heappop(self._free)
-        self._next += 1
-        return self._next - 1
+        self._sites.append([])
+        return len(self._sites) - 1
 
     def give_back(self, number: int) -> None:
         self._returned.append(number)
+
+    def site(self, number: int, index: int) -> Site:
+        sites = self._sites[number]
+        while len(sites) <= index:
+            sites.append(Site(self.region, number, len(sites)))
+        return sites[index]
 
 
 class Visit:
@@ -49,17 +56,15 @@ class Visit:
 
     __slots__ = ("_slots", "next_index", "number", "region", "scope")
 
-    def __init__(self, scope: "Scope", region: str, slots: Slots) -> None:
+    def __init__(self, scope: "Scope", slots: Slots) -> None:
         self.scope = scope
-        self.region = region
+        self.region = slots.region
         self.next_index = 0
         self._slots = slots
         self.number = slots.take()
 
-    def name_save(self) -> Site:
-        site = Site(self.scope.name, self.region, self.number, self.next_index)
-        self.next_index += 1
-        return site
+    def site(self, index: int) -> Site:
+        return self._slots.site(self.number, index)
 
     def __del__(self) -> None:
         self._slots.give_back(self.number)
@@ -69,14 +74,23 @@ class Visit:
 class Scope:
     """What the saves of one door have in common."""
 
-    name: str
     limits: Limits
-    serves: Callable[[torch.device], bool]
-    """Whether saves on a device are this door's business."""
+    may_serve: Callable[[torch.device], bool]
+    """Whether saves on a device are this door's business; asked once a device."""
     ledger: Ledger = field(default_factory=Ledger)
     buffers: set[int] = field(default_factory=set[int])
     """`_cdata` of the storages of the module's buffers, which the module keeps alive."""
     _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
+    _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
 
     def visit(self, region: str) -> Visit:
-        return Visit(self, region, self._slots.setdefault(region, Slots()))
+        slots = self._slots.get(region)
+        if slots is None:
+            slots = self._slots.setdefault(region, Slots(region))
+        return Visit(self, slots)
+
+    def serves(self, device: torch.device) -> bool:
+        known = self._serves.get(device)
+        if known is None:
+            known = self._serves[device] = self.may_serve(device)
+        return known

@@ -16,8 +16,11 @@ _ACCUMULATE = "AccumulateGrad"
 
 def select(t: torch.Tensor, scope: Scope) -> Reason | None:
     """None if `t` (a plain tensor, not a subclass) may travel, else why not. The cheap and frequent tests first."""
+    # `type(...) is` first: isinstance(..., Parameter) runs Python code of torch for everything that is none.
+    if type(t) is Parameter or (t.requires_grad and t.is_leaf):
+        return Reason.PARAMETER
     base = t._base
-    if _is_parameter(t) or (base is not None and _is_parameter(base)):
+    if base is not None and (type(base) is Parameter or _is_parameter(base)):
         return Reason.PARAMETER
     if not scope.serves(t.device):
         return Reason.OTHER_DEVICE

@@ -8,69 +8,67 @@ Note [Order is a guess]
 3. Nothing reads the timetable to decide what a tensor's value is.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
 
-from ebbtide.types import Site
+import weakref
+from typing import TYPE_CHECKING
 
-# Guessed sites in a row that have nothing to fetch before a look ahead gives up: the wrap from one step's end into
-# the next one's start would otherwise be walked to its end at every save of the last layers.
-_FRUITLESS = 32
+if TYPE_CHECKING:
+    from ebbtide.engine.parcel import Parcel
+
+# A site that many others precede (dynamic control flow) keeps this many second-order habits.
+_MOST_HABITS = 16
+
+
+class Site:
+    """The stable name of a save from step to step, and what was learned about it.
+
+    Attributes:
+        region: FQN of the region's module, or "" outside of all regions.
+        visit: which of the passes through the region whose parcels live at the same time.
+        index: the how-manyth save of the visit.
+        held_nbytes: not 0: moving so many bytes from here freed nothing, somebody else kept the storage.
+        is_tail: backward needed it, last time, before it had left the device.
+        live: the parcel that was last made here, if it still lives.
+    """
+
+    __slots__ = ("_next", "_next_after", "held_nbytes", "index", "is_tail", "live", "region", "visit")
+
+    def __init__(self, region: str, visit: int, index: int) -> None:
+        self.region = region
+        self.visit = visit
+        self.index = index
+        self.held_nbytes = 0
+        self.is_tail = False
+        self.live: weakref.ref[Parcel] | None = None
+        self._next: Site | None = None
+        self._next_after: dict[Site, Site] = {}
+
+    def __str__(self) -> str:
+        return f"{self.region or '<root>'}#{self.visit}.{self.index}"
+
+    def follow_with(self, before: Site | None, following: Site) -> None:
+        """Learn that `following` was needed after this site, which was needed after `before`."""
+        self._next = following
+        if before is not None:
+            if len(self._next_after) == _MOST_HABITS and before not in self._next_after:
+                self._next_after.clear()
+            self._next_after[before] = following
+
+    def expected_after(self, before: Site | None) -> Site | None:
+        """What is expected next when this site is needed after `before`."""
+        return (self._next_after.get(before) if before is not None else None) or self._next
 
 
 class Timetable:
-    """Learns which site follows which, which sites never free memory, and which are needed before they have left."""
+    """Where backward is, in terms of sites, and what it is expected to ask for."""
 
     def __init__(self) -> None:
-        self._after_two: dict[tuple[Site | None, Site], Site] = {}
-        self._after_one: dict[Site, Site] = {}
-        self._last: Site | None = None
-        self._before_last: Site | None = None
-        self._held: dict[Site, int] = {}
-        self._tail: set[Site] = set()
+        self.last: Site | None = None
+        self.before_last: Site | None = None
 
     def needed(self, site: Site) -> None:
-        """Backward asked for `site`."""
-        last = self._last
-        if last is not None:
-            self._after_one[last] = site
-            self._after_two[self._before_last, last] = site
-        self._before_last, self._last = last, site
-
-    def ahead(self) -> Iterator[Site]:
-        """Sites in the order in which they are expected after the last needed one; each once."""
-        before, at = self._before_last, self._last
-        seen: set[Site] = set()
-        while at is not None and at not in seen:
-            seen.add(at)
-            following = self._after_two.get((before, at)) or self._after_one.get(at)
-            if following is None or following in seen:
-                return
-            yield following
-            before, at = at, following
-
-    def ahead_of_live(self, live: "set[Site] | dict[Site, object]") -> Iterator[Site]:
-        """`ahead`, only those in `live`; gives up after a stretch with none."""
-        fruitless = 0
-        for site in self.ahead():
-            if site in live:
-                fruitless = 0
-                yield site
-            elif (fruitless := fruitless + 1) == _FRUITLESS:
-                return
-
-    def learn_held(self, site: Site, nbytes: int) -> None:
-        """Moving `site` freed nothing: somebody else kept its storage."""
-        self._held[site] = nbytes
-
-    def is_held(self, site: Site, nbytes: int) -> bool:
-        return self._held.get(site) == nbytes
-
-    def learn_tail(self, site: Site, was_still_here: bool) -> None:
-        """Whether `site` was needed before it had left the device."""
-        if was_still_here:
-            self._tail.add(site)
-        else:
-            self._tail.discard(site)
-
-    def is_tail(self, site: Site) -> bool:
-        return site in self._tail
+        """Backward asked for `site`: learn it."""
+        if self.last is not None:
+            self.last.follow_with(self.before_last, site)
+        self.before_last, self.last = self.last, site

@@ -6,13 +6,17 @@ Note [Blocks are reused behind their last reader]
 2. So free room carries the event of its last reader. Whoever takes the room waits for that event on its own stream,
    never on the host: what is placed where depends on the order of calls alone, not on how fast the link was, and
    the same step finds the same room again (no new pinned memory in steady state).
-3. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined.
+3. Room of the very size that is asked for is handed out as it came back, unjoined: a step asks for the sizes of the
+   step before. Joining happens when no room of that size is left.
+4. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined.
 """
 
 import bisect
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 from ebbtide.types import StreamEvent
 
@@ -27,9 +31,11 @@ class Reader(NamedTuple):
 class Extent:
     """A part of a slab, in bytes."""
 
-    __slots__ = ("nbytes", "reader", "slab", "start")
+    __slots__ = ("nbytes", "reader", "slab", "start", "view")
 
     def __init__(self, slab: int, start: int, nbytes: int, reader: Reader | None) -> None:
+        self.view: torch.Tensor | None = None
+        """The bytes, where the store made a tensor of them: kept with the room, for whoever gets it next."""
         self.slab = slab
         self.start = start
         self.nbytes = nbytes
@@ -55,6 +61,7 @@ class Slabs:
         self._by_size: list[tuple[int, int, int]] = []  # (nbytes, slab, start), sorted
         self._by_start: dict[tuple[int, int], Extent] = {}
         self._by_end: dict[tuple[int, int], Extent] = {}
+        self._unjoined: dict[int, list[Extent]] = {}
         # Filled by finalisers of any thread, emptied under the engine's lock: append and popleft are atomic.
         self._returned: deque[Extent] = deque()
         self.reserved_bytes = 0
@@ -70,17 +77,33 @@ class Slabs:
         """A block of at least `nbytes`, or None at the limit. Its `reader` has to be waited for before a write."""
         self._take_back()
         wanted = -(-nbytes // self._align_bytes) * self._align_bytes
-        found = self._best_fit(wanted) or self._grown(wanted)
-        if found is None:
-            return None
-        self._forget(found)
-        if found.nbytes > wanted:
-            self._add(Extent(found.slab, found.start + wanted, found.nbytes - wanted, found.reader))
-        return Extent(found.slab, found.start, wanted, found.reader)
+        same = self._unjoined.get(wanted)
+        if same:
+            self.free_bytes -= wanted
+            return same.pop()
+        found = self._joined_fit(wanted) or self._grown(wanted)
+        return None if found is None else self._cut(found, wanted)
 
     def give_back(self, extent: Extent) -> None:
         """Any thread, also from finalisers: only queued here."""
         self._returned.append(extent)
+
+    def _cut(self, room: Extent, nbytes: int) -> Extent:
+        self._forget(room)
+        if room.nbytes > nbytes:
+            self._add(Extent(room.slab, room.start + nbytes, room.nbytes - nbytes, room.reader))
+        return Extent(room.slab, room.start, nbytes, room.reader)
+
+    def _joined_fit(self, nbytes: int) -> Extent | None:
+        found = self._best_fit(nbytes)
+        if found is None and self._unjoined:
+            for extents in self._unjoined.values():
+                for extent in extents:
+                    self.free_bytes -= extent.nbytes
+                    self._join(extent)
+            self._unjoined.clear()
+            found = self._best_fit(nbytes)
+        return found
 
     def _best_fit(self, nbytes: int) -> Extent | None:
         at = bisect.bisect_left(self._by_size, (nbytes, -1, -1))
@@ -102,7 +125,9 @@ class Slabs:
 
     def _take_back(self) -> None:
         while self._returned:
-            self._join(self._returned.popleft())
+            extent = self._returned.popleft()
+            self.free_bytes += extent.nbytes
+            self._unjoined.setdefault(extent.nbytes, []).append(extent)
 
     def _join(self, extent: Extent) -> None:
         before = self._by_end.get((extent.slab, extent.start))

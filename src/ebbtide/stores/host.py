@@ -16,10 +16,10 @@ class HostBlock:
 
     __slots__ = ("bytes", "extent", "nbytes")
 
-    def __init__(self, extent: Extent, data: torch.Tensor) -> None:
+    def __init__(self, extent: Extent, data: torch.Tensor, nbytes: int) -> None:
         self.extent = extent
         self.bytes = data
-        self.nbytes = data.numel()
+        self.nbytes = nbytes
 
 
 class HostStore:
@@ -41,7 +41,10 @@ class HostStore:
         extent = self._slabs.take(nbytes)
         if extent is None:
             return None
-        return HostBlock(extent, self._memory[extent.slab][extent.start : extent.start + nbytes])
+        view = extent.view
+        if view is None or len(view) != nbytes:
+            view = extent.view = self._memory[extent.slab][extent.start : extent.start + nbytes]
+        return HostBlock(extent, view, nbytes)
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)

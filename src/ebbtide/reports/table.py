@@ -1,0 +1,97 @@
+"""Stats as a table: for a terminal with rich, or as plain text of fixed width."""
+
+from typing import NamedTuple
+
+from rich.table import Table
+
+from ebbtide._bytes import format_bytes
+from ebbtide.engine.ledger import Stats, Tally
+
+
+class Row(NamedTuple):
+    """One line of the report. Times and rates have no count, and no line has more than one amount."""
+
+    label: str
+    count: str
+    amount: str
+
+
+Section = tuple[str, list[Row]]
+
+
+def stats_table(stats: Stats) -> Table:
+    """The totals of a door as a rich table::
+
+    rich.print(stats_table(context.stats()))
+    """
+    table = Table(title=_headline(stats), title_justify="left")
+    table.add_column("since the door was opened")
+    table.add_column("count", justify="right")
+    table.add_column("amount", justify="right")
+    for title, rows in _sections(stats):
+        table.add_section()
+        table.add_row(title, style="bold")
+        for row in rows:
+            table.add_row(f"  {row.label}", row.count, row.amount)
+    return table
+
+
+def stats_text(stats: Stats) -> str:
+    """The same as plain text: every line equally wide, no escape sequences, fit for a log."""
+    lines = [(title, rows) for title, rows in _sections(stats)]
+    every_row = [row for _, rows in lines for row in rows]
+    label, count, amount = (max(len(row[column]) for row in every_row) for column in range(3))
+    width = max(label + count + amount + 6, len(_headline(stats)))
+    text = [_headline(stats).ljust(width)]
+    for title, rows in lines:
+        text.append(title.ljust(width))
+        text += [f"  {row.label:<{label}}  {row.count:>{count}}  {row.amount:>{amount}}".ljust(width) for row in rows]
+    return "\n".join(text)
+
+
+def _headline(stats: Stats) -> str:
+    return f"ebbtide: {stats.saves} saves, {format_bytes(stats.out.nbytes)} moved out"
+
+
+def _sections(stats: Stats) -> list[Section]:
+    return [
+        ("parcels", _parcels(stats)),
+        ("saves kept on the device", _kept(stats)),
+        ("stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]),
+        ("link", [_rate("out", stats.out_gb_per_s), _rate("in", stats.in_gb_per_s)]),
+        ("store", [_size("held now", stats.host_bytes), _size("reserved", stats.host_reserved_bytes)]),
+    ]
+
+
+def _parcels(stats: Stats) -> list[Row]:
+    return [
+        _tally("made", stats.parcels),
+        _tally("moved out", stats.out),
+        _tally("fetched back", stats.inbound),
+        _tally("shared with a parcel on its way", stats.shared),
+        _tally("used straight from the device", stats.forwarded),
+        _tally("fetched on demand (misses)", stats.misses),
+        _tally("freed nothing (held by others)", stats.unfreed),
+        _tally("failed to be written", stats.failed),
+    ]
+
+
+def _kept(stats: Stats) -> list[Row]:
+    largest_first = sorted(stats.kept.items(), key=lambda kept: -kept[1].nbytes)
+    return [_tally(reason.value, tally) for reason, tally in largest_first] or [_tally("none", Tally())]
+
+
+def _tally(label: str, tally: Tally) -> Row:
+    return Row(label, str(tally.count), format_bytes(tally.nbytes))
+
+
+def _time(label: str, seconds: float) -> Row:
+    return Row(label, "", f"{seconds * 1e3:.1f} ms")
+
+
+def _rate(label: str, gb_per_s: float) -> Row:
+    return Row(label, "", f"{gb_per_s:.1f} GB/s")
+
+
+def _size(label: str, nbytes: int) -> Row:
+    return Row(label, "", format_bytes(nbytes))

@@ -12,6 +12,7 @@ from ebbtide._errors import (
 )
 from ebbtide.context import offload_activations
 from ebbtide.engine.process import release_memory
+from ebbtide.module import OffloadHandle, offload
 
 __all__ = [
     "ConfigError",
@@ -20,8 +21,10 @@ __all__ = [
     "EbbtideWarning",
     "ModifiedError",
     "ModuleError",
+    "OffloadHandle",
     "StoreError",
     "StoreFullError",
+    "offload",
     "offload_activations",
     "release_memory",
 ]

@@ -38,6 +38,7 @@ class Wait(enum.Enum):
     LANDED = "compute waits for the copy out before the source may be freed"
     ROOM = "inbound waits for compute to be done with the block it is given"
     ARRIVED = "compute waits for the copy in before it reads"
+    WRITTEN = "inbound waits for the copy out, when it fetches for a stream that has not waited for it"
     REUSE = "outbound waits for the last reader of a block of the store"
     ABANDONED = "compute waits for a copy nobody will use, before its memory may be freed"
 

@@ -36,6 +36,8 @@ class SimStream:
         self.is_compute = is_compute
         self.clock: dict[str, int] = {name: 0}
         self.queue: deque[_Task] = deque()
+        self.last_written: _Region | None = None  # what the latest copy on this stream writes
+        self.ready_from: SimStream | None = None  # the compute stream whose work this lane waited for last
 
     def tick(self) -> int:
         self.clock[self.name] += 1
@@ -53,6 +55,7 @@ class SimEvent:
         self.stream = stream
         self.clock = clock
         self.has_passed = False
+        self.written = stream.last_written
 
 
 class _Region(NamedTuple):
@@ -99,6 +102,7 @@ class SimDevice:
         self._random = random.Random(seed)
         self._order = order
         self._compute = [SimStream("compute", is_compute=True)]
+        self._sides: dict[str, SimStream] = {}
         self._lanes: list[SimStream] = []
         self._accesses: dict[int, list[_Access]] = {}
         self._next_key = 0
@@ -128,8 +132,12 @@ class SimDevice:
         stream.join(event.clock)
         if stream.is_compute:
             self._force(event)
+            if why is Wait.ARRIVED and event.written is not None:  # compute is about to read it
+                self._check(event.written, stream, stream.tick(), is_write=False, what="compute reads")
         else:
             stream.queue.append(_Task("wait", event))
+            if why is Wait.READY:
+                stream.ready_from = event.stream
         self._let_some_run()
 
     def is_done(self, event: SimEvent) -> bool:
@@ -151,10 +159,12 @@ class SimDevice:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SimStream) -> None:
         at = stream.tick()
-        task = _Task("copy", None, self._region(dst), self._region(src))
+        writer = stream.ready_from or self.current_stream()
+        task = _Task("copy", None, self._region(dst, writer), self._region(src, writer))
         assert task.src is not None and task.dst is not None
         self._check(task.src, stream, at, is_write=False, what="copy reads")
         self._check(task.dst, stream, at, is_write=True, what="copy writes")
+        stream.last_written = task.dst
         stream.queue.append(task)
         self._let_some_run()
 
@@ -164,11 +174,14 @@ class SimDevice:
     # -- for tests -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def compute_on(self, name: str) -> Iterator[SimStream]:
-        """A second compute stream is current inside; like any side stream, it waits for the outer one on entry."""
-        stream = SimStream(name, is_compute=True)
+    def compute_on(self, name: str, after: SimEvent | None = None) -> Iterator[SimStream]:
+        """A second compute stream is current inside.
+
+        It waits for the outer one on entry, or just for `after`; the outer one waits for it on exit.
+        """
+        stream = self._sides.setdefault(name, SimStream(name, is_compute=True))
         outer = self.current_stream()
-        self.wait(stream, self.record(outer), Wait.READY)
+        self.wait(stream, after or self.record(outer), Wait.READY)
         self._compute.append(stream)
         try:
             yield stream
@@ -238,11 +251,10 @@ class SimDevice:
         self._next_key += 1
         return self._next_key
 
-    def _region(self, t: torch.Tensor) -> _Region:
+    def _region(self, t: torch.Tensor, writer: SimStream) -> _Region:
         storage = t.untyped_storage()
-        if storage not in self._keys:  # made by an operation of the model: written by compute just now
-            owner = self.current_stream()
-            self._adopt(storage, owner, owner.clock[owner.name])
+        if storage not in self._keys:  # made by an operation of the model, which the checker sees here first
+            self._adopt(storage, writer, writer.clock[writer.name])
         return _Region(weakref.ref(storage), self._keys[storage], t.storage_offset(), t.numel())
 
     def _adopt(self, storage: torch.UntypedStorage, owner: SimStream, at: int) -> None:

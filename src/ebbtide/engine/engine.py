@@ -185,7 +185,7 @@ class Engine:
             if following is None:
                 break
             parcel = None if following.live is None else following.live()
-            if parcel is not None and not (parcel.is_on_device or parcel.is_needed or parcel.home != at_hand.home):
+            if parcel is not None and parcel.may_be_fetched and parcel.home == at_hand.home:
                 room -= parcel.nbytes
                 if room < 0:
                     break

@@ -6,6 +6,7 @@ The caching allocator reuses a freed block in the order of the stream it was all
 1. Home: every parcel remembers the stream compute ran on when it was saved. Its device memory, before and after the
    journey, is allocated and freed in that stream's order and no other.
 2. Release: home waits for `landed`, then our reference is dropped. Whatever reuses the memory runs after the copy.
+   With more than one compute stream in use, all of them wait: a tensor saved on one may have been allocated on another.
 3. Fetch: the block is allocated on home, and inbound waits for the point home had reached. Whatever used the memory
    before is done when the copy writes.
 4. Arrival: the stream that reads waits for `arrived`. If it is not home, it gets a block of its own: memory owned
@@ -41,6 +42,8 @@ class Outbound:
         self._store = store
         self._stream = device.new_stream("outbound")
         self._queue: deque[weakref.ref[Parcel]] = deque()
+        # Every stream that was a parcel's home. torch hands out streams from a small pool, so this stays short.
+        self._homes: list[Stream] = []
         self._last: StreamEvent = None  # `landed` of the latest copy
         self._compute_point: StreamEvent = None  # the latest point of compute known here
         self.resident_bytes = 0
@@ -50,6 +53,8 @@ class Outbound:
         while self._queue and not _is_waiting(self._queue[0]()):
             self._queue.popleft()
         self._queue.append(parcel.ref)
+        if parcel.home not in self._homes:
+            self._homes.append(parcel.home)
         parcel.is_resident = True
         self.resident_bytes += parcel.nbytes
 
@@ -101,7 +106,8 @@ class Outbound:
         if parcel.landed is None and not self.send(parcel):
             return False
         try:
-            self._device.wait(parcel.home, parcel.landed, Wait.LANDED)
+            for home in self._homes:
+                self._device.wait(home, parcel.landed, Wait.LANDED)
         except StoreError:
             self._take_back(parcel)
             return False
@@ -124,7 +130,8 @@ class Outbound:
     def abandon(self, parcel: Parcel) -> None:
         """The parcel died before its release. Any thread, takes no lock."""
         if parcel.source is not None and parcel.landed is not None:
-            self._device.retire(parcel.source, parcel.landed, parcel.home)
+            for home in self._homes:
+                self._device.retire(parcel.source, parcel.landed, home)
 
 
 def _is_waiting(parcel: Parcel | None) -> bool:
@@ -160,6 +167,8 @@ class Inbound:
         own = device.allocate(parcel.nbytes, reader)
         room = device.record(reader)
         device.wait(self._stream, room, Wait.ROOM)
+        # What home waited for at the release, a stranger did not.
+        device.wait(self._stream, parcel.landed, Wait.WRITTEN)
         device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)
         return own
 

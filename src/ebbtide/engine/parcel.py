@@ -188,8 +188,9 @@ class Parcel:
         self.ref = weakref.ref(self)
 
     @property
-    def is_on_device(self) -> bool:
-        return self.source is not None or self.arrival is not None
+    def may_be_fetched(self) -> bool:
+        """Away, and nobody has asked for it or is about to fetch it."""
+        return self.source is None and self.arrival is None and not self.is_needed and not self.is_ahead
 
     def forget_arrival(self) -> None:
         """Drop our reference to device memory that home has waited for; a later need fetches again."""

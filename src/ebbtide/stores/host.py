@@ -7,7 +7,6 @@ from ebbtide.stores._slabs import Extent, Reader, Slabs
 from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 
 _ALIGN_BYTES = 512
-_SMALLEST_SLAB_BYTES = 64 * MIB
 _LARGEST_STEP_BYTES = GIB
 
 
@@ -28,11 +27,13 @@ class HostStore:
     Args:
         device: whose copies read and write here; its `host_bytes` make the slabs.
         limit_bytes: most bytes to take; beyond it `reserve` answers None.
+        smallest_slab_bytes: a power of two; slabs grow from it as the store does.
     """
 
-    def __init__(self, device: Device, limit_bytes: int) -> None:
+    def __init__(self, device: Device, limit_bytes: int, smallest_slab_bytes: int = 64 * MIB) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
+        self._smallest_slab_bytes = smallest_slab_bytes
         self._memory: list[torch.Tensor] = []
         self._slabs = Slabs(self._grow, _ALIGN_BYTES)
         self._reads = 0
@@ -76,7 +77,7 @@ class HostStore:
     def _grow(self, nbytes: int) -> int:
         """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
         room = self._limit_bytes - self._slabs.reserved_bytes
-        usual = max(_SMALLEST_SLAB_BYTES, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
+        usual = max(self._smallest_slab_bytes, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
         for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
             if size <= room:
                 self._memory.append(self._device.host_bytes(size))

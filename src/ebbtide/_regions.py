@@ -1,0 +1,85 @@
+"""Which modules of a model are regions, and which ones a name means. Pure: looks, changes nothing."""
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from ebbtide._errors import ModuleError
+from ebbtide.config import Names
+
+# What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def clean_name(fqn: str) -> str:
+    """The name without what wrappers add: "module.layers.0._orig_mod.mlp" -> "layers.0.mlp"."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+def find_regions(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of the outermost repeated lists of `root`, by name, in order; empty if it has none."""
+    return {clean_name(fqn): block for fqn, block in _blocks(root, "")}
+
+
+def _blocks(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    if _is_repeated(module):
+        yield from ((f"{prefix}{name}", child) for name, child in module.named_children())
+        return
+    for name, child in module.named_children():
+        yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _is_repeated(module: torch.nn.Module) -> bool:
+    """A list of at least two blocks, most of them of one class, each with parameters of its own."""
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or len(module) < 2:
+        return False
+    classes = Counter(type(child) for child in module)
+    most, count = classes.most_common(1)[0]
+    return count >= 2 and 2 * count > len(module) and not issubclass(most, torch.nn.Linear | torch.nn.Identity)
+
+
+def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> list[torch.nn.Module]:
+    """All modules that one of `names` means. Raises ModuleError for a name that means none, with near names."""
+    found: dict[torch.nn.Module, None] = {}
+    for name in names:
+        matches = list(_matches(root, name))
+        if not matches:
+            raise ModuleError(_no_match(root, name, option))
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
+    for fqn, module in root.named_modules():
+        if isinstance(name, str):
+            if _means(name, clean_name(fqn)) or _means(name, fqn):
+                yield module
+        elif isinstance(module, name):
+            yield module
+
+
+def _means(pattern: str, fqn: str) -> bool:
+    """A pattern may leave out the front: "layers.*.mlp" means "model.layers.0.mlp" too."""
+    return fnmatch.fnmatchcase(fqn, pattern) or fnmatch.fnmatchcase(fqn, f"*.{pattern}")
+
+
+def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
+    if not isinstance(name, str):
+        classes = sorted({type(module).__name__ for module in root.modules()})
+        return f"{option}={name.__name__}: {type(root).__name__} has no module of this class. It has {_some(classes)}"
+    patterns = sorted({_pattern(clean_name(fqn)) for fqn, _ in root.named_modules() if fqn})
+    near = difflib.get_close_matches(name, patterns, n=5, cutoff=0.4) or patterns
+    return f"{option}={name!r} matches no module of {type(root).__name__}. Near names: {_some(near)}"
+
+
+def _pattern(fqn: str) -> str:
+    """The name with its numbers as wildcards, the way users write it."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(map(repr, listed[:8])) + (", ..." if len(listed) > 8 else "")

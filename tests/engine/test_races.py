@@ -1,0 +1,193 @@
+"""Random programs on the adversarial simulator, and proof that it notices what it is there to notice.
+
+Each mutation takes one wait, keep-alive or check out of the engine. The suite has to fail for every one of them.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from support import Boom, explore
+
+from ebbtide.devices.sim import SimDevice
+from ebbtide.engine import hooks
+from ebbtide.engine.engine import Engine
+from ebbtide.engine.lane import Inbound, Outbound
+from ebbtide.engine.parcel import Parcel, Ticket
+from ebbtide.stores.host import HostStore
+from ebbtide.types import Wait
+
+SEEDS = 1200
+CHUNK = 100
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tiny programs move nothing now and then, and reentrant checkpoints grumble
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_programs_equal_their_plain_twins_and_race_nowhere(first):
+    assert [found for seed in range(first, first + CHUNK) if (found := explore(seed))] == []
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------------
+
+
+def no_wait(why):
+    def mutate(patch):
+        wait = SimDevice.wait
+        patch(SimDevice, "wait", lambda self, s, e, w: None if w is why else wait(self, s, e, w))
+
+    mutate.__name__ = f"no wait: {why.name}"
+    return mutate
+
+
+def source_dropped_when_sent(patch):
+    send = Outbound.send
+
+    def mutant(self, parcel):
+        sent = send(self, parcel)
+        if sent:
+            parcel.source = None
+        return sent
+
+    patch(Outbound, "send", mutant)
+
+
+def source_dropped_at_death(patch):
+    patch(Outbound, "abandon", lambda self, parcel: None)
+
+
+def arrival_dropped_at_death(patch):
+    patch(Inbound, "abandon", lambda self, parcel: None)
+
+
+def other_compute_streams_do_not_wait(patch):
+    join = Outbound.join
+
+    def mutant(self, parcel):
+        join(self, parcel)
+        self._homes = self._homes[:1]
+
+    patch(Outbound, "join", mutant)
+
+
+def block_given_back_when_released(patch):
+    release = Outbound._release
+
+    def mutant(self, parcel):
+        released = release(self, parcel)
+        if released:
+            self._store.give_back(parcel.block)
+        return released
+
+    patch(Outbound, "_release", mutant)
+    bury = Engine.bury
+
+    def bury_without_block(self, parcel):
+        parcel.block = None
+        bury(self, parcel)
+
+    patch(Engine, "bury", bury_without_block)
+
+
+def last_reader_forgotten(patch):
+    read = HostStore.read
+
+    def mutant(self, block, dst, stream):
+        arrived = read(self, block, dst, stream)
+        block.extent.reader = None
+        return arrived
+
+    patch(HostStore, "read", mutant)
+
+
+def strangers_share_homes_copy(patch):
+    def mutant(self, parcel, reader):
+        if parcel.arrival is None:
+            self.fetch([parcel])
+        self._device.wait(reader, parcel.arrived, Wait.ARRIVED)
+        return parcel.arrival
+
+    patch(Inbound, "fetch_for", mutant)
+
+
+def parcel_shared_whatever_the_version(patch):
+    init = Parcel.__init__
+
+    def mutant(self, engine, visit, site, source, start, nbytes, version, home):
+        class AnyVersion(int):
+            __eq__ = lambda mine, other: True  # noqa: E731
+            __hash__ = int.__hash__
+
+        init(self, engine, visit, site, source, start, nbytes, AnyVersion(version), home)
+
+    patch(Parcel, "__init__", mutant)
+
+
+def parcel_shared_whatever_the_range(patch):
+    find = Engine._find
+    patch(Engine, "_find", lambda self, s, v, span: find(self, s, v, span._replace(start=0, nbytes=0)))
+
+
+def moved_saves_unchecked(patch):
+    patch(Ticket, "check", lambda self: None)
+
+
+def kept_saves_unchecked(patch):
+    patch(hooks, "kept_tensor", lambda kept: kept[0])
+
+
+MUTATIONS = [
+    *(no_wait(why) for why in Wait if why is not Wait.ABANDONED),
+    source_dropped_when_sent,
+    source_dropped_at_death,
+    arrival_dropped_at_death,
+    other_compute_streams_do_not_wait,
+    block_given_back_when_released,
+    last_reader_forgotten,
+    strangers_share_homes_copy,
+    parcel_shared_whatever_the_version,
+    parcel_shared_whatever_the_range,
+    moved_saves_unchecked,
+    kept_saves_unchecked,
+    no_wait(Wait.ABANDONED),
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutation_is_caught(mutate, monkeypatch):
+    mutate(monkeypatch.setattr)
+    caught = None
+    for seed in range(SEEDS):
+        try:
+            caught = explore(seed)
+        except (AssertionError, RuntimeError, IndexError) as error:  # the engine's own checks count too
+            assert not isinstance(error, Boom)
+            caught = repr(error)
+        if caught:
+            break
+    assert caught, f"{mutate.__name__} went unnoticed in {SEEDS} programs"
+
+
+def test_every_wait_has_a_mutation():
+    assert {f"no wait: {why.name}" for why in Wait} <= {mutate.__name__ for mutate in MUTATIONS}
+
+
+def test_the_checker_sees_a_missing_wait():
+    device = SimDevice()
+    lane = device.new_stream("lane")
+    with contextlib.nullcontext():
+        source = torch.ones(8, dtype=torch.uint8)
+        target = device.host_bytes(8)
+        device.record(device.current_stream())
+        device.copy(target, source, lane)
+        device.finish()
+    assert any("not ordered after" in fault for fault in device.faults)

@@ -1,0 +1,379 @@
+"""What the tests share: doors over a chosen device, and random training programs to run with and without them."""
+
+import contextlib
+import gc
+import itertools
+import random
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.config import OffloadConfig
+from ebbtide.context import OffloadActivations
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.sim import SimDevice
+from ebbtide.engine.engine import Engine
+from ebbtide.engine.engines import Engines
+from ebbtide.engine.scope import Limits, Scope
+from ebbtide.stores.host import HostStore
+from ebbtide.types import StoreFactory
+
+ROOM = 2**28
+
+
+class Rig:
+    """A context door over one device and store, with access to its engine."""
+
+    def __init__(
+        self,
+        device=None,
+        make_store: StoreFactory | None = None,
+        window: int = 1,
+        prefetch: int = 1 << 20,
+        min_bytes: int = 1,
+    ) -> None:
+        self.device = CpuDevice() if device is None else device
+        make_store = make_store or (lambda own: HostStore(own, ROOM))
+        self.engines = Engines(make_store, lambda _: self.device)
+        self.scope = Scope(Limits(window, prefetch, min_bytes), lambda _: True)
+        self.context = OffloadActivations(OffloadConfig(), self.engines, self.scope)
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines.on(torch.device("cpu"))
+
+    @property
+    def stats(self):
+        return self.context.stats()
+
+    def check_at_rest(self) -> None:
+        """No graph lives any more: nothing may be left of what it had saved."""
+        engine = self.engine
+        engine._settle_deaths()
+        if engine._by_storage or engine.store_stats().used_bytes:
+            gc.collect()  # a traceback may hold a frame that holds a graph
+            engine._settle_deaths()
+        assert engine.store_stats().used_bytes == 0
+        assert engine._outbound.resident_bytes == 0
+        assert engine._ahead_bytes == 0
+        assert engine._by_storage == {}
+
+
+def leaves(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def same(run: Callable[[contextlib.AbstractContextManager], list[torch.Tensor]], rig: Rig, times: int = 3) -> None:
+    """`run`'s results are the plain ones, bit for bit, also when the timetable has learned."""
+    plain = run(contextlib.nullcontext())
+    for _ in range(times):
+        assert_equal(run(rig.context), plain)
+    del plain
+    rig.check_at_rest()
+
+
+def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    assert len(ours) == len(plain)
+    for mine, twin in zip(ours, plain, strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (twin.dtype, twin.shape, twin.stride())
+        assert bits(mine) == bits(twin)
+
+
+def bits(t: torch.Tensor) -> bytes:
+    """The elements as bytes: NaNs compare too, and minus zero differs from zero."""
+    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Boom(RuntimeError):
+    """Raised by a program on purpose."""
+
+
+class _Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Boom
+
+
+class Program:
+    """A random training program: the same tensors, the same operations, the same order for one seed.
+
+    `run(context, side)` runs it under a door; `side` makes contexts in which a second compute stream is current.
+    Returns every loss and gradient, and the name of every error, in order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._width = self._random.choice([4, 8, 12])
+        self._rows = self._random.choice([3, 16])
+        self._layers = [self._random.choice(_LAYERS) for _ in range(self._random.randint(2, 6))]
+        self._on_side = [self._random.random() < 0.25 for _ in self._layers]
+        self._steps = [self._random.choice(_STEPS) for _ in range(4)]
+
+    def __str__(self) -> str:
+        layers = ", ".join(layer.__name__ + ("*" if s else "") for layer, s in zip(self._layers, self._on_side))
+        return f"seed {self._seed}: [{layers}] then [{', '.join(step.__name__ for step in self._steps)}]"
+
+    def run(self, context, side) -> list[object]:
+        torch.manual_seed(self._seed)
+        shapes = [(self._width, self._width)] * len(self._layers)
+        self.weights = [w.requires_grad_() for w in torch.stack([torch.randn(s) for s in shapes]).unbind()]
+        self.weights = [w.detach().clone().requires_grad_() for w in self.weights]
+        self.batch = torch.randn(self._rows, self._width)
+        results: list[object] = []
+        for step in self._steps:
+            step(self, context, side, results)
+            results += [None if w.grad is None else w.grad.clone() for w in self.weights]
+            for w in self.weights:
+                w.grad = None
+        return results
+
+    def forward(self, context, side) -> torch.Tensor:
+        with context:
+            x = self.batch * 1.5
+            for layer, weight, on_side in zip(self._layers, self.weights, self._on_side):
+                with side() if on_side else contextlib.nullcontext():
+                    x = layer(x, weight)
+            return x.square().mean()
+
+
+def _linear(x, w):
+    return (x @ w).tanh()
+
+
+def _qkv(x, w):
+    q, k, v = x @ w, x @ w.t(), x @ (w * 2)
+    return torch.softmax(q @ k.t(), -1) @ v
+
+
+def _chunks(x, w):
+    a, b, c = (torch.cat([x, x, x], -1) @ torch.block_diag(w, w, w)).chunk(3, -1)
+    return a * b.sigmoid() + c.exp().clamp(max=3.0)
+
+
+def _norm(x, w):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], w[0], w[1]) + x
+
+
+def _dropout(x, w):
+    return torch.nn.functional.dropout(x @ w, 0.3).sin()
+
+
+def _inplace(x, w):
+    return (x @ w).relu_().mul(1.1).sigmoid_()
+
+
+def _column(x, w):
+    return x * (x[:, :1].exp() @ w[:1]).tanh()
+
+
+def _rows(x, w):
+    top, rest = (x @ w).sin().split([1, x.shape[0] - 1])
+    return torch.cat([top.cos(), rest.cos()])
+
+
+def _transposed(x, w):
+    return (x.t().exp().clamp(max=4.0).t() @ w).tanh()
+
+
+def _checkpointed(x, w):
+    return checkpoint(_linear, x, w, use_reentrant=False)
+
+
+def _reentrant(x, w):
+    return checkpoint(_linear, x, w, use_reentrant=True)
+
+
+_LAYERS = [
+    _linear, _qkv, _chunks, _norm, _dropout, _inplace, _column, _rows, _transposed, _checkpointed, _reentrant,
+]  # fmt: skip
+
+
+def _plain(program, context, side, results):
+    loss = program.forward(context, side)
+    loss.backward()
+    results.append(loss.detach())
+
+
+def _inside(program, context, side, results):
+    with context:
+        loss = program.forward(context, side)
+        loss.backward()
+    results.append(loss.detach())
+
+
+def _accumulate(program, context, side, results):
+    for _ in range(2):
+        _plain(program, context, side, results)
+
+
+def _first_in_first_out(program, context, side, results):
+    losses = [program.forward(context, side) for _ in range(3)]
+    while losses:
+        losses.pop(0).backward()
+
+
+def _last_in_first_out(program, context, side, results):
+    losses = [program.forward(context, side) for _ in range(2)]
+    while losses:
+        losses.pop().backward()
+
+
+def _retained(program, context, side, results):
+    loss = program.forward(context, side)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    results.append(loss.detach())
+
+
+def _dropped(program, context, side, results):
+    program.forward(context, side)
+    _plain(program, context, side, results)
+
+
+def _partial(program, context, side, results):
+    if _reentrant in program._layers:  # refuses partial gradients
+        return
+    loss = program.forward(context, side)
+    results += torch.autograd.grad(loss, program.weights[-1:])
+
+
+def _on_side_stream(program, context, side, results):
+    loss = program.forward(context, side)
+    with side():
+        loss.backward()
+    results.append(loss.detach())
+
+
+def _older_graph_on_side_stream(program, context, side, results):
+    """The side stream knows the older graph's forward, and nothing of what compute did since."""
+    with context:
+        older = (program.batch @ program.weights[0]).sin().exp().sum()
+    point = side.point()
+    newer = program.forward(context, side)
+    with side(after=point):
+        older.backward()
+        with side(after=point):  # takes the room of what the first one has just read
+            third = program.forward(context, side)
+    newer.backward()
+    third.backward()
+    results.append(older.detach())
+
+
+def _two_versions(program, context, side, results):
+    """One storage saved before and after an in-place change; only the later graph runs backward."""
+    with context:
+        x = (program.batch @ program.weights[0]).sin()
+        unused = x.cos()
+        pushes = program.forward(contextlib.nullcontext(), side)
+        x.add_(1.0)
+        loss = x.cos().sum()
+    loss.backward()
+    results += [unused.detach(), pushes.detach()]
+
+
+def _explodes_in_forward(program, context, side, results):
+    try:
+        with context:
+            kept = program.forward(contextlib.nullcontext(), side).exp()
+            raise Boom
+    except Boom:
+        results.append("Boom")
+    del kept
+
+
+def _explodes_in_backward(program, context, side, results):
+    with context:
+        loss = _Explode.apply(program.forward(contextlib.nullcontext(), side)).exp()
+    try:
+        loss.backward()
+    except Boom:
+        results.append("Boom")
+
+
+def _modified(program, context, side, results):
+    with context:
+        x = (program.batch @ program.weights[0]).sin()
+        y = x.exp()  # saves its result
+        z = y * x
+        x.add_(1.0)  # `y * x` saved x
+        loss = z.sum()
+    try:
+        loss.backward()
+    except RuntimeError:
+        results.append("modified")
+
+
+def _modified_late(program, context, side, results):
+    with context:
+        x = (program.batch @ program.weights[0]).sin()
+        loss = (x * x.cos()).exp().sum()
+    x.mul_(2.0)
+    try:
+        loss.backward()
+    except RuntimeError:
+        results.append("modified")
+
+
+_STEPS = [
+    _plain, _plain, _inside, _accumulate, _first_in_first_out, _last_in_first_out, _retained, _dropped, _partial,
+    _on_side_stream, _older_graph_on_side_stream, _two_versions,
+    _explodes_in_forward, _explodes_in_backward, _modified, _modified_late,
+]  # fmt: skip
+
+
+class OneStream:
+    """The plain twin has no streams to choose from."""
+
+    def __call__(self, after=None):
+        return contextlib.nullcontext()
+
+    def point(self):
+        return None
+
+
+class SideStreams:
+    """Two more compute streams of the simulator, in turn."""
+
+    def __init__(self, device: SimDevice) -> None:
+        self._device = device
+        self._names = itertools.cycle(["left", "right"])
+
+    def __call__(self, after=None):
+        return self._device.compute_on(next(self._names), after)
+
+    def point(self):
+        return self._device.record(self._device.current_stream())
+
+
+def explore(seed: int) -> str | None:
+    """Run program `seed` on the simulator and compare with its plain twin. None, or what went wrong."""
+    program = Program(seed)
+    plain = program.run(contextlib.nullcontext(), OneStream())
+    choose = random.Random(~seed)
+    device = SimDevice(seed, choose.choice(["late", "early", "shuffled"]))
+    window, prefetch = choose.choice([1, 200, 1000, 10**6]), choose.choice([1, 500, 3000, 10**6])
+    min_bytes = choose.choice([1, 1, 1, 250])
+    rig = Rig(device, lambda own: HostStore(own, 2**24, smallest_slab_bytes=2**14), window, prefetch, min_bytes)
+    ours = program.run(rig.context, SideStreams(device))
+    device.finish()
+    if device.faults:
+        return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
+    if len(ours) != len(plain):
+        return f"{program}: {len(ours)} results, {len(plain)} in the plain run"
+    for at, (mine, twin) in enumerate(zip(ours, plain, strict=True)):
+        is_same = bits(mine) == bits(twin) if _both_tensors(mine, twin) else type(mine) is type(twin) and mine == twin
+        if not is_same:
+            return f"{program}: result {at} differs from the plain run"
+    rig.check_at_rest()
+    return None
+
+
+def _both_tensors(mine: object, twin: object) -> bool:
+    return isinstance(mine, torch.Tensor) and isinstance(twin, torch.Tensor)

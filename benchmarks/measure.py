@@ -1,33 +1,40 @@
 """Steps, timed and weighed: medians and quartiles of what one mode does on one model."""
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+
+from benchmarks.modes import Context
 
 WARM_UP_STEPS = 2
 
 
 @dataclass
-class Measured:
-    """Per step: milliseconds, and bytes above what was allocated before the step."""
+class Step:
+    """One step: milliseconds, and bytes above what was allocated before it."""
 
-    step_ms: list[float] = field(default_factory=list)
-    forward_ms: list[float] = field(default_factory=list)
-    act_peak_bytes: list[int] = field(default_factory=list)
-    after_bytes: list[int] = field(default_factory=list)
-    loss: float = 0.0
-    grad_checksum: float = 0.0
+    step_ms: float
+    forward_ms: float
+    act_peak_bytes: int
+    loss: float
+
+
+@dataclass
+class Measured:
+    """The steps of one mode after its warm-up."""
+
+    steps: list[Step]
+    grad_checksum: float
 
     def summary(self) -> dict[str, object]:
         return {
-            "step_ms": spread(self.step_ms),
-            "forward_ms": spread(self.forward_ms),
-            "act_peak_gib": max(self.act_peak_bytes) / 2**30,
-            "loss": self.loss,
+            "step_ms": spread([step.step_ms for step in self.steps]),
+            "forward_ms": spread([step.forward_ms for step in self.steps]),
+            "act_peak_gib": max(step.act_peak_bytes for step in self.steps) / 2**30,
+            "loss": self.steps[-1].loss,
             "grad_checksum": self.grad_checksum,
         }
 
@@ -38,39 +45,33 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "q1": low, "q3": high, "n": len(values)}
 
 
-def steps(
-    model: torch.nn.Module,
-    loss_of: Callable[[], torch.Tensor],
-    context: Callable[[], contextlib.AbstractContextManager[object]],
-    count: int,
-) -> Measured:
-    """`count` steps of forward and backward after the warm-up; gradients are kept allocated from step to step."""
-    measured = Measured()
-    for step in range(WARM_UP_STEPS + count):
-        is_timed = step >= WARM_UP_STEPS
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        forward_start, forward_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        forward_start.record()
-        with context():
-            loss = loss_of()
-        forward_end.record()
-        loss.backward()
-        torch.cuda.synchronize()
-        if is_timed:
-            measured.step_ms.append((time.perf_counter() - start) * 1e3)
-            measured.forward_ms.append(forward_start.elapsed_time(forward_end))
-            measured.act_peak_bytes.append(torch.cuda.max_memory_allocated() - before)
-            measured.loss = loss.item()
-        del loss
-        measured.after_bytes.append(torch.cuda.memory_allocated())
-    measured.grad_checksum = checksum(model)
-    return measured
+def one_step(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context) -> Step:
+    """Forward and backward; gradients stay allocated from step to step, zeroed before."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward_start, forward_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = time.perf_counter()
+    forward_start.record()
+    with context():
+        loss = loss_of()
+    forward_end.record()
+    loss.backward()
+    torch.cuda.synchronize()
+    step_ms = (time.perf_counter() - start) * 1e3
+    peak = torch.cuda.max_memory_allocated() - before
+    return Step(step_ms, forward_start.elapsed_time(forward_end), peak, loss.item())
+
+
+def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context, count: int) -> Measured:
+    """`count` steps after the warm-up."""
+    for _ in range(WARM_UP_STEPS):
+        one_step(model, loss_of, context)
+    measured = [one_step(model, loss_of, context) for _ in range(count)]
+    return Measured(measured, checksum(model))
 
 
 def checksum(model: torch.nn.Module) -> float:

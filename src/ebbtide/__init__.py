@@ -10,7 +10,8 @@ from ebbtide._errors import (
     StoreError,
     StoreFullError,
 )
-from ebbtide.context import offload_activations
+from ebbtide.context import OffloadActivations, offload_activations
+from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
 
@@ -21,9 +22,12 @@ __all__ = [
     "EbbtideWarning",
     "ModifiedError",
     "ModuleError",
+    "OffloadActivations",
     "OffloadHandle",
+    "Stats",
     "StoreError",
     "StoreFullError",
+    "Tally",
     "offload",
     "offload_activations",
     "release_memory",

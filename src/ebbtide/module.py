@@ -37,7 +37,7 @@ class _Session:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(desk.pack, desk.unpack)
+        self.hooks = desk.hooks()
         self.frames: list[tuple[Visit, Reason | None]] = []
 
 
@@ -57,7 +57,8 @@ class _Mark:
     def enter(self) -> None:
         raise AssertionError("a mark says what entering means")
 
-    def leave(self) -> None:
+    def leave(self, is_whole: bool) -> None:
+        """`is_whole`: the forward came to its end, no exception."""
         raise AssertionError("a mark says what leaving means")
 
     def stand_outside(self) -> bool:
@@ -84,12 +85,15 @@ class _Mark:
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.leave()
+            self.leave(is_whole=output is not None)
 
-    @torch._dynamo.assume_constant_result  # pyright: ignore[reportUntypedFunctionDecorator]
     def _notice_trace(self) -> None:
         """Runs once, while a compiler traces the module: from the next call on the mark stands outside."""
         self._handle.was_traced(self.stand_outside(), self._module)
+
+    # What torch._dynamo.assume_constant_result does, without the second that importing torch._dynamo takes: the
+    # compiler calls the function while it traces and puts the result, None, in its place.
+    _notice_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _CompiledCall:
@@ -103,18 +107,20 @@ class _CompiledCall:
         if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
         self._mark.enter()
+        output = None
         try:
-            return self.call(*args, **kwargs)
+            output = self.call(*args, **kwargs)
         finally:
-            self._mark.leave()
+            self._mark.leave(is_whole=output is not None)
+        return output
 
 
 class _RootMark(_Mark):
     def enter(self) -> None:
         self._handle.enter_root()
 
-    def leave(self) -> None:
-        self._handle.leave_root()
+    def leave(self, is_whole: bool) -> None:
+        self._handle.leave_root(is_whole)
 
 
 class _InnerMark(_Mark):
@@ -140,7 +146,7 @@ class _InnerMark(_Mark):
         elif self._choice and desk.stays is not Reason.KEEP_LAST:
             desk.stays = None
 
-    def leave(self) -> None:
+    def leave(self, is_whole: bool) -> None:
         session = self._handle.session()
         if session is not None and session.frames:
             session.desk.visit, session.desk.stays = session.frames.pop()
@@ -198,13 +204,13 @@ class OffloadHandle:
         self._stack().append(session)
         session.hooks.__enter__()
 
-    def leave_root(self) -> None:
+    def leave_root(self, is_whole: bool) -> None:
         stack = self._stack()
         session = stack.pop() if stack else None
         if session is None:
             return
         session.hooks.__exit__()
-        if torch.is_grad_enabled():
+        if is_whole and torch.is_grad_enabled():
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:

@@ -1,5 +1,6 @@
 """The desk: what autograd calls for every save, and for every read of one."""
 
+import sys
 from typing import Any, TypeAlias
 
 import torch
@@ -48,6 +49,13 @@ class Desk:
         self._engines = engines
         self.visit = visit
         self.stays: Reason | None = None
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The pair to push. Hidden from the compiler, which else traces what runs between two compiled graphs."""
+        if "torch._dynamo" not in sys.modules:  # nothing can be compiling, and importing it takes a second
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        hide = torch._dynamo.disable
+        return torch.autograd.graph.saved_tensors_hooks(hide(self.pack), hide(self.unpack))
 
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""

@@ -22,6 +22,9 @@ from ebbtide.stores._staging import HostStaging, PinnedStaging
 from ebbtide.stores._workers import Workers
 from ebbtide.types import Device, Stream, StreamEvent, Wait
 
+Move = Callable[[torch.Tensor], None]
+"""Moves a whole parcel between its memory and the file."""
+
 
 class DiskLane(Protocol):
     """One direction of a disk store."""
@@ -32,8 +35,8 @@ class DiskLane(Protocol):
         """What is submitted from now on touches the file after `event`, however that ended."""
         ...
 
-    def submit(self, stream: Stream, move: Callable[[], None], memory: torch.Tensor) -> HostEvent:
-        """Run `move`, which fills or empties `memory`, behind what `stream` waits for. Keeps `memory` alive."""
+    def submit(self, stream: Stream, move: Move, memory: torch.Tensor) -> HostEvent:
+        """Run `move(memory)` behind what `stream` waits for; `memory` is held until nothing touches it."""
         ...
 
     def close(self) -> None:
@@ -51,8 +54,8 @@ class HostLane:
     def wait(self, stream: HostStream, event: HostEvent) -> None:
         self._device.wait(stream, event, Wait.REUSE)
 
-    def submit(self, stream: HostStream, move: Callable[[], None], memory: torch.Tensor) -> HostEvent:
-        return self._device.submit(stream, functools.partial(_run, move, memory))
+    def submit(self, stream: HostStream, move: Move, memory: torch.Tensor) -> HostEvent:
+        return self._device.submit(stream, functools.partial(move, memory))
 
     def close(self) -> None:
         self.workers.close()
@@ -79,9 +82,9 @@ class StagedLane:
     def wait(self, stream: Stream, event: HostEvent) -> None:  # noqa: ARG002 (the file is touched by our own thread)
         self._host.submit(event.result)
 
-    def submit(self, stream: Stream, move: Callable[[], None], memory: torch.Tensor) -> HostEvent:
+    def submit(self, stream: Stream, move: Move, memory: torch.Tensor) -> HostEvent:
         start = self._device.record(stream)
-        queued = self._host.submit(functools.partial(self._queue_copies, start, move))
+        queued = self._host.submit(functools.partial(self._queue_copies, start, move, memory))
         self._host.submit(functools.partial(self._hold, memory))
         return queued
 
@@ -89,17 +92,12 @@ class StagedLane:
         self.workers.close()
         self._host = HostStream(self._name)  # the thread of the old one ends with it
 
-    def _queue_copies(self, start: StreamEvent, move: Callable[[], None]) -> StreamEvent:
+    def _queue_copies(self, start: StreamEvent, move: Move, memory: torch.Tensor) -> StreamEvent:
         self._device.wait(self._copies, start, self._why)
-        move()
+        move(memory)
         return self._device.record(self._copies)
 
     def _hold(self, memory: torch.Tensor) -> None:
         """Also when the work before it failed: copies may be queued all the same."""
         self._device.record(self._copies).synchronize()
         del memory
-
-
-def _run(move: Callable[[], None], memory: torch.Tensor) -> None:
-    move()
-    del memory

@@ -8,16 +8,11 @@ import tempfile
 import weakref
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ebbtide._bytes import GIB, format_bytes
 from ebbtide._errors import StoreError
 
 ALIGN_BYTES = 4096
 """Memory, offset and length of what goes past the page cache are multiples of it."""
-
-Bytes = npt.NDArray[np.uint8]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What stays free for everybody else on the file system: the lesser of the two.
@@ -61,27 +56,27 @@ class ScratchFile:
         self._nbytes += nbytes
         return start
 
-    def write(self, data: Bytes, at: int) -> None:
+    def write(self, data: memoryview, at: int) -> None:
         """Returns when all of `data` is in the file. Raises StoreError naming the folder."""
         done = 0
-        while done < data.size:
+        while done < data.nbytes:
             self._check_open()
             try:
                 done += self._whole(os.pwrite(self._fd, data[done:], at + done))
             except OSError as error:
-                raise self._failure(f"writing {format_bytes(data.size)}", error) from error
-        self._forget_cached(at, data.size)
+                raise self._failure(f"writing {format_bytes(data.nbytes)}", error) from error
+        self._forget_cached(at, data.nbytes)
 
-    def read(self, data: Bytes, at: int) -> None:
+    def read(self, data: memoryview, at: int) -> None:
         """Returns when `data` is full. Raises StoreError naming the folder."""
         done = 0
-        while done < data.size:
+        while done < data.nbytes:
             self._check_open()
             try:
                 done += self._whole(os.preadv(self._fd, [data[done:]], at + done))
             except OSError as error:
-                raise self._failure(f"reading {format_bytes(data.size)}", error) from error
-        self._forget_cached(at, data.size)
+                raise self._failure(f"reading {format_bytes(data.nbytes)}", error) from error
+        self._forget_cached(at, data.nbytes)
 
     def close(self) -> None:
         """Free the room. What is still to be read or written fails."""

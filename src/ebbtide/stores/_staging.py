@@ -7,21 +7,22 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from ebbtide.stores._scratch import ALIGN_BYTES, Bytes
+from ebbtide._bytes import MIB
+from ebbtide.stores._scratch import ALIGN_BYTES
 from ebbtide.types import Device, Stream, StreamEvent
 
-PART_BYTES = 4 * 1024**2
+PART_BYTES = 4 * MIB
 """Size of a buffer, so the largest part of a parcel that one thread moves at once."""
 
 
 class Staging(Protocol):
     """One buffer of one thread."""
 
-    def fill(self, src: torch.Tensor) -> Bytes:
+    def fill(self, src: torch.Tensor) -> memoryview:
         """The bytes of `src`, padded for the file; they are there when this returns."""
         ...
 
-    def space(self, nbytes: int) -> Bytes:
+    def space(self, nbytes: int) -> memoryview:
         """Room for `nbytes`, padded for the file; nobody reads what was there before."""
         ...
 
@@ -37,15 +38,15 @@ class HostStaging:
     """For memory that the host can read."""
 
     def __init__(self) -> None:
-        self._bytes: Bytes = np.frombuffer(mmap.mmap(-1, PART_BYTES), np.uint8)
+        self._bytes = np.frombuffer(mmap.mmap(-1, PART_BYTES), np.uint8)
 
-    def fill(self, src: torch.Tensor) -> Bytes:
+    def fill(self, src: torch.Tensor) -> memoryview:
         # numpy, not torch: each thread that copies with torch gets a team of OpenMP threads of its own.
         np.copyto(self._bytes[: src.numel()], src.numpy())
         return self.space(src.numel())
 
-    def space(self, nbytes: int) -> Bytes:
-        return self._bytes[: _padded(nbytes)]
+    def space(self, nbytes: int) -> memoryview:
+        return self._bytes[: _padded(nbytes)].data
 
     def drain(self, dst: torch.Tensor) -> None:
         np.copyto(dst.numpy(), self._bytes[: dst.numel()])
@@ -63,20 +64,21 @@ class PinnedStaging:
         self._device = device
         self._copies = copies
         self._memory = _aligned(device, PART_BYTES)
-        self._bytes: Bytes = self._memory.numpy()
+        self._bytes = self._memory.numpy()
         # Guards the buffer: the file must not overwrite what a copy queued earlier has yet to read.
         self._drained: StreamEvent | None = None
 
-    def fill(self, src: torch.Tensor) -> Bytes:
+    def fill(self, src: torch.Tensor) -> memoryview:
+        room = self.space(src.numel())
         self._device.copy(self._memory[: src.numel()], src, self._copies)
         self._device.record(self._copies).synchronize()
-        return self._bytes[: _padded(src.numel())]
+        return room
 
-    def space(self, nbytes: int) -> Bytes:
+    def space(self, nbytes: int) -> memoryview:
         if self._drained is not None:
             self._drained.synchronize()
             self._drained = None
-        return self._bytes[: _padded(nbytes)]
+        return self._bytes[: _padded(nbytes)].data
 
     def drain(self, dst: torch.Tensor) -> None:
         self._device.copy(dst, self._memory[: dst.numel()], self._copies)

@@ -81,13 +81,13 @@ class DiskStore:
         if block.extent.reader is not None:
             self._outbound.wait(stream, block.extent.reader.event)
             block.extent.reader = None
-        part_out = functools.partial(_part_out, self._file, block.start)
-        block.landed = self._outbound.submit(stream, functools.partial(self._outbound.workers.run, src, part_out), src)
+        block.landed = self._outbound.submit(stream, functools.partial(self._write, block), src)
         return block.landed
 
     def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, DiskBlock)
-        arrived = self._inbound.submit(stream, functools.partial(self._read, block, dst), dst)
+        assert block.landed is not None
+        arrived = self._inbound.submit(stream, functools.partial(self._read, block, block.landed), dst)
         self._reads += 1
         block.extent.reader = Reader(self._reads, arrived)
         return arrived
@@ -105,9 +105,11 @@ class DiskStore:
         self._outbound.close()
         self._inbound.close()
 
-    def _read(self, block: DiskBlock, dst: torch.Tensor) -> None:
-        assert block.landed is not None
-        block.landed.result()
+    def _write(self, block: DiskBlock, src: torch.Tensor) -> None:
+        self._outbound.workers.run(src, functools.partial(_part_out, self._file, block.start))
+
+    def _read(self, block: DiskBlock, landed: HostEvent, dst: torch.Tensor) -> None:
+        landed.result()
         self._inbound.workers.run(dst, functools.partial(_part_in, self._file, block.start))
 
     def _grow(self, nbytes: int) -> int:

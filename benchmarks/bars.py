@@ -1,0 +1,73 @@
+"""The bars of the issues, judged from the result files: what was measured, also where it falls short."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GIB = 2**30
+
+
+class Bar(NamedTuple):
+    """A figure and the most (or, with `is_floor`, the least) it may be."""
+
+    id: str
+    figure: float
+    bar: float
+    unit: str
+    is_floor: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return self.figure >= self.bar if self.is_floor else self.figure <= self.bar
+
+
+def judge(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every bar that the files in `folder` have figures for, by id."""
+    judged: dict[str, dict[str, Any]] = {}
+    for name, bars_of in _JUDGES.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        facts = {key: result[key] for key in ("command", "device", "versions", "commit", "date")}
+        for bar in bars_of(result, folder):
+            judged[bar.id] = {
+                "figure": round(bar.figure, 4), "bar": bar.bar, "unit": bar.unit, "holds": bar.holds, **facts,
+            }  # fmt: skip
+    return dict(sorted(judged.items()))
+
+
+def _eager(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
+    modes = result["modes"]
+    ours, plain = modes["ebbtide"], modes["nothing"]
+    yield Bar("E1", _over_bound(result, folder), 1.03, "x max(plain step, 2 x distinct bytes / link rate)")
+    yield Bar("E1-peak", ours["act_peak_gib"], 7.0, "GiB of activations at the peak")
+    yield Bar("E3", result["nothing_qualifies_ratio"], 1.005, "x plain step, nothing qualifies")
+    steady = result["steady"]
+    yield Bar("E5-pinned", steady["new_pinned_allocations"], 0, "pinned allocations after warm-up")
+    yield Bar("E5-syncs", float(not steady["is_quiet"]), 0, "steps that synchronised the host")
+    yield Bar("E5-memory", steady["memory_drift_bytes"], 0, "bytes of drift from step to step")
+    freed = (plain["act_peak_gib"] - ours["act_peak_gib"]) * GIB
+    yield Bar("E6", freed / ours["one_step"]["out_bytes"], 0.99, "freed / moved", is_floor=True)
+
+
+def _compiled(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
+    yield Bar("E2", _over_bound(result, folder), 1.03, "x max(plain step, 2 x distinct bytes / link rate)")
+    yield Bar("E2-peak", result["modes"]["ebbtide"]["act_peak_gib"], 6.9, "GiB of activations at the peak")
+
+
+def _host_cost(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
+    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept save")
+    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved save, out and in")
+
+
+def _over_bound(result: dict[str, Any], folder: Path) -> float:
+    link = json.loads((folder / "link.json").read_text())
+    ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
+    nbytes = ours["one_step"]["parcels_bytes"]
+    bound_ms = (nbytes / link["out_gb_per_s"] + nbytes / link["in_gb_per_s"]) / 1e6
+    return ours["step_ms"]["median"] / max(plain["step_ms"]["median"], bound_ms)
+
+
+_JUDGES = {"A": _eager, "A-compiled": _compiled, "host-cost": _host_cost}

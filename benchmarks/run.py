@@ -1,0 +1,134 @@
+"""Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
+
+    python -m benchmarks.run [--workloads A A-compiled B] [--steps 5] [--out benchmarks/results] [--commit HASH]
+
+All modes of a workload run in one process on one model, so that their ratios mean something.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+import ebbtide
+from benchmarks import bars
+from benchmarks.host_cost import host_cost_us
+from benchmarks.measure import link_rate, one_step, steps
+from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
+from benchmarks.steady import steady_state
+from benchmarks.workloads import WORKLOADS, Workload, build
+
+PACKAGES = ("torch", "transformers", "trl", "triton")
+
+
+def main() -> None:
+    options = _options()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda")
+    facts = _facts(options.commit)
+    results: dict[str, dict[str, object]] = {"link": {**facts, **link_rate()}}
+    results["host-cost"] = {**facts, **host_cost_us(device)}
+    _write(options.out, results)
+    for name in options.workloads:
+        results[name] = {**facts, **_measure(WORKLOADS[name], device, options.steps)}
+        _write(options.out, results)
+        ebbtide.release_memory()
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", nargs="*", default=["A", "A-compiled", "B"], choices=sorted(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")
+    return parser.parse_args()
+
+
+def _facts(commit: str | None) -> dict[str, object]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"python": sys.version.split()[0], **versions},
+        "commit": commit or head.stdout.strip(),
+        "command": "python -m benchmarks.run",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _measure(workload: Workload, device: torch.device, count: int) -> dict[str, object]:
+    model, loss_of = build(workload, device)
+    modes: dict[str, object] = {}
+    for mode in filter(available, MODES):
+        print(f"{workload.name}: {mode}", flush=True)
+        modes[mode] = _measure_mode(mode, model, loss_of, count)
+        print(f"  {modes[mode]}", flush=True)
+    return {
+        "modes": modes,
+        "nothing_qualifies_ratio": _ratio_when_nothing_qualifies(model, loss_of),
+        "steady": steady_state(model, loss_of, ebbtide_context),
+    }
+
+
+def _measure_mode(mode, model, loss_of, count) -> dict[str, object]:
+    with prepared(mode, model) as context:
+        try:
+            measured = steps(model, loss_of, context, count)
+        except (RuntimeError, AssertionError, ValueError) as error:  # a neighbour that cannot do this workload
+            if mode == "ebbtide":
+                raise
+            return {"failed": f"{type(error).__name__}: {error}"[:300]}
+        summary = measured.summary()
+        if mode == "ebbtide":
+            before = context().stats()
+            one_step(model, loss_of, context)
+            torch.cuda.synchronize()
+            summary["one_step"] = _difference(before, context().stats())
+        return summary
+
+
+def _difference(before: ebbtide.Stats, after: ebbtide.Stats) -> dict[str, float]:
+    """What one step of the steady state did."""
+    tallies = ("parcels", "out", "inbound", "shared", "forwarded", "misses", "unfreed")
+    step = {f"{name}_bytes": getattr(after, name).nbytes - getattr(before, name).nbytes for name in tallies}
+    step |= {f"{name}_count": getattr(after, name).count - getattr(before, name).count for name in tallies}
+    seconds = ("stall_forward_s", "stall_backward_s", "out_s", "in_s")
+    return step | {name: getattr(after, name) - getattr(before, name) for name in seconds}
+
+
+def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 12) -> float:
+    """Median step with hooks that keep everything over the median plain step, taken in turns."""
+    times: dict[str, list[float]] = {"plain": [], "hooked": []}
+    with warnings.catch_warnings(), prepared("nothing", model) as plain:
+        warnings.simplefilter("ignore")
+        for _ in range(pairs):
+            times["plain"].append(one_step(model, loss_of, plain).step_ms)
+            times["hooked"].append(one_step(model, loss_of, nothing_qualifies).step_ms)
+    return statistics.median(times["hooked"][2:]) / statistics.median(times["plain"][2:])
+
+
+def _write(folder: Path, results: dict[str, dict[str, object]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "bars.json").write_text(json.dumps(bars.judge(folder), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The steady state: no pinned allocation, no host synchronisation, the same memory after every step."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+from benchmarks.modes import Context
+
+STEPS = 5
+
+
+def steady_state(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context) -> dict[str, object]:
+    """Run steps after a warm-up of two and say what changed. `is_quiet`: no call synchronised the host."""
+    for _ in range(2):
+        _step(loss_of, context)
+    torch.cuda.synchronize()
+    pinned = _pinned_allocations()
+    allocated: list[int] = []
+    is_quiet = True
+    with _transformers_does_not_ask():
+        for _ in range(STEPS):
+            is_quiet = is_quiet and _is_quiet(loss_of, context)
+            torch.cuda.synchronize()
+            allocated.append(torch.cuda.memory_allocated())
+    return {
+        "new_pinned_allocations": _pinned_allocations() - pinned,
+        "is_quiet": is_quiet,
+        "memory_drift_bytes": max(allocated) - min(allocated),
+    }
+
+
+def _step(loss_of: Callable[[], torch.Tensor], context: Context) -> None:
+    with context():
+        loss = loss_of()
+    loss.backward()
+
+
+def _is_quiet(loss_of: Callable[[], torch.Tensor], context: Context) -> bool:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(loss_of, context)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@contextlib.contextmanager
+def _transformers_does_not_ask() -> Iterator[None]:
+    """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not."""
+    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None):
+        yield
+
+
+def _pinned_allocations() -> int:
+    return torch.cuda.host_memory_stats()["num_host_alloc"]

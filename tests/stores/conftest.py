@@ -1,0 +1,16 @@
+import pytest
+
+from ebbtide.stores import _scratch, disk
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that the disk store takes wherever the tests run: RAM is as good as a disk to test with."""
+    monkeypatch.setattr(disk, "_MOUNTS", tmp_path / "no-such-list-of-mounts")
+    return tmp_path
+
+
+@pytest.fixture
+def cached_only(monkeypatch):
+    """The file system refuses O_DIRECT."""
+    monkeypatch.setattr(_scratch, "_open_direct", lambda path: None)

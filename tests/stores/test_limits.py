@@ -1,0 +1,122 @@
+"""What the machine, its control groups and its user leave for parcels."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ebbtide._bytes import GIB, MIB
+from ebbtide._errors import ConfigError
+from ebbtide.stores import _limits
+from ebbtide.stores._limits import cgroup_free_bytes, default_host_limit_bytes
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Writes the files of a control group, and who is a member."""
+
+    def write(path, **files):
+        folder = tmp_path / "cgroup" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+    (tmp_path / "cgroup").mkdir()
+    return write
+
+
+@pytest.fixture
+def free_bytes(tmp_path):
+    def read(membership):
+        (tmp_path / "membership").write_text(membership)
+        return cgroup_free_bytes(tmp_path / "cgroup", tmp_path / "membership")
+
+    return read
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path):
+    assert cgroup_free_bytes(tmp_path, tmp_path / "no-such-file") is None
+
+
+def test_a_group_without_a_limit_is_none(group, free_bytes):
+    group("job", memory__max="max", memory__current=5)
+    assert free_bytes("0::/job\n") is None
+
+
+def test_version_2_leaves_limit_less_use(group, free_bytes):
+    group("job", memory__max=10 * GIB, memory__current=4 * GIB)
+    assert free_bytes("0::/job\n") == 6 * GIB
+
+
+def test_version_1_leaves_limit_less_use(group, free_bytes):
+    group("memory/job", memory__limit_in_bytes=10 * GIB, memory__usage_in_bytes=GIB)
+    assert free_bytes("5:cpu,cpuacct:/other\n4:memory:/job\n") == 9 * GIB
+
+
+def test_the_page_cache_counts_as_free(group, free_bytes):
+    stat = f"anon 7\ninactive_file {MIB}\nactive_file {2 * MIB}"
+    group("job", memory__max=10 * MIB, memory__current=8 * MIB, memory__stat=stat)
+    assert free_bytes("0::/job\n") == 5 * MIB
+
+
+def test_the_tightest_of_the_parents_counts(group, free_bytes):
+    group("user", memory__max=3 * GIB, memory__current=GIB)
+    group("user/job", memory__max=10 * GIB, memory__current=GIB)
+    group("user/job/step", memory__max="max", memory__current=GIB)
+    assert free_bytes("0::/user/job/step\n") == 2 * GIB
+
+
+def test_in_a_container_the_own_group_is_the_root(group, free_bytes):
+    group("", memory__max=4 * GIB, memory__current=GIB)
+    assert free_bytes("0::/not/visible/here\n") == 3 * GIB
+
+
+def test_over_its_limit_nothing_is_left(group, free_bytes):
+    group("job", memory__max=GIB, memory__current=2 * GIB)
+    assert free_bytes("0::/job\n") == 0
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with 100 GiB free and no control groups."""
+    monkeypatch.setattr(_limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+    monkeypatch.setattr(_limits, "cgroup_free_bytes", lambda root, membership: None)
+    monkeypatch.delenv("EBBTIDE_HOST_LIMIT", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return monkeypatch
+
+
+def test_most_of_free_memory_is_taken(machine):
+    assert default_host_limit_bytes() == 80 * GIB
+
+
+def test_the_processes_of_a_host_share(machine):
+    machine.setenv("LOCAL_WORLD_SIZE", "8")
+    assert default_host_limit_bytes() == 10 * GIB
+
+
+def test_the_control_group_counts_when_it_is_tighter(machine):
+    machine.setattr(_limits, "cgroup_free_bytes", lambda root, membership: 10 * GIB)
+    assert default_host_limit_bytes() == 8 * GIB
+
+
+def test_there_is_always_something(machine):
+    machine.setattr(_limits, "cgroup_free_bytes", lambda root, membership: 0)
+    assert default_host_limit_bytes() == 1
+
+
+def test_what_the_user_says_is_taken_as_it_is(machine):
+    machine.setenv("EBBTIDE_HOST_LIMIT", "64GiB")
+    machine.setenv("LOCAL_WORLD_SIZE", "8")
+    assert default_host_limit_bytes() == 64 * GIB
+
+
+def test_a_limit_that_is_none_is_refused(machine):
+    machine.setenv("EBBTIDE_HOST_LIMIT", "much")
+    with pytest.raises(ConfigError, match="EBBTIDE_HOST_LIMIT='much'"):
+        default_host_limit_bytes()
+
+
+def test_a_number_of_processes_that_is_none_is_refused(machine):
+    machine.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='0'"):
+        default_host_limit_bytes()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ebbtide.engine.lane import Inbound, Outbound
-from ebbtide.engine.parcel import Parcel, Span, Ticket, geometry_of, odometer, span_of
+from ebbtide.engine.parcel import Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
@@ -95,7 +95,7 @@ class Engine:
         if site.held_nbytes == span.nbytes:
             self._held.add(storage)
             return Reason.HELD
-        source = t.contiguous().untyped_storage() if span.is_gathered else storage
+        source = gather(t) if span.is_gathered else storage
         home = self.device.current_stream()
         parcel = Parcel(self, visit, site, source, span.start, span.nbytes, t._version, home)
         if not site.is_tail and not self._outbound.send(parcel):

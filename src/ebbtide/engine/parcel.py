@@ -66,13 +66,19 @@ class Geometry(NamedTuple):
         """The tensor of this geometry over the bytes of a parcel, which begin at byte `start` of `storage`."""
         t = torch.empty(0, dtype=self.dtype, device=storage.device)
         if self.is_gathered:
-            dense = t.set_(storage, 0, self.size)
-            t = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=storage.device).copy_(dense)
+            t = self._scatter(t.set_(storage, 0, self.size))
         else:
             t.set_(storage, start // self.dtype.itemsize + self.offset, self.size, self.stride)
         if self.is_conj:
             t = t.conj()
         return torch._neg_view(t) if self.is_neg else t
+
+    def _scatter(self, dense: torch.Tensor) -> torch.Tensor:
+        """The view with gaps that `dense` was gathered from. What expand() repeats is written once: copy_ insists."""
+        t = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=dense.device)
+        once = [1 if step == 0 else n for n, step in zip(self.size, self.stride, strict=True)]
+        t.as_strided(once, self.stride).copy_(dense[tuple(map(slice, once))])
+        return t
 
 
 Kept: TypeAlias = tuple[torch.Tensor, int, str]
@@ -232,6 +238,13 @@ def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
     first = t.storage_offset() * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False)
+
+
+def gather(t: torch.Tensor) -> torch.UntypedStorage:
+    """The elements of `t` densely, in order of index, as the memory has them: without what conj and neg bits mean."""
+    raw = t.conj() if t.is_conj() else t
+    raw = torch._neg_view(raw) if raw.is_neg() else raw
+    return raw.contiguous().untyped_storage()
 
 
 def geometry_of(t: torch.Tensor, start: int, is_gathered: bool) -> Geometry:

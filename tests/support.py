@@ -83,7 +83,8 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
 
 def bits(t: torch.Tensor) -> bytes:
     """The elements as bytes: NaNs compare too, and minus zero differs from zero."""
-    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).cpu().numpy().tobytes()
 
 
 class Boom(RuntimeError):

@@ -108,7 +108,7 @@ def _difference(before: ebbtide.Stats, after: ebbtide.Stats) -> dict[str, float]
     tallies = ("parcels", "out", "inbound", "shared", "forwarded", "misses", "unfreed")
     step = {f"{name}_bytes": getattr(after, name).nbytes - getattr(before, name).nbytes for name in tallies}
     step |= {f"{name}_count": getattr(after, name).count - getattr(before, name).count for name in tallies}
-    seconds = ("stall_forward_s", "stall_backward_s", "out_s", "in_s")
+    seconds = ("stall_forward_s", "stall_backward_s")
     return step | {name: getattr(after, name) - getattr(before, name) for name in seconds}
 
 

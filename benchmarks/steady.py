@@ -53,7 +53,7 @@ def _is_quiet(loss_of: Callable[[], torch.Tensor], context: Context) -> bool:
 @contextlib.contextmanager
 def _transformers_does_not_ask() -> Iterator[None]:
     """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not."""
-    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None):
+    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None):
         yield
 
 

@@ -70,8 +70,8 @@ class Device(Protocol):
         """Time from one passed event to another of the same stream."""
         ...
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.UntypedStorage:
-        """A block of device memory, owned by `stream`: freed and reused in that stream's order."""
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """uint8 device memory of shape (nbytes,), owned by `stream`: freed and reused in that stream's order."""
         ...
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:

@@ -79,7 +79,7 @@ class LateDevice:
             stream.give(queued.synchronize)
 
     def allocate(self, nbytes, stream):
-        return torch.UntypedStorage(nbytes)
+        return as_bytes(torch.UntypedStorage(nbytes))
 
     def host_bytes(self, nbytes):
         return as_bytes(torch.UntypedStorage(nbytes))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ebbtide._bytes import as_bytes
 from ebbtide.devices.cpu import HostEvent
 from ebbtide.types import Wait
 
@@ -35,7 +36,7 @@ class AcceleratorDevice:
         return event
 
     def wait(self, stream: torch.Stream, event: torch.Event | HostEvent, why: Wait) -> None:
-        stream.wait_event(_device_event(event))
+        stream.wait_event(event if type(event) is torch.Event else _device_event(event))
 
     def is_done(self, event: torch.Event | HostEvent) -> bool:
         if isinstance(event, HostEvent):
@@ -43,16 +44,23 @@ class AcceleratorDevice:
         return event.query()
 
     def seconds_between(self, start: torch.Event | HostEvent, end: torch.Event | HostEvent) -> float:
-        if isinstance(end, HostEvent) and end.error is not None:
-            return 0.0  # a copy that failed took no time of the link
+        if type(start) is torch.Event and type(end) is torch.Event:
+            return start.elapsed_time(end) / 1e3
+        for event in (start, end):
+            if isinstance(event, HostEvent) and event.error is not None:
+                return 0.0  # a copy that failed took no time of the link
         return _device_event(start).elapsed_time(_device_event(end)) / 1e3
 
-    def allocate(self, nbytes: int, stream: torch.Stream) -> torch.UntypedStorage:
-        # UntypedStorage, not torch.empty: under deterministic algorithms the latter fills the memory first.
+    def allocate(self, nbytes: int, stream: torch.Stream) -> torch.Tensor:
         if stream == self.current_stream():
-            return torch.UntypedStorage(nbytes, device=self.torch_device)
+            return self._empty(nbytes)
         with stream:
-            return torch.UntypedStorage(nbytes, device=self.torch_device)
+            return self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        if torch.are_deterministic_algorithms_enabled():  # torch.empty would fill the memory first
+            return as_bytes(torch.UntypedStorage(nbytes, device=self.torch_device))
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         with _on_cpus(self._near_cpus):

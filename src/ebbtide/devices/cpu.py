@@ -114,8 +114,8 @@ class CpuDevice:
     def seconds_between(self, start: HostEvent, end: HostEvent) -> float:
         return end.passed_at - start.passed_at
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.UntypedStorage:
-        return torch.UntypedStorage(nbytes)
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        return as_bytes(torch.UntypedStorage(nbytes))
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         return as_bytes(torch.UntypedStorage(nbytes))

@@ -146,11 +146,10 @@ class SimDevice:
     def seconds_between(self, start: SimEvent, end: SimEvent) -> float:
         return 0.0  # the simulator orders, it does not time
 
-    def allocate(self, nbytes: int, stream: SimStream) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(nbytes)
-        as_bytes(storage).fill_(_POISON)
-        self._adopt(storage, stream, stream.tick())
-        return storage
+    def allocate(self, nbytes: int, stream: SimStream) -> torch.Tensor:
+        memory = as_bytes(torch.UntypedStorage(nbytes)).fill_(_POISON)
+        self._adopt(memory.untyped_storage(), stream, stream.tick())
+        return memory
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         memory = as_bytes(torch.UntypedStorage(nbytes)).fill_(_POISON)

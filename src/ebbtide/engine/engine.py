@@ -47,6 +47,7 @@ class Engine:
         self._lock = threading.RLock()
         self._by_storage: dict[int, list[weakref.ref[Parcel]]] = {}
         self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._has_held = False  # spares most models a look into the set at every save
         self._ahead_bytes = 0
         self._farthest: tuple[Site | None, Site] | None = None  # the last site fetched ahead, and the one before it
         self._retained: deque[weakref.ref[Parcel]] = deque()
@@ -58,9 +59,10 @@ class Engine:
     def pack(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
         """A ticket for `t`, the `index`-th save of `visit`, or why it stays. `select` has let `t` pass."""
         with self._lock:
-            self._settle_deaths()
+            if self._deaths:
+                self._settle_deaths()
             storage = t.untyped_storage()
-            if storage in self._held:
+            if self._has_held and storage in self._held:
                 return Reason.HELD
             span = span_of(t, storage.nbytes())
             parcel = self._find(storage, t._version, span)
@@ -94,6 +96,7 @@ class Engine:
     ) -> Parcel | Reason:
         if site.held_nbytes == span.nbytes:
             self._held.add(storage)
+            self._has_held = True
             return Reason.HELD
         source = gather(t) if span.is_gathered else storage
         home = self.device.current_stream()
@@ -116,7 +119,8 @@ class Engine:
         ticket.check()
         parcel = ticket.parcel
         with self._lock:
-            self._settle_deaths()
+            if self._deaths:
+                self._settle_deaths()
             storage, point = self._bring(parcel)
             if storage is parcel.arrival:
                 self._bound_retained(parcel)

@@ -69,8 +69,10 @@ class Desk:
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
-            with torch._C._DisableTorchDispatch():  # modes of the user (counters, profilers) need not see our copies
-                return packed.parcel.engine.unpack(packed)
+            if torch._C._len_torch_dispatch_stack():
+                with torch._C._DisableTorchDispatch():
+                    return packed.parcel.engine.unpack(packed)
+            return packed.parcel.engine.unpack(packed)
         return self._unflatten(packed)
 
     def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
@@ -80,7 +82,10 @@ class Desk:
         reason = select(t, visit.scope) or self.stays
         if reason is None:
             engine = self._engines.on(t.device)
-            with torch._C._DisableTorchDispatch():
+            if torch._C._len_torch_dispatch_stack():  # modes of the user need not see our copies
+                with torch._C._DisableTorchDispatch():
+                    packed = engine.pack(t, visit, index)
+            else:
                 packed = engine.pack(t, visit, index)
             if isinstance(packed, Ticket):
                 return packed

@@ -76,7 +76,7 @@ class Outbound:
         landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
         ledger = parcel.visit.scope.ledger
         ledger.stats.out.add(parcel.nbytes)
-        ledger.time(device, (ready,) if self._last is None else (ready, self._last), landed, "out_s")
+        ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
         parcel.landed = self._last = landed
         return True
 
@@ -98,7 +98,7 @@ class Outbound:
             else:
                 stuck.append(parcel)
         if released is not None:
-            released.visit.scope.ledger.time(self._device, (self._compute_point,), last, "stall_forward_s")
+            released.visit.scope.ledger.time_stall(self._device, self._compute_point, last, is_forward=True)
         return stuck
 
     def _release(self, parcel: Parcel) -> bool:
@@ -151,13 +151,12 @@ class Inbound:
         """Start the copies in of parcels with one home. Returns the point home had reached."""
         device = self._device
         home = parcels[0].home
-        for parcel in parcels:
-            parcel.arrival = device.allocate(parcel.nbytes, home)
+        blocks = [device.allocate(parcel.nbytes, home) for parcel in parcels]
         room = device.record(home)
         device.wait(self._stream, room, Wait.ROOM)
-        for parcel in parcels:
-            assert parcel.arrival is not None
-            parcel.arrived = self._read(parcel, parcel.arrival, room)
+        for parcel, block in zip(parcels, blocks, strict=True):
+            parcel.arrival = block.untyped_storage()
+            parcel.arrived = self._read(parcel, block, room)
             parcel.is_awaited = False
         return room
 
@@ -170,7 +169,7 @@ class Inbound:
         # What home waited for at the release, a stranger did not.
         device.wait(self._stream, parcel.landed, Wait.WRITTEN)
         device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)
-        return own
+        return own.untyped_storage()
 
     def arrive(self, parcel: Parcel, point: StreamEvent | None) -> None:
         """Home waits until the parcel is back. Raises StoreError if it could not be read.
@@ -182,7 +181,7 @@ class Inbound:
         device = self._device
         point = device.record(parcel.home) if point is None else point
         device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
-        parcel.visit.scope.ledger.time(device, (point,), parcel.arrived, "stall_backward_s")
+        parcel.visit.scope.ledger.time_stall(device, point, parcel.arrived, is_forward=False)
         parcel.is_awaited = True
 
     def abandon(self, parcel: Parcel) -> None:
@@ -190,11 +189,11 @@ class Inbound:
         if parcel.arrival is not None and not parcel.is_awaited:
             self._device.retire(parcel.arrival, parcel.arrived, parcel.home)
 
-    def _read(self, parcel: Parcel, into: torch.UntypedStorage, room: StreamEvent) -> StreamEvent:
+    def _read(self, parcel: Parcel, into: torch.Tensor, room: StreamEvent) -> StreamEvent:
         assert parcel.block is not None
-        arrived = self._store.read(parcel.block, as_bytes(into), self._stream)
+        arrived = self._store.read(parcel.block, into, self._stream)
         ledger = parcel.visit.scope.ledger
         ledger.stats.inbound.add(parcel.nbytes)
-        ledger.time(self._device, (room,) if self._last is None else (room, self._last), arrived, "in_s")
+        ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
         self._last = arrived
         return arrived

@@ -5,9 +5,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ebbtide._bytes import format_bytes
+from ebbtide._bytes import MIB, format_bytes
 from ebbtide._errors import EbbtideWarning
 from ebbtide.types import Device, Reason, StreamEvent
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
 
 _TIMINGS_IN_FLIGHT = 512
+_BYTES_A_SAMPLE = 8 * MIB
 
 
 @dataclass
@@ -27,6 +28,22 @@ class Tally:
     def add(self, nbytes: int, count: int = 1) -> None:
         self.count += count
         self.nbytes += nbytes
+
+
+@dataclass
+class Sample:
+    """Copies that were timed."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.nbytes += nbytes
+        self.seconds += seconds
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
 @dataclass
@@ -44,7 +61,7 @@ class Stats:
         unfreed: parcels whose device storage was still alive when backward needed them: moving them freed nothing.
         failed: parcels that stayed on the device because the store could not write them.
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
-        out_s, in_s: time the lanes were busy copying.
+        out_sample, in_sample: copies that were timed, from which the rates of the lanes come.
         host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
     """
 
@@ -59,20 +76,20 @@ class Stats:
     failed: Tally = field(default_factory=Tally)
     stall_forward_s: float = 0.0
     stall_backward_s: float = 0.0
-    out_s: float = 0.0
-    in_s: float = 0.0
+    out_sample: Sample = field(default_factory=Sample)
+    in_sample: Sample = field(default_factory=Sample)
     host_bytes: int = 0
     host_reserved_bytes: int = 0
 
     @property
     def out_gb_per_s(self) -> float:
-        """Rate of the outbound lane while it copied, in 10**9 bytes per second; 0 before the first copy."""
-        return self.out.nbytes / self.out_s / 1e9 if self.out_s else 0.0
+        """Rate of the outbound lane while it copied, in 10**9 bytes per second; 0 before the first timed copy."""
+        return self.out_sample.gb_per_s
 
     @property
     def in_gb_per_s(self) -> float:
-        """Rate of the inbound lane while it copied, in 10**9 bytes per second; 0 before the first copy."""
-        return self.inbound.nbytes / self.in_s / 1e9 if self.in_s else 0.0
+        """Rate of the inbound lane while it copied, in 10**9 bytes per second; 0 before the first timed copy."""
+        return self.in_sample.gb_per_s
 
     @property
     def saves(self) -> int:
@@ -80,18 +97,7 @@ class Stats:
         return self.parcels.count + self.shared.count + sum(tally.count for tally in self.kept.values())
 
 
-_TALLIES = [f for f in fields(Stats) if f.type is Tally]
-
-
-class _Timing(NamedTuple):
-    device: Device
-    starts: tuple[StreamEvent, ...]
-    end: StreamEvent
-    into: str
-
-    def seconds(self) -> float:
-        """From the latest of the starts to the end; nothing if the end came first."""
-        return max(0.0, min(self.device.seconds_between(start, self.end) for start in self.starts))
+_TALLIES = [f for f in fields(Stats) if f.type in (Tally, Sample)]
 
 
 class Ledger:
@@ -99,7 +105,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.stats = Stats()
-        self._timings: deque[_Timing] = deque()
+        self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
+        self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
+        self._untimed_bytes = 0
         self._settling = threading.Lock()
         self._was_first_step_seen = False
 
@@ -141,15 +149,51 @@ class Ledger:
             for reason, tally in sorted(self.stats.kept.items(), key=lambda row: -row[1].nbytes)
         )
 
-    def time(self, device: Device, starts: tuple[StreamEvent, ...], end: StreamEvent, into: str) -> None:
-        """Add the seconds from the latest of `starts` to `end` to the field `into`, once `end` has passed."""
-        self._timings.append(_Timing(device, starts, end, into))
-        if len(self._timings) > _TIMINGS_IN_FLIGHT:
+    def time_stall(self, device: Device, point: StreamEvent, end: StreamEvent, is_forward: bool) -> None:
+        """Compute waits at `point` until `end`: no time if `end` had passed by then."""
+        waits = self._waits.get((device, is_forward))
+        if waits is None:
+            waits = self._waits.setdefault((device, is_forward), deque())
+        waits.append((point, end))
+        if len(waits) > _TIMINGS_IN_FLIGHT:
             self.settle()
+
+    def time_copy(
+        self, device: Device, ready: StreamEvent, last: StreamEvent, end: StreamEvent, nbytes: int, is_out: bool
+    ) -> None:
+        """A copy ran from `ready`, or the end of the `last` one if that was later, until `end`.
+
+        Small copies are timed by sample, for reading two events costs as much as queueing the copy.
+        """
+        self._untimed_bytes += nbytes
+        if self._untimed_bytes >= _BYTES_A_SAMPLE and last is not None:
+            self._untimed_bytes = 0
+            self._copies.append((device, ready, last, end, nbytes, is_out))
 
     def settle(self) -> None:
         """Read the timings that have passed; never waits for one that has not."""
         with self._settling:
-            while self._timings and self._timings[0].device.is_done(self._timings[0].end):
-                timing = self._timings.popleft()
-                setattr(self.stats, timing.into, getattr(self.stats, timing.into) + timing.seconds())
+            for (device, is_forward), waits in list(self._waits.items()):
+                seconds = _passed_seconds(device, waits)
+                if is_forward:
+                    self.stats.stall_forward_s += seconds
+                else:
+                    self.stats.stall_backward_s += seconds
+            while self._copies and self._copies[0][0].is_done(self._copies[0][3]):
+                device, ready, last, end, nbytes, is_out = self._copies.popleft()
+                seconds = min(device.seconds_between(ready, end), device.seconds_between(last, end))
+                (self.stats.out_sample if is_out else self.stats.in_sample).add(nbytes, seconds)
+
+
+def _passed_seconds(device: Device, waits: deque[tuple[StreamEvent, StreamEvent]]) -> float:
+    """Take out of `waits` those whose end has passed; the seconds they took.
+
+    Ends pass in order, one lane's: so of a whole batch only the last one has to be asked.
+    """
+    seconds = 0.0
+    for batch in (_TIMINGS_IN_FLIGHT // 2, 1):
+        while len(waits) >= batch and device.is_done(waits[batch - 1][1]):
+            for _ in range(batch):
+                point, end = waits.popleft()
+                seconds += max(0.0, device.seconds_between(point, end))
+    return seconds

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from ebbtide.types import StreamEvent
 
 
@@ -31,11 +29,11 @@ class Reader(NamedTuple):
 class Extent:
     """A part of a slab, in bytes."""
 
-    __slots__ = ("nbytes", "reader", "slab", "start", "view")
+    __slots__ = ("block", "nbytes", "reader", "slab", "start")
 
     def __init__(self, slab: int, start: int, nbytes: int, reader: Reader | None) -> None:
-        self.view: torch.Tensor | None = None
-        """The bytes, where the store made a tensor of them: kept with the room, for whoever gets it next."""
+        self.block: object = None
+        """What the store made of this room the last time: kept with it, for whoever gets it next."""
         self.slab = slab
         self.start = start
         self.nbytes = nbytes

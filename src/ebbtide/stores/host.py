@@ -42,10 +42,11 @@ class HostStore:
         extent = self._slabs.take(nbytes)
         if extent is None:
             return None
-        view = extent.view
-        if view is None or len(view) != nbytes:
-            view = extent.view = self._memory[extent.slab][extent.start : extent.start + nbytes]
-        return HostBlock(extent, view, nbytes)
+        block = extent.block
+        if not isinstance(block, HostBlock) or block.nbytes != nbytes:
+            view = self._memory[extent.slab][extent.start : extent.start + nbytes]
+            block = extent.block = HostBlock(extent, view, nbytes)
+        return block
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)

@@ -1,5 +1,6 @@
 """A store to test with: ordinary memory, and failures and delays on demand. Ships with the package."""
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -41,15 +42,15 @@ class MockStore:
         self._limit_bytes = limit_bytes
         self._fail = fail
         self._used_bytes = 0
-        self._reserves = 0
+        self._returned: deque[int] = deque()  # by finalisers of any thread
         self.is_closed = False
 
     def reserve(self, nbytes: int) -> MockBlock | None:
         self._maybe_fail("reserve")
+        self._take_back()
         if self._limit_bytes is not None and self._used_bytes + nbytes > self._limit_bytes:
             return None
         self._used_bytes += nbytes
-        self._reserves += 1
         return MockBlock(nbytes)
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
@@ -65,13 +66,19 @@ class MockStore:
         return self._device.record(stream)
 
     def give_back(self, block: Block) -> None:
-        self._used_bytes -= block.nbytes
+        self._returned.append(block.nbytes)
 
     def stats(self) -> StoreStats:
-        return StoreStats(self._used_bytes, self._used_bytes, self._limit_bytes, self._reserves)
+        self._take_back()
+        # One allocation a parcel: it holds what is used and nothing in reserve, so there is no growth to watch.
+        return StoreStats(self._used_bytes, self._used_bytes, self._limit_bytes, growths=0)
 
     def close(self) -> None:
         self.is_closed = True
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._used_bytes -= self._returned.popleft()
 
     def _maybe_fail(self, operation: str) -> None:
         if self._fail is None:

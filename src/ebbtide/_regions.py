@@ -62,8 +62,14 @@ def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
 
 
 def _means(pattern: str, fqn: str) -> bool:
-    """A pattern may leave out the front: "layers.*.mlp" means "model.layers.0.mlp" too."""
-    return fnmatch.fnmatchcase(fqn, pattern) or fnmatch.fnmatchcase(fqn, f"*.{pattern}")
+    """A pattern may leave out the front: "layers.*.mlp" means "model.layers.0.mlp" too.
+
+    A star stays between two dots: "layers.*" means the blocks and not all that is inside them, or what is excluded
+    inside a block would be included again, being the innermost match.
+    """
+    wanted = pattern.split(".")
+    parts = fqn.split(".")[-len(wanted) :]
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:

@@ -28,14 +28,6 @@ DEVICES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=list(DEVICES))
 def rig(request):
     """Everything moves: the window holds next to nothing."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ebbtide._errors import ModuleError
+from ebbtide._torch import named_modules
 from ebbtide.config import Names
 
 # What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
@@ -53,7 +54,7 @@ def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> li
 
 
 def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
-    for fqn, module in root.named_modules():
+    for fqn, module in named_modules(root):
         if isinstance(name, str):
             if _means(name, clean_name(fqn)) or _means(name, fqn):
                 yield module
@@ -76,7 +77,7 @@ def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
     if not isinstance(name, str):
         classes = sorted({type(module).__name__ for module in root.modules()})
         return f"{option}={name.__name__}: {type(root).__name__} has no module of this class. It has {_some(classes)}"
-    patterns = sorted({_pattern(clean_name(fqn)) for fqn, _ in root.named_modules() if fqn})
+    patterns = sorted({_pattern(clean_name(fqn)) for fqn, _ in named_modules(root) if fqn})
     near = difflib.get_close_matches(name, patterns, n=5, cutoff=0.4) or patterns
     return f"{option}={name!r} matches no module of {type(root).__name__}. Near names: {_some(near)}"
 

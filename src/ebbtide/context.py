@@ -52,9 +52,10 @@ class OffloadActivations:
         return self._scope.ledger.read(self._engines)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        return self._entered.stack
+        stack: list[torch.autograd.graph.saved_tensors_hooks | None] | None = getattr(self._entered, "stack", None)
+        if stack is None:
+            stack = self._entered.stack = []
+        return stack
 
 
 def offload_activations(

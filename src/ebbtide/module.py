@@ -8,16 +8,18 @@ switch its recomputation off.
 A compiled module traces its hooks, so a mark has to stand outside of it: around `_compiled_call_impl`.
 """
 
+import abc
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
 from ebbtide import _knobs
 from ebbtide._errors import EbbtideWarning, ModuleError
 from ebbtide._regions import find_named, find_regions
+from ebbtide._torch import constant_in_traces, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engines import Engines
@@ -41,7 +43,7 @@ class _Session:
         self.frames: list[tuple[Visit, Reason | None]] = []
 
 
-class _Mark:
+class _Mark(abc.ABC):
     """Notes that the forward is inside a module. Both hooks do nothing while a compiler traces them."""
 
     def __init__(self, handle: "OffloadHandle", module: torch.nn.Module) -> None:
@@ -54,16 +56,16 @@ class _Mark:
         ]
         self.stand_outside()
 
-    def enter(self) -> None:
-        raise AssertionError("a mark says what entering means")
+    @abc.abstractmethod
+    def enter(self) -> None: ...
 
+    @abc.abstractmethod
     def leave(self, is_whole: bool) -> None:
         """`is_whole`: the forward came to its end, no exception."""
-        raise AssertionError("a mark says what leaving means")
 
     def stand_outside(self) -> bool:
         """If the module is compiled, wrap the compiled call, whose trace holds our hooks as nothing."""
-        call = self._module._compiled_call_impl
+        call = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
         if call is None:
             return False
         if not isinstance(call, _CompiledCall):
@@ -77,23 +79,20 @@ class _Mark:
         if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
             self._module._compiled_call_impl = self._compiled.call
 
-    def _before(self, module: torch.nn.Module, args: Any) -> None:
+    def _before(self, _module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             self._notice_trace()
             return
         self.enter()
 
-    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.leave(is_whole=output is not None)
 
+    @constant_in_traces
     def _notice_trace(self) -> None:
         """Runs once, while a compiler traces the module: from the next call on the mark stands outside."""
         self._handle.was_traced(self.stand_outside(), self._module)
-
-    # What torch._dynamo.assume_constant_result does, without the second that importing torch._dynamo takes: the
-    # compiler calls the function while it traces and puts the result, None, in its place.
-    _notice_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _CompiledCall:
@@ -146,7 +145,7 @@ class _InnerMark(_Mark):
         elif self._choice and desk.stays is not Reason.KEEP_LAST:
             desk.stays = None
 
-    def leave(self, is_whole: bool) -> None:
+    def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
         session = self._handle.session()
         if session is not None and session.frames:
             session.desk.visit, session.desk.stays = session.frames.pop()
@@ -243,9 +242,10 @@ class OffloadHandle:
         setattr(self._module, _ATTRIBUTE, self)
 
     def _stack(self) -> list[_Session | None]:
-        if not hasattr(self._sessions, "stack"):
-            self._sessions.stack = []
-        return self._sessions.stack
+        stack: list[_Session | None] | None = getattr(self._sessions, "stack", None)
+        if stack is None:
+            stack = self._sessions.stack = []
+        return stack
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ModuleError("a module with offload() applied cannot be copied: copy it before, or handle.remove() first")
@@ -320,7 +320,7 @@ def offload(
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:
-    for fqn, inner in module.named_modules():
+    for fqn, inner in named_modules(module):
         if _ATTRIBUTE in inner.__dict__:
             raise ModuleError(
                 f"offload() is already applied to {fqn or type(module).__name__!r}: keep the first handle, "
@@ -329,7 +329,7 @@ def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if any(device.type == "meta" for device in devices):
         raise ModuleError(
-            f"{type(module).__name__} is on the meta device: materialise it first, with to_empty() or by loading weights"
+            f"{type(module).__name__} is on the meta device: materialise it first, by to_empty() or loading weights"
         )
     if devices and not any(serves(config.store, device) for device in devices):
         for device in devices:
@@ -355,5 +355,4 @@ def _has_storage(buffer: torch.Tensor) -> bool:
 
 def _is_inside_checkpoint() -> bool:
     """The saves of a checkpointed call are its own hooks' business: it drops and recomputes them."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+    return innermost_pack_module() == "torch.utils.checkpoint"

@@ -79,7 +79,7 @@ class Device(Protocol):
         ...
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Queue dst <- src on `stream`; both uint8 of one shape. The caller keeps both alive until an event after it."""
+        """Queue dst <- src on `stream`; uint8 of one shape. The caller keeps both alive until an event after it."""
         ...
 
     def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:

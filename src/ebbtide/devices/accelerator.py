@@ -5,8 +5,9 @@ The one place of the package that may name a back end.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +20,8 @@ class AcceleratorDevice:
     """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
 
     def __init__(self, device: torch.device) -> None:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        named = cast("int | None", device.index)  # "cuda" means the current one
+        index = torch.accelerator.current_device_index() if named is None else named
         self.torch_device = torch.device(device.type, index)
         self._index = index
         self._near_cpus = _cpus_near(self.torch_device)
@@ -88,7 +90,7 @@ def _cpus_near(device: torch.device) -> set[int]:
     """The CPUs of the GPU's NUMA node; empty where the machine does not say."""
     if device.type != "cuda":
         return set()
-    at = torch.cuda.get_device_properties(device)
+    at = cast(Any, torch.cuda).get_device_properties(device)
     folder = Path(f"/sys/bus/pci/devices/{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0")
     listing = folder / "local_cpulist"
     if not listing.exists():
@@ -106,7 +108,7 @@ def _parse_cpulist(text: str) -> set[int]:
 
 
 @contextlib.contextmanager
-def _on_cpus(cpus: set[int]) -> Iterator[None]:
+def _on_cpus(cpus: set[int]) -> Generator[None, None, None]:
     """Run the calling thread on `cpus`: pages are placed on the node of the thread that first touches them."""
     if not cpus:
         yield

@@ -15,12 +15,13 @@ import contextlib
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Literal, NamedTuple
 
 import torch
 
 from ebbtide._bytes import as_bytes
+from ebbtide._torch import storage_offset
 from ebbtide.types import Wait
 
 Order = Literal["late", "early", "shuffled"]
@@ -99,7 +100,7 @@ class SimDevice:
     def __init__(self, seed: int = 0, order: Order = "late") -> None:
         self.torch_device = torch.device("cpu")
         self.faults: list[str] = []
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 (an adversary, not a key)
         self._order = order
         self._compute = [SimStream("compute", is_compute=True)]
         self._sides: dict[str, SimStream] = {}
@@ -173,7 +174,7 @@ class SimDevice:
     # -- for tests -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def compute_on(self, name: str, after: SimEvent | None = None) -> Iterator[SimStream]:
+    def compute_on(self, name: str, after: SimEvent | None = None) -> Generator[SimStream, None, None]:
         """A second compute stream is current inside.
 
         It waits for the outer one on entry, or just for `after`; the outer one waits for it on exit.
@@ -254,7 +255,7 @@ class SimDevice:
         storage = t.untyped_storage()
         if storage not in self._keys:  # made by an operation of the model, which the checker sees here first
             self._adopt(storage, writer, writer.clock[writer.name])
-        return _Region(weakref.ref(storage), self._keys[storage], t.storage_offset(), t.numel())
+        return _Region(weakref.ref(storage), self._keys[storage], storage_offset(t), t.numel())
 
     def _adopt(self, storage: torch.UntypedStorage, owner: SimStream, at: int) -> None:
         """Watch a device block: written by its owner `at` that time, and free for others when it dies."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
 from ebbtide.engine.parcel import Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Visit
@@ -218,7 +219,7 @@ class Engine:
 
         Dropping is in home's order, and what a node still reads it holds itself.
         """
-        if torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if graph_task_id() != -1 and not keeps_graph():
             return
         self._retained.append(parcel.ref)
         limit = parcel.visit.scope.limits.prefetch_bytes
@@ -273,5 +274,4 @@ class Engine:
 
 def _node_owns_what_it_unpacks() -> bool:
     """Compiled backward may overwrite its saved tensors in place (donated buffers): they must be nobody else's."""
-    node = torch._C._current_autograd_node()
-    return node is not None and type(node).__name__ == "CompiledFunctionBackward"
+    return current_node_name() == "CompiledFunctionBackward"

@@ -1,10 +1,10 @@
 """The desk: what autograd calls for every save, and for every read of one."""
 
-import sys
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
+from ebbtide._torch import dispatch_modes, hidden_from_compiler, without_dispatch
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
 from ebbtide.engine.scope import Visit
@@ -33,7 +33,7 @@ class Flattened:
         self.where = where
         self.version = t._version
         # With dispatch off the alias is a bare shell: it shares the counter and holds none of the inner tensors.
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             self.counter = torch.Tensor.detach(t)
 
 
@@ -52,10 +52,9 @@ class Desk:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The pair to push. Hidden from the compiler, which else traces what runs between two compiled graphs."""
-        if "torch._dynamo" not in sys.modules:  # nothing can be compiling, and importing it takes a second
-            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        hide = torch._dynamo.disable
-        return torch.autograd.graph.saved_tensors_hooks(hide(self.pack), hide(self.unpack))
+        return torch.autograd.graph.saved_tensors_hooks(
+            hidden_from_compiler(self.pack), hidden_from_compiler(self.unpack)
+        )
 
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
@@ -69,10 +68,11 @@ class Desk:
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
-            if torch._C._len_torch_dispatch_stack():
-                with torch._C._DisableTorchDispatch():
+            if dispatch_modes():
+                with without_dispatch():
                     return packed.parcel.engine.unpack(packed)
             return packed.parcel.engine.unpack(packed)
+        assert isinstance(packed, Flattened)
         return self._unflatten(packed)
 
     def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
@@ -82,8 +82,8 @@ class Desk:
         reason = select(t, visit.scope) or self.stays
         if reason is None:
             engine = self._engines.on(t.device)
-            if torch._C._len_torch_dispatch_stack():  # modes of the user need not see our copies
-                with torch._C._DisableTorchDispatch():
+            if dispatch_modes():  # modes of the user need not see our copies
+                with without_dispatch():
                     packed = engine.pack(t, visit, index)
             else:
                 packed = engine.pack(t, visit, index)
@@ -114,4 +114,4 @@ class Desk:
 
     def _unpack_inner(self, value: Any) -> object:
         # An inner value that is no tensor was handed through; of those none can be a tuple we made.
-        return self.unpack(value) if isinstance(value, tuple | Ticket | Flattened) else value
+        return self.unpack(cast(Packed, value)) if isinstance(value, tuple | Ticket | Flattened) else value

@@ -71,7 +71,7 @@ class Stats:
     shared: Tally = field(default_factory=Tally)
     forwarded: Tally = field(default_factory=Tally)
     misses: Tally = field(default_factory=Tally)
-    kept: dict[Reason, Tally] = field(default_factory=dict)
+    kept: dict[Reason, Tally] = field(default_factory=dict[Reason, Tally])
     unfreed: Tally = field(default_factory=Tally)
     failed: Tally = field(default_factory=Tally)
     stall_forward_s: float = 0.0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from ebbtide._errors import ModifiedError
+from ebbtide._torch import neg_view, storage_offset
 from ebbtide.engine.timetable import Site
 from ebbtide.types import Block, Stream, StreamEvent
 
@@ -66,12 +67,12 @@ class Geometry(NamedTuple):
         """The tensor of this geometry over the bytes of a parcel, which begin at byte `start` of `storage`."""
         t = torch.empty(0, dtype=self.dtype, device=storage.device)
         if self.is_gathered:
-            t = self._scatter(t.set_(storage, 0, self.size))
+            t = self._scatter(t.set_(storage, 0, (self.size.numel(),), (1,)).view(self.size))
         else:
             t.set_(storage, start // self.dtype.itemsize + self.offset, self.size, self.stride)
         if self.is_conj:
             t = t.conj()
-        return torch._neg_view(t) if self.is_neg else t
+        return neg_view(t) if self.is_neg else t
 
     def _scatter(self, dense: torch.Tensor) -> torch.Tensor:
         """The view with gaps that `dense` was gathered from. What expand() repeats is written once: copy_ insists."""
@@ -235,7 +236,7 @@ def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
         return Span(0, dense_nbytes, True)
     if range_nbytes >= _MOST * storage_nbytes:
         return Span(0, storage_nbytes, False)
-    first = t.storage_offset() * item
+    first = storage_offset(t) * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False)
 
@@ -243,13 +244,13 @@ def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
 def gather(t: torch.Tensor) -> torch.UntypedStorage:
     """The elements of `t` densely, in order of index, as the memory has them: without what conj and neg bits mean."""
     raw = t.conj() if t.is_conj() else t
-    raw = torch._neg_view(raw) if raw.is_neg() else raw
+    raw = neg_view(raw) if raw.is_neg() else raw
     return raw.contiguous().untyped_storage()
 
 
 def geometry_of(t: torch.Tensor, start: int, is_gathered: bool) -> Geometry:
     """The view `t` has of the bytes from `start` on."""
-    offset = t.storage_offset() - start // t.element_size()
+    offset = storage_offset(t) - start // t.element_size()
     return Geometry(t.dtype, t.shape, t.stride(), offset, t.is_conj(), t.is_neg(), is_gathered)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ebbtide._torch import graph_task_id
 from ebbtide.engine.scope import Scope
 from ebbtide.types import Reason
 
@@ -32,7 +33,7 @@ def select(t: torch.Tensor, scope: Scope) -> Reason | None:
         return Reason.SMALL
     if t.numel() == 0 or storage_nbytes == 0:
         return Reason.EMPTY
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         return Reason.IN_BACKWARD
     if storage._cdata in scope.buffers:
         return Reason.BUFFER
@@ -51,7 +52,7 @@ def select_subclass(t: torch.Tensor) -> Reason | None:
     # A pending collective's result must not be read before somebody waits for it, and that is not ours to do.
     if not is_traceable_wrapper_subclass(t) or type(t).__name__ == "AsyncCollectiveTensor":
         return Reason.SUBCLASS
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         return Reason.IN_BACKWARD
     return None
 

@@ -1,0 +1,65 @@
+"""What ebbtide needs of torch that torch keeps behind underscores or leaves untyped: one line each, in one place.
+
+All of it exists in torch 2.11, 2.12 and 2.13.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Of the backward that runs in this thread; -1 outside of one."""
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many TorchDispatchModes of the user are active."""
+
+without_dispatch: Any = torch._C._DisableTorchDispatch
+"""Context in which neither modes nor tensor subclasses see operations."""
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
+
+_autograd = cast(Any, torch._C)._autograd
+
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs in this thread was asked to retain the graph."""
+
+
+def current_node_name() -> str:
+    """Class of the autograd node that runs in this thread; "" outside of backward."""
+    node: object = cast(Any, torch._C._current_autograd_node)()
+    return "" if node is None else type(node).__name__
+
+
+def innermost_pack_module() -> str:
+    """Module of the pack hook that is active now; "" if there is none."""
+    top: Any = _autograd._top_saved_tensors_default_hooks(False)
+    return "" if top is None else getattr(top[0], "__module__", "")
+
+
+def storage_offset(t: torch.Tensor) -> int:
+    return cast(int, t.storage_offset())
+
+
+def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    return cast(Any, module).named_modules()
+
+
+def hidden_from_compiler(function: Function) -> Function:
+    """`function`, not traced when it runs between two compiled graphs.
+
+    Importing torch._dynamo takes a second: while nobody has, nothing can be compiling.
+    """
+    return function if "torch._dynamo" not in sys.modules else cast(Any, torch)._dynamo.disable(function)
+
+
+def constant_in_traces(function: Function) -> Function:
+    """`function`, called by the compiler while it traces, its result put in its place.
+
+    What torch._dynamo.assume_constant_result does, without the import.
+    """
+    cast(Any, function)._dynamo_marked_constant = True
+    return function

@@ -1,0 +1,252 @@
+"""torch.compile with both doors: the numbers of the compiled run, no graph break, no recompilation."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from cases import Data, finish, gradients, make, tokens
+from support import Rig, assert_equal
+from torch import nn
+from torch.nn import functional
+
+import ebbtide
+from ebbtide.types import Reason
+
+CPU = torch.device("cpu")
+BACKENDS = ["aot_eager", "inductor"]
+STEPS = 4
+
+
+# The compiler warns about what it does itself.
+pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Little to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList(Layer(16) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    ebbtide.release_memory()
+
+
+def offload(model, **settings):
+    return ebbtide.offload(model, **{"store": "mock", "window": 1, "min_bytes": 1, **settings})
+
+
+def compile_blocks(model, backend):
+    for layer in model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+
+
+def train(model, door=None, call=None):
+    """Losses and gradients of some steps; none after the first may compile anything."""
+    results = []
+    for step in range(STEPS):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), door or contextlib.nullcontext():
+            loss = (model if call is None else call)(tokens(CPU, step))
+        results += [loss.detach(), *finish(loss, model)]
+    return [result.clone() for result in results]
+
+
+def check_no_graph_break():
+    assert dict(torch._dynamo.utils.counters["graph_break"]) == {}
+
+
+def check_moved(stats):
+    assert stats.out.count > 0
+    assert stats.inbound.count > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["compile first", "offload first"])
+def test_blocks_compiled_one_by_one(backend, order):
+    plain = make(Tower, CPU)
+    compile_blocks(plain, backend)
+    expected = train(plain)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    model = make(Tower, CPU)
+    if order == "compile first":
+        compile_blocks(model, backend)
+    handle = offload(model)
+    if order == "offload first":
+        compile_blocks(model, backend)
+    assert_equal(train(model), expected)
+    check_no_graph_break()
+    check_moved(handle.stats())
+    # Each block still is a region: its saves have its name, though one compiled graph made them.
+    assert {"layers.0", "layers.1", "layers.2"} <= set(handle._scope._slots)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_context_around_compiled_blocks(backend):
+    plain = make(Tower, CPU)
+    compile_blocks(plain, backend)
+    expected = train(plain)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    rig = Rig()
+    model = make(Tower, CPU)
+    compile_blocks(model, backend)
+    assert_equal(train(model, rig.context), expected)
+    check_no_graph_break()
+    check_moved(rig.stats)
+    rig.check_at_rest()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_context_around_a_model_compiled_as_a_whole(backend, how):
+    plain = make(Tower, CPU)
+    expected = train(plain, call=_compiled(plain, backend, how))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    rig = Rig()
+    model = make(Tower, CPU)
+    call = _compiled(model, backend, how)
+    assert_equal(train(model, rig.context, call), expected)
+    check_no_graph_break()
+    assert rig.stats.out.count > 0
+    rig.check_at_rest()
+
+
+def _compiled(model, backend, how):
+    if how == "torch.compile":
+        return torch.compile(model, backend=backend, fullgraph=True)
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["compile first", "offload first"])
+def test_whole_model_compile_stands_inside_the_door(backend, order):
+    """`model.compile()` keeps the module, so the mark can stand outside of the compiled call, whatever came first."""
+    plain = make(Tower, CPU)
+    plain.compile(backend=backend, fullgraph=True)
+    expected = train(plain)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    model = make(Tower, CPU)
+    if order == "compile first":
+        model.compile(backend=backend, fullgraph=True)
+    handle = offload(model)
+    if order == "offload first":
+        model.compile(backend=backend, fullgraph=True)
+    assert_equal(train(model), expected)
+    check_no_graph_break()
+    assert handle.stats().out.count > 0
+
+
+def test_torch_compile_of_an_offloaded_model_warns_and_is_right():
+    plain = make(Tower, CPU)
+    expected = train(plain, call=torch.compile(plain, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+
+    model = make(Tower, CPU)
+    handle = offload(model)
+    with pytest.warns(ebbtide.EbbtideWarning, match="compiled as a whole with offloading inside.*block.compile"):
+        results = train(model, call=torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert_equal(results, expected)
+    assert handle.stats().out.count == 0
+
+
+def test_offload_of_what_torch_compile_returned():
+    plain = make(Tower, CPU)
+    expected = train(plain, call=torch.compile(plain, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+
+    model = torch.compile(make(Tower, CPU), backend="aot_eager", fullgraph=True)
+    handle = offload(model)
+    assert_equal(train(model), expected)
+    assert handle.stats().out.count > 0
+
+
+def test_compiled_backward_owns_what_it_unpacks():
+    """Donated buffers: compiled backward may write into its saves; a second save of the same bytes must not see it."""
+    block = make(lambda: Layer(16), CPU)
+    twin = copy.deepcopy(block)
+    block.compile(backend="inductor", fullgraph=True)
+    twin.compile(backend="inductor", fullgraph=True)
+    rig = Rig()
+
+    def run(module, door):
+        batch = Data(CPU).leaf(2, 8, 16)
+        with door:
+            x = module(batch).sin()  # saved by the compiled block, and outside of it
+            loss = (module(x) * x).exp().mean()
+        return finish(loss, batch, module)
+
+    for _ in range(3):
+        expected = run(twin, contextlib.nullcontext())
+        assert_equal(run(block, rig.context), expected)
+        block.zero_grad()
+        twin.zero_grad()
+    check_moved(rig.stats)
+    rig.check_at_rest()
+
+
+def test_include_and_keep_last_reach_compiled_blocks():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    handle = offload(model, include="layers.*", keep_last=1)
+    expected = make(Tower, CPU)
+    compile_blocks(expected, "aot_eager")
+    assert_equal(train(model), train(expected))
+    kept = handle.stats().kept
+    assert kept[Reason.KEEP_LAST].count > 0
+    assert kept[Reason.OUTSIDE].count > 0
+    check_moved(handle.stats())
+
+
+def test_remove_gives_the_compiled_call_back():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    calls = [layer._compiled_call_impl for layer in model.layers]
+    handle = offload(model)
+    loss = model(tokens(CPU))
+    assert [layer._compiled_call_impl for layer in model.layers] != calls
+    handle.remove()
+    assert [layer._compiled_call_impl for layer in model.layers] == calls
+    finish(loss, model)
+    assert gradients(model)
+
+
+def test_entered_inside_a_compiled_function_it_breaks_the_graph():
+    rig = Rig()
+
+    def step(x):
+        with rig.context:
+            return x.exp().sin().sum()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(Data(CPU).leaf(6, 8))

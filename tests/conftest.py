@@ -8,3 +8,12 @@ import torch
 def _one_thread():
     """The tensors here are tiny, and more threads than cores only get in each other's way."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """torch.distributed with this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()

@@ -396,3 +396,17 @@ def test_default_store_is_the_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISK_FOLDER", str(tmp_path))
     model = make(Transformer, CPU)
     check_three_steps(offload(model, store=None), model)
+
+
+@pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+@pytest.mark.parametrize("order", ["offload outside", "offload inside"])
+def test_data_parallel(process_group, order):
+    model = make(Transformer, CPU)
+    if order == "offload inside":
+        handle = offload(model, include="layers.*")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    if order == "offload outside":
+        handle = offload(parallel, include="layers.*")
+    assert list(handle.regions) == ["layers.0", "layers.1", "layers.2"]
+    check_three_steps(handle, model, parallel)
+    assert handle.stats().kept[Reason.OUTSIDE].count > 0

@@ -14,6 +14,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Of the backward that runs in this thread; -1 outside of one."""
 
+current_stream: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+"""Of the accelerator with this index, in this thread. torch.accelerator.current_stream without parsing the index."""
+
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes of the user are active."""
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from ebbtide._bytes import as_bytes
+from ebbtide._torch import current_stream
 from ebbtide.devices.cpu import HostEvent
 from ebbtide.types import Wait
 
@@ -27,7 +28,7 @@ class AcceleratorDevice:
         self._near_cpus = _cpus_near(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self._index)
+        return current_stream(self._index)
 
     def new_stream(self, name: str) -> torch.Stream:
         return torch.Stream(device=self.torch_device)

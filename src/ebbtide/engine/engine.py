@@ -110,7 +110,7 @@ class Engine:
         site.live = parcel.ref
         self._outbound.join(parcel)
         for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
-            stuck.visit.scope.ledger.stats.failed.add(stuck.nbytes)
+            stuck.ledger.stats.failed.add(stuck.nbytes)
         return parcel
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ class Engine:
     def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:
         if parcel.arrival is not None:
             return None
-        parcel.visit.scope.ledger.stats.misses.add(parcel.nbytes)
+        parcel.ledger.stats.misses.add(parcel.nbytes)
         return self._inbound.fetch([parcel])
 
     def _note_need(self, parcel: Parcel) -> None:
         """Learn from the first time backward asks for `parcel`."""
         parcel.is_needed = True
-        stats = parcel.visit.scope.ledger.stats
+        stats = parcel.ledger.stats
         self._timetable.needed(parcel.site)
         parcel.site.is_tail = parcel.source is not None
         if parcel.source is not None:
@@ -257,7 +257,10 @@ class Engine:
             refs = self._by_storage.get(death.storage_key)
             if refs is None:
                 continue
-            refs[:] = [ref for ref in refs if ref() is not None]
+            if len(refs) > 1:
+                refs[:] = [ref for ref in refs if ref() is not None]
+            elif refs[0]() is None:
+                refs.clear()
             if not refs:
                 del self._by_storage[death.storage_key]
 

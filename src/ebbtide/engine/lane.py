@@ -74,7 +74,7 @@ class Outbound:
         ready = self._compute_point = device.record(parcel.home)
         device.wait(self._stream, ready, Wait.READY)
         landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
-        ledger = parcel.visit.scope.ledger
+        ledger = parcel.ledger
         ledger.stats.out.add(parcel.nbytes)
         ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
         parcel.landed = self._last = landed
@@ -98,7 +98,7 @@ class Outbound:
             else:
                 stuck.append(parcel)
         if released is not None:
-            released.visit.scope.ledger.time_stall(self._device, self._compute_point, last, is_forward=True)
+            released.ledger.time_stall(self._device, self._compute_point, last, is_forward=True)
         return stuck
 
     def _release(self, parcel: Parcel) -> bool:
@@ -181,7 +181,7 @@ class Inbound:
         device = self._device
         point = device.record(parcel.home) if point is None else point
         device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
-        parcel.visit.scope.ledger.time_stall(device, point, parcel.arrived, is_forward=False)
+        parcel.ledger.time_stall(device, point, parcel.arrived, is_forward=False)
         parcel.is_awaited = True
 
     def abandon(self, parcel: Parcel) -> None:
@@ -192,7 +192,7 @@ class Inbound:
     def _read(self, parcel: Parcel, into: torch.Tensor, room: StreamEvent) -> StreamEvent:
         assert parcel.block is not None
         arrived = self._store.read(parcel.block, into, self._stream)
-        ledger = parcel.visit.scope.ledger
+        ledger = parcel.ledger
         ledger.stats.inbound.add(parcel.nbytes)
         ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
         self._last = arrived

@@ -107,7 +107,7 @@ class Ledger:
         self.stats = Stats()
         self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
         self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
-        self._untimed_bytes = 0
+        self.untimed_bytes = 0
         self._settling = threading.Lock()
         self._was_first_step_seen = False
 
@@ -165,9 +165,9 @@ class Ledger:
 
         Small copies are timed by sample, for reading two events costs as much as queueing the copy.
         """
-        self._untimed_bytes += nbytes
-        if self._untimed_bytes >= _BYTES_A_SAMPLE and last is not None:
-            self._untimed_bytes = 0
+        self.untimed_bytes += nbytes
+        if self.untimed_bytes >= _BYTES_A_SAMPLE and last is not None:
+            self.untimed_bytes = 0
             self._copies.append((device, ready, last, end, nbytes, is_out))
 
     def settle(self) -> None:

@@ -150,6 +150,7 @@ class Parcel:
         "is_needed",
         "is_resident",
         "landed",
+        "ledger",
         "nbytes",
         "ref",
         "site",
@@ -175,6 +176,7 @@ class Parcel:
     ) -> None:
         self.engine = engine
         self.visit = visit
+        self.ledger = visit.scope.ledger
         self.site = site
         self.start = start
         self.nbytes = nbytes

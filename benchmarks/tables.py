@@ -1,0 +1,91 @@
+"""The tables of the README, generated from the committed result files.
+
+    python -m benchmarks.tables           write them
+    python -m benchmarks.tables --check   fail if they are not what the files say
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+NAMES = {
+    "nothing": "nothing",
+    "checkpoint": "checkpoint every layer",
+    "save_on_cpu": "torch `save_on_cpu(pin_memory=True)`",
+    "trl": "TRL `OffloadActivations`",
+    "ebbtide": "**ebbtide, everything moved**",
+}
+TITLES = {
+    "A": "Llama 1B shapes, batch 4 x 4096, bf16, eager",
+    "A-compiled": "the same, each layer compiled",
+    "B": "Llama 8B shapes (16 layers), batch 1 x 8192, bf16, eager",
+}
+
+
+def main() -> None:
+    before = README.read_text()
+    after = _put(_put(before, "results", results_table()), "bars", bars_table())
+    if "--check" in sys.argv[1:]:
+        if before != after:
+            sys.exit("README.md: the tables are not what benchmarks/results says; run python -m benchmarks.tables")
+        return
+    README.write_text(after)
+
+
+def results_table() -> str:
+    parts = []
+    for name, title in TITLES.items():
+        result = _load(name)
+        if result is not None:
+            parts.append(_modes_table(title, result))
+    return "\n\n".join(parts)
+
+
+def _modes_table(title: str, result: dict[str, Any]) -> str:
+    versions = result["versions"]
+    plain = result["modes"]["nothing"]["step_ms"]["median"]
+    rows = [
+        f"{title} ({result['device']}, torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"commit {result['commit']}; medians of {result['modes']['nothing']['step_ms']['n']} steps)",
+        "",
+        "| mode | step ms | x plain | peak of activations, GiB |",
+        "|---|---|---|---|",
+    ]
+    for mode, figures in result["modes"].items():
+        if "failed" in figures:
+            rows.append(f"| {NAMES[mode]} | fails: {figures['failed'].split(':')[0]} | | |")
+            continue
+        step = figures["step_ms"]["median"]
+        rows.append(f"| {NAMES[mode]} | {step:.1f} | {step / plain:.2f} | {figures['act_peak_gib']:.2f} |")
+    return "\n".join(rows)
+
+
+def bars_table() -> str:
+    bars = _load("bars") or {}
+    rows = ["| bar | measured | at most (E6, E8: at least) | unit | holds |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {name} | {bar['figure']:g} | {bar['bar']:g} | {bar['unit']} | {'yes' if bar['holds'] else '**no**'} |"
+        for name, bar in bars.items()
+    ]
+    return "\n".join(rows)
+
+
+def _load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _put(text: str, name: str, table: str) -> str:
+    """`text` with `table` between the marks of `name`."""
+    start, end = f"<!-- {name}: generated -->\n", f"\n<!-- /{name} -->"
+    head, rest = text.split(start)
+    _, tail = rest.split(end)
+    return head + start + table + end + tail
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from ebbtide._errors import (
     StoreError,
     StoreFullError,
 )
+from ebbtide._events import Event, What
 from ebbtide.context import OffloadActivations, offload_activations
 from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceError",
     "EbbtideError",
     "EbbtideWarning",
+    "Event",
     "ModifiedError",
     "ModuleError",
     "OffloadActivations",
@@ -28,6 +30,7 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "Tally",
+    "What",
     "offload",
     "offload_activations",
     "release_memory",

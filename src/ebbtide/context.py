@@ -1,11 +1,13 @@
 """The door that needs no model: a context around forward, or around the whole step."""
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 
 from ebbtide import _knobs
+from ebbtide._events import Listener
 from ebbtide.config import Mode, OffloadConfig, make_config
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.hooks import Desk
@@ -50,6 +52,13 @@ class OffloadActivations:
     def stats(self) -> Stats:
         """Totals of all contexts with these settings since the first was entered."""
         return self._scope.ledger.read(self._engines)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with an Event for whatever happens to parcels; what is returned ends it.
+
+        Of all contexts with these settings.
+        """
+        return self._scope.ledger.listeners.add(listener)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
         stack: list[torch.autograd.graph.saved_tensors_hooks | None] | None = getattr(self._entered, "stack", None)

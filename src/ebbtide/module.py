@@ -18,6 +18,7 @@ import torch
 
 from ebbtide import _knobs
 from ebbtide._errors import EbbtideWarning, ModuleError
+from ebbtide._events import Listener
 from ebbtide._regions import find_named, find_regions
 from ebbtide._torch import constant_in_traces, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
@@ -176,6 +177,10 @@ class OffloadHandle:
     def report(self) -> str:
         """The figures of `stats` as a table."""
         return stats_text(self.stats())
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with an Event for whatever happens to parcels; what is returned ends it."""
+        return self._scope.ledger.listeners.add(listener)
 
     def remove(self) -> None:
         """Undo `offload`. Graphs under way still run backward."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
 from ebbtide.engine.parcel import Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
@@ -111,6 +112,7 @@ class Engine:
         self._outbound.join(parcel)
         for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
             stuck.ledger.stats.failed.add(stuck.nbytes)
+            _tell(What.STUCK, stuck)
         return parcel
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ class Engine:
         if parcel.arrival is not None:
             return None
         parcel.ledger.stats.misses.add(parcel.nbytes)
+        _tell(What.MISSED, parcel)
         return self._inbound.fetch([parcel])
 
     def _note_need(self, parcel: Parcel) -> None:
@@ -167,9 +170,11 @@ class Engine:
         parcel.site.is_tail = parcel.source is not None
         if parcel.source is not None:
             stats.forwarded.add(parcel.nbytes)
+            _tell(What.FORWARDED, parcel)
             self._outbound.leave(parcel)
         elif parcel.source_ref() is not None:
             stats.unfreed.add(parcel.nbytes)
+            _tell(What.UNFREED, parcel)
             parcel.site.held_nbytes = parcel.nbytes
         if parcel.is_ahead:
             parcel.is_ahead = False
@@ -196,6 +201,7 @@ class Engine:
                     break
                 parcel.is_ahead = True
                 batch.append(parcel)
+                _tell(What.FETCHED, parcel)
                 self._farthest = (at, following)
             before, at = at, following
         if not batch:
@@ -273,6 +279,12 @@ class Engine:
     def close(self) -> None:
         """Free the store. Parcels that still wait in it become unreadable."""
         self.store.close()
+
+
+def _tell(what: What, parcel: Parcel) -> None:
+    listeners = parcel.ledger.listeners
+    if listeners.all:
+        listeners.tell(what, parcel.site, parcel.nbytes)
 
 
 def _node_owns_what_it_unpacks() -> bool:

@@ -26,6 +26,7 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError, StoreFullError
+from ebbtide._events import What
 from ebbtide.engine.parcel import Parcel
 from ebbtide.types import Block, Device, Store, Stream, StreamEvent, Wait
 
@@ -78,6 +79,8 @@ class Outbound:
         ledger.stats.out.add(parcel.nbytes)
         ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
         parcel.landed = self._last = landed
+        if ledger.listeners.all:
+            ledger.listeners.tell(What.SENT, parcel.site, parcel.nbytes)
         return True
 
     def make_room(self, window_bytes: int) -> list[Parcel]:
@@ -112,6 +115,8 @@ class Outbound:
             self._take_back(parcel)
             return False
         parcel.source = None
+        if parcel.ledger.listeners.all:
+            parcel.ledger.listeners.tell(What.RELEASED, parcel.site, parcel.nbytes)
         return True
 
     def _take_back(self, parcel: Parcel) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide._bytes import MIB, format_bytes
 from ebbtide._errors import EbbtideWarning
+from ebbtide._events import Listeners
 from ebbtide.types import Device, Reason, StreamEvent
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.stats = Stats()
+        self.listeners = Listeners()
         self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
         self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
         self.untimed_bytes = 0

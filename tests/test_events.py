@@ -1,0 +1,53 @@
+"""Events: what is told is what was counted, in an order that makes sense, and listening can end."""
+
+from collections import Counter
+
+import torch
+from support import Rig, leaves
+
+from ebbtide import Event, What
+
+
+def _step(rig: Rig) -> None:
+    (weight,) = leaves(0, (8, 8))
+    with rig.context:
+        x = torch.ones(4, 8) @ weight
+        for _ in range(4):
+            x = x.exp().tanh()
+        loss = x.sum()
+    loss.backward()
+
+
+def test_events_add_up_to_the_stats():
+    rig, told = Rig(window=100, prefetch=400), list[Event]()
+    rig.context.subscribe(told.append)
+    for _ in range(3):
+        _step(rig)
+    counts, stats = Counter(event.what for event in told), rig.stats
+    assert counts[What.SENT] == stats.out.count > 0
+    assert counts[What.FETCHED] + counts[What.MISSED] == stats.inbound.count > 0
+    assert counts[What.FORWARDED] == stats.forwarded.count > 0
+    assert sum(event.nbytes for event in told if event.what is What.SENT) == stats.out.nbytes
+
+
+def test_a_parcel_is_sent_then_released_then_fetched():
+    rig, told = Rig(window=1), list[Event]()
+    rig.context.subscribe(told.append)
+    _step(rig)
+    site = next(event.site for event in told if event.what is What.RELEASED)
+    assert [event.what for event in told if event.site == site] in (
+        [What.SENT, What.RELEASED, What.MISSED],
+        [What.SENT, What.RELEASED, What.FETCHED],
+    )
+    times = [event.seconds for event in told]
+    assert times == sorted(times)
+
+
+def test_listening_ends():
+    rig, told = Rig(window=1), list[Event]()
+    end = rig.context.subscribe(told.append)
+    _step(rig)
+    heard = len(told)
+    end()
+    _step(rig)
+    assert len(told) == heard > 0

@@ -1,0 +1,512 @@
+"""The cases of the CPU on an accelerator, through the public doors; and what only an accelerator can show."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from cases import CASES, CHANGED, LAYOUTS, Block, Data, Transformer, finish, gradients, make, tokens, unpacked_layout
+from support import assert_equal, bits
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ebbtide
+from ebbtide.types import Reason
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an accelerator", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.gpu,
+    # torch warns about what it does itself; ours, and what is raised where nobody can catch it, are errors.
+    pytest.mark.filterwarnings(
+        "ignore", "error::ebbtide.EbbtideWarning", "error::pytest.PytestUnraisableExceptionWarning"
+    ),
+]
+
+GPU = torch.device("cuda", 0)
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    torch.cuda.set_device(GPU)
+    yield
+    torch.cuda.synchronize()
+    gc.collect()
+    ebbtide.release_memory()
+    torch._dynamo.reset()
+
+
+def settings(**other):
+    """Everything moves: the window holds next to nothing."""
+    return {"store": "host", "host_limit": "4GiB", "window": 1, "prefetch": "1MiB", "min_bytes": 1, **other}
+
+
+def door(**other):
+    return ebbtide.offload_activations(**settings(**other))
+
+
+def offload(model, **other):
+    return ebbtide.offload(model, **settings(**other))
+
+
+def check_moved(stats):
+    assert stats.out.count > 0
+    assert stats.inbound.count > 0
+
+
+def check_at_rest(stats):
+    gc.collect()
+    assert stats().host_bytes == 0
+
+
+def same(run, context, times=3):
+    plain = run(contextlib.nullcontext())
+    for _ in range(times):
+        ours = run(context)
+        torch.cuda.synchronize()
+        assert_equal(ours, plain)
+        del ours
+    check_at_rest(context.stats)
+
+
+class Tower(nn.Module):
+    """Blocks of some size without a word of Python that waits for the device."""
+
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, heads=4) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def batches(count: int, rows: int = 8, length: int = 128, width: int = 256) -> list[torch.Tensor]:
+    data = Data(GPU, 5)
+    return [data.tensor(rows, length, width) for _ in range(count)]
+
+
+# -- the same cases as on the CPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 400])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_case_equals_its_plain_twin(case, window):
+    context = door(window=window)
+    same(lambda door: case(door, GPU), context)
+    assert context.stats().out.count > 0
+    if window == 1:
+        check_moved(context.stats())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_comes_back_as_it_was(layout):
+    context = door()
+    for _ in range(2):
+        got, wanted = unpacked_layout(context, GPU, layout)
+        assert (got.dtype, got.device, got.shape, got.stride()) == (
+            wanted.dtype, wanted.device, wanted.shape, wanted.stride(),
+        )  # fmt: skip
+        assert (got.is_conj(), got.is_neg()) == (wanted.is_conj(), wanted.is_neg())
+        assert bits(got) == bits(wanted)
+        del got
+    assert context.stats().inbound.count > 0 or layout == "zero-size"
+    check_at_rest(context.stats)
+
+
+@pytest.mark.parametrize("changed", CHANGED, ids=lambda changed: changed.__name__)
+def test_change_after_a_save_raises_as_it_does_without_us(changed):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed(contextlib.nullcontext(), GPU).backward()
+    context = door()
+    for _ in range(2):
+        loss = changed(context, GPU)
+        torch.cuda.synchronize()  # all copies have landed: that must not matter
+        with pytest.raises(ebbtide.ModifiedError, match=r"<root>.*version 0.*version 1"):
+            loss.backward()
+        del loss
+    check_at_rest(context.stats)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_flash_attention(precision):
+    """Its backward wants q, k, v, the result and the sums with their very strides."""
+    backends = [SDPBackend.FLASH_ATTENTION if precision is torch.bfloat16 else SDPBackend.MATH]
+
+    def run(door):
+        data = Data(GPU)
+        x, w = data.leaf(4, 64, 128), data.leaf(128, 384)
+        with door:
+            qkv = (x @ w).to(precision).unflatten(-1, (3, 2, 64)).transpose(1, 3)
+            with sdpa_kernel(backends):
+                out = functional.scaled_dot_product_attention(*qkv.unbind(2), is_causal=True)
+            loss = out.transpose(1, 2).flatten(2).float().sin().exp().mean()
+            del qkv, out
+        return finish(loss, x, w)
+
+    context = door()
+    same(run, context)
+    check_moved(context.stats())
+
+
+# -- doors and regions -------------------------------------------------------------------------------------------------
+
+
+def three_steps(model, call=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    results = []
+    for step in range(3):
+        loss = (model if call is None else call)(tokens(GPU, step))
+        loss.backward()
+        results += [loss.detach(), *(grad.clone() for grad in gradients(model))]
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return [*results, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("choice", [{}, {"include": "layers.*.mlp"}, {"exclude": nn.Linear}, {"keep_last": 1}], ids=str)
+def test_module_door(choice):
+    model = make(Transformer, GPU)
+    handle = offload(model, **choice)
+    assert_equal(three_steps(model), three_steps(make(Transformer, GPU)))
+    check_moved(handle.stats())
+    assert "fetched back" in handle.report()
+    handle.remove()
+    check_at_rest(handle.stats)
+
+
+def test_two_models_of_which_one_is_offloaded_twice_as_wide():
+    models = [make(lambda: Tower(128, 3), GPU, 1), make(lambda: Tower(256, 2), GPU, 2)]
+    twins = copy.deepcopy(models)
+    handles = [offload(model) for model in models]
+
+    def run(one, other):
+        narrow, wide = batches(2, 4, 64, 128), batches(2, 4, 64, 256)
+        for at in range(2):
+            first, second = one(narrow[at]), other(wide[at])
+            (first + second).backward()
+        return [first.detach(), second.detach(), *gradients(one, other)]
+
+    assert_equal(run(*models), run(*twins))
+    for handle in handles:
+        check_moved(handle.stats())
+        check_at_rest(handle.stats)
+
+
+def test_disk_store(tmp_path):
+    model = make(Transformer, GPU)
+    handle = offload(model, store=f"disk:{tmp_path}")
+    assert_equal(three_steps(model), three_steps(make(Transformer, GPU)))
+    check_moved(handle.stats())
+    handle.remove()
+    check_at_rest(handle.stats)
+
+
+def test_disk_store_with_large_parcels(tmp_path):
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    handle = offload(model, store=f"disk:{tmp_path}", prefetch="16MiB", window="16MiB", min_bytes="64KiB")
+    for batch in batches(3):
+        ours, plain = finish(model(batch), model), finish(twin(batch), twin)
+        torch.cuda.synchronize()
+        assert_equal(ours, plain)
+    check_moved(handle.stats())
+    check_at_rest(handle.stats)
+
+
+def test_host_limit_keeps_the_rest_on_the_device():
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    handle = offload(model, host_limit="2MiB")
+    for batch in batches(3):
+        ours, plain = finish(model(batch), model), finish(twin(batch), twin)
+        assert_equal(ours, plain)
+    stats = handle.stats()
+    assert stats.kept[Reason.STORE_FULL].count > 0
+    assert 0 < stats.host_reserved_bytes <= 2 * MIB
+    check_moved(stats)
+
+
+def test_transformers_model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = make(lambda: transformers.LlamaForCausalLM(config), GPU)
+    twin = copy.deepcopy(model)
+    handle = offload(model)
+    for step in range(3):
+        batch = tokens(GPU, step, 2, 32, 64)
+        ours = finish(model(input_ids=batch, labels=batch).loss, model)
+        plain = finish(twin(input_ids=batch, labels=batch).loss, twin)
+        torch.cuda.synchronize()
+        assert_equal(ours, plain)
+    assert len(handle.regions) == 3
+    check_moved(handle.stats())
+
+
+# -- streams and threads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["all of it", "forward", "backward"])
+def test_another_compute_stream(where):
+    side = torch.cuda.Stream()
+
+    def run(door):
+        model = make(Tower, GPU)
+        (batch,) = batches(1)
+        side.wait_stream(torch.cuda.current_stream())
+        forward = torch.cuda.stream(side) if where != "backward" else contextlib.nullcontext()
+        with forward, door:
+            torch.cuda._sleep(10_000_000)  # the device falls far behind the host
+            loss = model(batch)
+        backward = torch.cuda.stream(side) if where != "forward" else contextlib.nullcontext()
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream().wait_stream(side)
+        with backward:
+            loss.backward()
+        torch.cuda.synchronize()
+        return [loss.detach(), *gradients(model)]
+
+    context = door(prefetch="8MiB")
+    same(run, context)
+    check_moved(context.stats())
+
+
+def test_streams_in_turns_within_one_forward():
+    sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def run(door):
+        model = make(Tower, GPU)
+        (x,) = batches(1)
+        with door:
+            for at, layer in enumerate(model.layers):
+                side = sides[at % 2]
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x = layer(x)
+                torch.cuda.current_stream().wait_stream(side)
+            loss = x.square().mean()
+        loss.backward()
+        torch.cuda.synchronize()
+        return [loss.detach(), *gradients(model)]
+
+    context = door(prefetch="8MiB")
+    same(run, context)
+    check_moved(context.stats())
+
+
+def test_two_threads_share_an_engine():
+    models = [make(Tower, GPU, seed) for seed in range(2)]
+    twins = copy.deepcopy(models)
+    context = door(prefetch="8MiB")
+    steps = batches(4)
+    results: dict[int, list[torch.Tensor]] = {}
+    start = threading.Barrier(2)
+
+    def work(rank):
+        start.wait()
+        with torch.cuda.stream(streams[rank]):
+            results[rank] = train(models[rank], context)
+
+    def train(model, context):
+        losses = []
+        for batch in steps:
+            with context:
+                loss = model(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *gradients(model)]
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for rank, twin in enumerate(twins):
+        assert_equal(results[rank], train(twin, contextlib.nullcontext()))
+    check_moved(context.stats())
+
+
+def test_no_memory_is_used_after_it_was_given_away():
+    """Sizes of all kinds, the device far behind the host, and freed blocks taken and spoilt at once."""
+    choose = random.Random(0)
+    plans = [
+        (choose.choice([3, 64, 500, 1024, 2048]), [choose.randint(8, 700) for _ in range(choose.randint(2, 7))])
+        for _ in range(30)
+    ]
+    context = door(prefetch="2MiB", window="1MiB")
+
+    def run(door):
+        results = []
+        for step, (rows, widths) in enumerate(plans):
+            data = Data(GPU, step)
+            x = data.tensor(rows, widths[0])
+            weights = [data.leaf(m, n) for m, n in itertools.pairwise(widths)]
+            with door:
+                for at, weight in enumerate(weights):
+                    x = (x @ weight / weight.shape[0] ** 0.5).sin() * 1.5
+                    if at % 3 == step % 3:
+                        torch.cuda._sleep(2_000_000)
+                    spoil(x)
+                loss = x.exp().mean()
+                del x
+            spoil(loss)
+            loss.backward()
+            results += [loss.detach(), *(weight.grad for weight in weights)]
+        torch.cuda.synchronize()
+        return results
+
+    def spoil(like):
+        """What reads a block after its end reads NaN."""
+        for _ in range(3):
+            torch.full((like.numel(),), float("nan"), device=GPU)
+
+    same(run, context, times=2)
+    check_moved(context.stats())
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["compile first", "offload first"])
+def test_blocks_compiled_one_by_one(order):
+    torch._dynamo.utils.counters.clear()
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    if order == "offload first":
+        handle = offload(model, prefetch="8MiB")
+    for layer in (*model.layers, *twin.layers):
+        layer.compile(fullgraph=True)
+    if order == "compile first":
+        handle = offload(model, prefetch="8MiB")
+    for step, batch in enumerate(batches(4)):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            plain, ours = finish(twin(batch), twin), finish(model(batch), model)
+        torch.cuda.synchronize()
+        assert_equal(ours, plain)
+    assert dict(torch._dynamo.utils.counters["graph_break"]) == {}
+    assert {f"layers.{at}" for at in range(4)} <= set(handle._scope._slots)
+    check_moved(handle.stats())
+    check_at_rest(handle.stats)
+
+
+def test_context_around_compiled_blocks():
+    model = make(Tower, GPU)
+    for layer in model.layers:
+        layer.compile(fullgraph=True)
+    steps = batches(3)
+
+    def run(door):
+        model.zero_grad()
+        losses = []
+        for batch in steps:
+            with door:
+                loss = model(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(grad.clone() for grad in gradients(model))]
+
+    context = door(prefetch="8MiB")
+    same(run, context)
+    check_moved(context.stats())
+
+
+# -- memory and time ---------------------------------------------------------------------------------------------------
+
+
+def roomy():
+    """Sizes as people leave them, in proportion to this model."""
+    return {"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}
+
+
+def test_the_host_never_waits_for_the_device():
+    model = make(Tower, GPU)
+    handle = offload(model, **roomy())
+    steps = batches(5)
+    for batch in steps[:2]:
+        finish(model(batch), model)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in steps[2:]:
+            model.zero_grad()
+            loss = model(batch)
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(bool(grad.isfinite().all()) for grad in gradients(model))
+    check_moved(handle.stats())
+
+
+def test_no_memory_is_taken_after_the_second_step():
+    model = make(Tower, GPU)
+    handle = offload(model, **roomy())
+    pinned, reserved, allocated = [], [], []
+    for batch in batches(6):
+        loss = model(batch)
+        loss.backward()
+        del loss
+        model.zero_grad()
+        torch.cuda.synchronize()
+        pinned.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+        reserved.append(handle.stats().host_reserved_bytes)
+        allocated.append(torch.cuda.memory_allocated())
+    assert pinned[2:] == pinned[1:2] * 4
+    assert reserved[2:] == reserved[1:2] * 4
+    assert allocated[2:] == allocated[1:2] * 4
+    assert reserved[0] > 0
+    check_moved(handle.stats())
+    check_at_rest(handle.stats)
+
+
+def test_peak_memory_is_really_lower():
+    def peak(model):
+        for batch in batches(3, rows=16, length=256):
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(batch).backward()
+            torch.cuda.synchronize()
+            model.zero_grad()
+        return torch.cuda.max_memory_allocated() - before
+
+    model = make(lambda: Tower(depth=8), GPU)
+    plain = peak(model)
+    handle = offload(model, **roomy())
+    ours = peak(model)
+    assert ours < 0.5 * plain
+    check_moved(handle.stats())
+
+
+def test_a_kept_graph_does_not_collect_on_the_device():
+    model = make(Tower, GPU)
+    handle = offload(model, prefetch="4MiB")
+    (batch,) = batches(1)
+    model(batch).backward()  # the workspaces of backward's own thread come to stay
+    model.zero_grad()
+    loss = model(batch)
+    torch.cuda.synchronize()
+    away = torch.cuda.memory_allocated()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        torch.cuda.synchronize()
+        # The prefetch window, and a parcel beyond it. All saves of this graph are ten times as much.
+        assert torch.cuda.memory_allocated() - away <= 8 * MIB
+    check_moved(handle.stats())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ebbtide._errors import StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
@@ -103,8 +104,11 @@ class Engine:
         source = gather(t) if span.is_gathered else storage
         home = self.device.current_stream()
         parcel = Parcel(self, visit, site, source, span.start, span.nbytes, t._version, home)
-        if not site.is_tail and not self._outbound.send(parcel):
-            return Reason.STORE_FULL
+        try:
+            if not site.is_tail and not self._outbound.send(parcel):
+                return Reason.STORE_FULL
+        except StoreError:
+            self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
         visit.scope.ledger.stats.parcels.add(span.nbytes)
         if not span.is_gathered:
             self._by_storage.setdefault(parcel.storage_key, []).append(parcel.ref)

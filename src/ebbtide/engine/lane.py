@@ -66,7 +66,7 @@ class Outbound:
             self.resident_bytes -= parcel.nbytes
 
     def send(self, parcel: Parcel) -> bool:
-        """Start the copy out; False when the store has no room and the parcel stays."""
+        """Start the copy out; False when the store has no room and the parcel stays. Raises StoreError."""
         assert parcel.source is not None and parcel.landed is None
         parcel.block = self._reserve(parcel.nbytes)
         if parcel.block is None:
@@ -106,23 +106,23 @@ class Outbound:
 
     def _release(self, parcel: Parcel) -> bool:
         """Home waits for `landed`, then our reference goes; False if the copy never lands and the source stays."""
-        if parcel.landed is None and not self.send(parcel):
-            return False
         try:
+            if parcel.landed is None and not self.send(parcel):
+                return False
             for home in self._homes:
                 self._device.wait(home, parcel.landed, Wait.LANDED)
         except StoreError:
-            self._take_back(parcel)
+            self.take_back(parcel)
             return False
         parcel.source = None
         if parcel.ledger.listeners.all:
             parcel.ledger.listeners.tell(What.RELEASED, parcel.site, parcel.nbytes)
         return True
 
-    def _take_back(self, parcel: Parcel) -> None:
+    def take_back(self, parcel: Parcel) -> None:
         """The copy failed and the source is untouched: forget the copy."""
-        assert parcel.block is not None
-        self._store.give_back(parcel.block)
+        if parcel.block is not None:
+            self._store.give_back(parcel.block)
         parcel.block = None
         parcel.landed = None
 
@@ -160,8 +160,8 @@ class Inbound:
         room = device.record(home)
         device.wait(self._stream, room, Wait.ROOM)
         for parcel, block in zip(parcels, blocks, strict=True):
-            parcel.arrival = block.untyped_storage()
             parcel.arrived = self._read(parcel, block, room)
+            parcel.arrival = block.untyped_storage()  # not before: if the store raises, nothing is on its way
             parcel.is_awaited = False
         return room
 

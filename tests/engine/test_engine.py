@@ -1,0 +1,349 @@
+"""The engine: limits, failures of a store, what it learns, and how much is on the device at any time."""
+
+import contextlib
+
+import pytest
+import torch
+from cases import Data, Transformer, finish, gradients, make, tokens
+from support import Rig, assert_equal
+
+import ebbtide
+from ebbtide.devices.sim import SimDevice
+from ebbtide.stores.host import HostStore
+from ebbtide.stores.mock import MockStore
+from ebbtide.types import Reason
+
+CPU = torch.device("cpu")
+
+
+def chain(door, length=12, rows=10):
+    """Each of `length` saves is one parcel of 40 * rows bytes."""
+    x = Data(CPU).leaf(rows, 10)
+    with door:
+        y = x * 1.5
+        for _ in range(length):
+            y = y.sin()
+        loss = y.sum()
+        del y
+    return finish(loss, x)
+
+
+def plain_chain(**settings):
+    return chain(contextlib.nullcontext(), **settings)
+
+
+class Failures:
+    """Fails the chosen operation, from the `after`-th time on, `times` times."""
+
+    def __init__(self, operation, after=0, times=10**9):
+        self._operation = operation
+        self._range = range(after, after + times)
+        self.count = 0
+
+    def __call__(self, operation):
+        if operation == self._operation:
+            self.count += 1
+            if self.count - 1 in self._range:
+                raise OSError("cable pulled")
+
+
+def mock_rig(device=None, limit_bytes=None, fail=None, **settings):
+    return Rig(device, lambda own: MockStore(own, limit_bytes, fail), **settings)
+
+
+# -- limits and failures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mock", "host"])
+def test_what_does_not_fit_the_store_is_kept_and_counted(kind):
+    limit = 4 * 400 if kind == "mock" else 2048  # host: blocks of 512, and room is taken in powers of two
+    rig = mock_rig(limit_bytes=limit) if kind == "mock" else Rig(None, lambda own: HostStore(own, limit, 512))
+    for _ in range(4):
+        assert_equal(chain(rig.context), plain_chain())
+    assert rig.stats.kept[Reason.STORE_FULL].count >= 4 * 7
+    assert rig.stats.inbound.count > 0
+    rig.check_at_rest()
+
+
+def test_a_store_without_any_room_keeps_all_and_says_so():
+    rig = mock_rig(limit_bytes=1)
+    with pytest.warns(ebbtide.EbbtideWarning, match=r"moved nothing.*12 saves \(4.69 KiB\) the store is at its limit"):
+        results = chain(rig.context)
+    assert_equal(results, plain_chain())
+    assert rig.stats.out.count == 0
+
+
+@pytest.mark.parametrize("operation", ["reserve", "write"])
+@pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
+def test_a_store_that_cannot_write_costs_memory_and_nothing_else(operation, device):
+    rig = mock_rig(device and device(), fail=Failures(operation))
+    for _ in range(3):
+        assert_equal(chain(rig.context), plain_chain())
+    assert rig.stats.failed.count >= 11  # all but the newest, which was never asked to leave
+    assert rig.stats.out.count == 0
+    assert rig.stats.inbound.count == 0
+    rig.check_at_rest()
+
+
+@pytest.mark.parametrize("operation", ["reserve", "write"])
+def test_a_store_that_recovers_is_used_again(operation):
+    rig = mock_rig(fail=Failures(operation, after=2, times=5))
+    for _ in range(3):
+        assert_equal(chain(rig.context), plain_chain())
+    assert 0 < rig.stats.failed.count < 5
+    assert rig.stats.inbound.count > 12
+    rig.check_at_rest()
+
+
+class TornStore(MockStore):
+    """Its copies fail under way: the lane notices, not the call."""
+
+    def write(self, block, src, stream):
+        return self._device.submit(stream, self._tear)
+
+    def _tear(self):
+        raise OSError("disk is gone")
+
+
+def test_a_copy_that_fails_under_way_leaves_the_tensor_on_the_device():
+    rig = Rig(None, TornStore)
+    for _ in range(3):
+        assert_equal(chain(rig.context), plain_chain())
+    assert rig.stats.failed.count >= 11
+    assert rig.stats.inbound.count == 0
+    rig.check_at_rest()
+
+
+@pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
+@pytest.mark.parametrize("after", [0, 1, 5, 20])
+def test_a_parcel_that_cannot_be_read_is_a_clear_error_and_the_next_step_is_right(after, device):
+    fail = Failures("read", after, 1)
+    rig = mock_rig(device and device(), fail=fail)
+    outcomes = [_attempt(rig) for _ in range(4)]
+    assert sorted(outcomes) == ["", "", "", "read failed: cable pulled"]
+    assert fail.count > after + 1
+    rig.check_at_rest()
+    if device is not None:
+        rig.device.finish()
+        assert rig.device.faults == []
+
+
+def _attempt(rig):
+    """The error of one step, and that there was none is proof that its numbers are right."""
+    try:
+        assert_equal(chain(rig.context), plain_chain())
+    except ebbtide.StoreError as error:
+        return str(error)
+    return ""
+
+
+def test_reading_again_after_a_failure_is_right():
+    """The graph lives on: what could not be read may be asked for again."""
+    rig = mock_rig(fail=Failures("read", 3, 2))
+    x = Data(CPU).leaf(10, 10)
+    for _ in range(2):
+        x.grad = None
+        with rig.context:
+            y = x * 1.5
+            for _ in range(12):
+                y = y.sin()
+            loss = y.sum()
+            del y
+        for _ in range(3):
+            x.grad = None
+            with contextlib.suppress(ebbtide.StoreError):
+                loss.backward(retain_graph=True)
+        assert_equal([loss.detach(), x.grad], plain_chain())
+        del loss
+    rig.check_at_rest()
+
+
+# -- what is learned ---------------------------------------------------------------------------------------------------
+
+
+def deltas(rig, run, steps, *names):
+    """By how much each of the tallies grew in each step."""
+    rows = []
+    before = [0] * len(names)
+    for _ in range(steps):
+        run()
+        now = [getattr(rig.stats, name).count for name in names]
+        rows.append([after - then for after, then in zip(now, before, strict=True)])
+        before = now
+    return rows
+
+
+def test_misses_end_once_the_order_is_learned():
+    rig = Rig(prefetch=1200)
+    rows = deltas(rig, lambda: chain(rig.context), 5, "misses", "inbound")
+    assert rows[0][0] == 11  # the first time every read is a surprise
+    for misses, inbound in rows[2:]:
+        assert misses <= 1
+        assert inbound == 11
+
+
+def test_a_changed_order_is_learned_again():
+    rig = Rig(prefetch=1200)
+    x = Data(CPU).leaf(10, 10)
+
+    def step(is_reversed):
+        with rig.context:
+            ends = []
+            for _ in range(3):
+                y = x * 1.5
+                for _ in range(4):
+                    y = y.sin()
+                ends.append(y.sum())
+            del y
+        for end in reversed(ends) if is_reversed else ends:
+            end.backward()
+
+    forward = deltas(rig, lambda: step(False), 4, "misses")
+    backward = deltas(rig, lambda: step(True), 4, "misses")
+    assert forward[-1][0] <= 3
+    assert backward[-1][0] <= 3
+    assert backward[0][0] - sum(row[0] for row in forward) >= backward[-1][0]
+
+
+def test_what_backward_needs_at_once_is_not_sent_again():
+    rig = Rig(window=1200)
+    rows = deltas(rig, lambda: chain(rig.context), 4, "out", "forwarded", "parcels")
+    assert rows[0] == [12, 3, 12]
+    # The three that had not left stay: they are parcels, but no longer sent.
+    assert rows[1:] == [[9, 3, 12]] * 3
+
+
+def test_sites_whose_memory_is_held_are_learned_and_stay():
+    rig = Rig()
+    table = Data(CPU, 1).tensor(10, 10)
+
+    def step():
+        x = Data(CPU).leaf(10, 10)
+        with rig.context:
+            loss = (x * table).sin().exp().sin().sum()
+        return finish(loss, x)
+
+    expected = step()
+    rows = deltas(rig, lambda: assert_equal(step(), expected), 3, "unfreed")
+    assert [row[0] for row in rows[1:]] == [0, 0]
+    assert rig.stats.unfreed.count == 1
+    assert rig.stats.kept[Reason.HELD].count == 3
+
+
+def test_another_size_at_a_held_site_is_tried_again():
+    rig = Rig()
+    for rows in (10, 10, 20, 20):
+        table, x = Data(CPU, 1).tensor(rows, 10), Data(CPU).leaf(rows, 10)
+        with rig.context:
+            loss = (x * table).sin().exp().sin().sum()
+        loss.backward()
+    assert rig.stats.unfreed.count == 2
+    assert rig.stats.kept[Reason.HELD].nbytes == 400 + 800
+
+
+# -- how much is on the device -----------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Most bytes of parcels that were on the device at any unpack: arrived, and waiting to leave."""
+
+    def __init__(self, rig):
+        self._rig = rig
+        self.arrived = 0
+        self.resident = 0
+
+    def read(self, grad):
+        parcels = [ref() for refs in self._rig.engine._by_storage.values() for ref in refs]
+        alive = [parcel for parcel in parcels if parcel is not None]
+        self.arrived = max(self.arrived, sum(p.nbytes for p in alive if p.arrival is not None))
+        self.resident = max(self.resident, sum(p.nbytes for p in alive if p.source is not None))
+
+
+@pytest.mark.parametrize("prefetch", [1, 900, 2000])
+def test_arrivals_stay_within_prefetch_and_a_parcel(prefetch):
+    rig = Rig(prefetch=prefetch)
+    meter = Meter(rig)
+    for _ in range(4):
+        x = Data(CPU).leaf(10, 10)
+        with rig.context:
+            y = x * 1.5
+            for _ in range(12):
+                y = y.sin()
+                y.register_hook(meter.read)
+            loss = y.sum()
+            del y
+        loss.backward()
+    assert meter.arrived <= prefetch + 400
+    assert (meter.arrived > 0) == (prefetch > 400)  # it did fetch ahead where it may
+    assert rig.stats.inbound.count >= 4 * 11
+
+
+@pytest.mark.parametrize("window", [1, 1000, 3000])
+def test_what_waits_to_leave_stays_within_the_window(window):
+    rig = Rig(window=window)
+    x = Data(CPU).leaf(10, 10)
+    with rig.context:
+        y = x * 1.5
+        for _ in range(20):
+            y = y.sin()
+            assert rig.engine._outbound.resident_bytes <= max(window, 400)
+        loss = y.sum()
+        del y
+    assert rig.stats.out.count == 20
+    loss.backward()
+    rig.check_at_rest()
+
+
+def test_nothing_is_fetched_on_top_of_a_large_activation():
+    """The window opens when the node that holds the large one has freed it."""
+    rig = Rig(prefetch=2000)
+    for _ in range(4):
+        x = Data(CPU).leaf(10, 10)
+        with rig.context:
+            y = (x * 1.5).sin().sin()
+            wide = y.expand(8, 10, 10).exp()  # 3200 bytes, the last save: the first need of backward
+            loss = wide.sum()
+            del wide, y
+        ahead = []
+        loss.grad_fn.next_functions[0][0].register_hook(lambda *_, seen=ahead: seen.append(rig.engine._ahead_bytes))
+        loss.backward()
+        assert ahead == [0]
+    assert rig.stats.forwarded.count == 4
+
+
+def _explode(rig, x):
+    with rig.context:
+        y = x * 1.5
+        for _ in range(12):
+            y = y.sin()
+        raise ZeroDivisionError
+
+
+def test_an_exception_of_the_user_costs_no_room():
+    rig = mock_rig(limit_bytes=400 * 13)
+    x = Data(CPU).leaf(10, 10)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            _explode(rig, x)
+        assert_equal(chain(rig.context), plain_chain())
+    assert Reason.STORE_FULL not in rig.stats.kept
+    rig.check_at_rest()
+
+
+def test_frozen_parts_and_partial_backwards_leave_nothing():
+    rig = Rig()
+    model = make(Transformer, CPU)
+    model.layers[0].requires_grad_(False)
+    twin = make(Transformer, CPU)
+    twin.layers[0].requires_grad_(False)
+    for step in range(3):
+        with rig.context:
+            loss = model(tokens(CPU, step))
+        plain = twin(tokens(CPU, step))
+        wanted = [model.head.weight, model.layers[2].qkv.weight]
+        twins = [twin.head.weight, twin.layers[2].qkv.weight]
+        assert_equal(list(torch.autograd.grad(loss, wanted)), list(torch.autograd.grad(plain, twins)))
+        del loss, plain
+        rig.check_at_rest()
+    assert gradients(model) == []
+    assert rig.stats.inbound.count > 0

@@ -83,7 +83,8 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
 
 def bits(t: torch.Tensor) -> bytes:
     """The elements as bytes: NaNs compare too, and minus zero differs from zero."""
-    plain = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # clone, not contiguous(): one element of stride 0 is contiguous and cannot be viewed as bytes.
+    plain = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return plain.view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -118,7 +119,9 @@ class Program:
         self._steps = [self._random.choice(_STEPS) for _ in range(4)]
 
     def __str__(self) -> str:
-        layers = ", ".join(layer.__name__ + ("*" if s else "") for layer, s in zip(self._layers, self._on_side))
+        layers = ", ".join(
+            layer.__name__ + ("*" if s else "") for layer, s in zip(self._layers, self._on_side, strict=True)
+        )
         return f"seed {self._seed}: [{layers}] then [{', '.join(step.__name__ for step in self._steps)}]"
 
     def run(self, context, side) -> list[object]:
@@ -138,7 +141,7 @@ class Program:
     def forward(self, context, side) -> torch.Tensor:
         with context:
             x = self.batch * 1.5
-            for layer, weight, on_side in zip(self._layers, self.weights, self._on_side):
+            for layer, weight, on_side in zip(self._layers, self.weights, self._on_side, strict=True):
                 with side() if on_side else contextlib.nullcontext():
                     x = layer(x, weight)
             return x.square().mean()

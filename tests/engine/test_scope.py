@@ -1,0 +1,86 @@
+"""Visits: names that are stable from step to step without anybody saying where a step ends."""
+
+import threading
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.engine.scope import Limits, Scope, Slots
+
+
+def new_scope(may_serve=lambda _: True):
+    return Scope(Limits(1, 1, 1), may_serve)
+
+
+def test_a_plain_loop_uses_number_0_for_ever():
+    scope = new_scope()
+    seen = set()
+    for _ in range(5):
+        visit = scope.visit("layers.0")
+        seen.add((visit.number, visit.site(3)))
+        del visit
+    assert len(seen) == 1
+    assert next(iter(seen))[0] == 0
+
+
+def test_visits_alive_together_have_numbers_of_their_own():
+    scope = new_scope()
+    first, second, other = scope.visit("a"), scope.visit("a"), scope.visit("b")
+    assert (first.number, second.number, other.number) == (0, 1, 0)
+    assert first.site(0) is not second.site(0)
+    del first
+    assert scope.visit("a").number == 0  # the smallest that is free
+    third, fourth = scope.visit("a"), scope.visit("a")
+    assert {third.number, fourth.number} == {0, 2}
+
+
+def test_sites_are_named_and_made_once():
+    scope = new_scope()
+    visit = scope.visit("layers.1")
+    assert visit.site(2) is visit.site(2)
+    assert [str(visit.site(index)) for index in range(3)] == ["layers.1#0.0", "layers.1#0.1", "layers.1#0.2"]
+
+
+@given(st.lists(st.integers(0, 5), max_size=60))
+def test_numbers_are_the_smallest_free_ones(choices):
+    slots = Slots("a")
+    taken: list[int] = []
+    for choice in choices:
+        if choice < len(taken):
+            slots.give_back(taken.pop(choice))
+        else:
+            free = min(set(range(len(taken) + 1)) - set(taken))
+            number = slots.take()
+            assert number == free
+            taken.append(number)
+    assert len(set(taken)) == len(taken)
+    assert len(slots._sites) <= 6
+
+
+def test_visits_may_end_on_any_thread():
+    scope = new_scope()
+    visits = [scope.visit("a") for _ in range(100)]
+    threads = [threading.Thread(target=visits[at::4].clear) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    visits.clear()
+    assert sorted(scope.visit("a").number for _ in range(1)) == [0]
+    alive = [scope.visit("a") for _ in range(100)]
+    assert sorted(visit.number for visit in alive) == list(range(100))
+
+
+def test_a_device_is_asked_for_once():
+    asked = []
+
+    def may_serve(device):
+        asked.append(device)
+        return device.type == "cpu"
+
+    scope = new_scope(may_serve)
+    for _ in range(3):
+        assert scope.serves(torch.device("cpu"))
+        assert not scope.serves(torch.device("meta"))
+    assert asked == [torch.device("cpu"), torch.device("meta")]

@@ -1,0 +1,100 @@
+"""Which saves may travel, and the reason of each that may not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ebbtide.engine.scope import Limits, Scope
+from ebbtide.engine.select import select, select_subclass
+from ebbtide.types import Reason
+
+
+@pytest.fixture
+def scope():
+    return Scope(Limits(1, 1, 16), lambda device: device.type == "cpu")
+
+
+WEIGHT = nn.Parameter(torch.ones(4, 4))
+LEAF = torch.ones(4, 4, requires_grad=True)
+
+
+def parameter_views():
+    return [WEIGHT, WEIGHT.t(), WEIGHT[1:], WEIGHT.view(-1)[2:9].view(7, 1), LEAF, LEAF.t(), LEAF.expand(2, 4, 4)]
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_parameters_other_leaves_and_their_views_stay(scope, at):
+    assert select(parameter_views()[at], scope) is Reason.PARAMETER
+
+
+def test_activations_and_their_views_travel(scope):
+    x = LEAF * 2.0
+    for t in (x, x.t(), x[1:], x.detach(), torch.ones(4, 4), WEIGHT.detach().clone(), WEIGHT * 1.0, x.bool()):
+        assert select(t, scope) is None
+
+
+def test_casts_of_parameters_stay_and_other_casts_travel(scope):
+    cast = WEIGHT.to(torch.bfloat16)
+    assert select(cast, scope) is Reason.AUTOCAST_WEIGHT
+    assert select(cast.t(), scope) is Reason.AUTOCAST_WEIGHT
+    assert select((WEIGHT * 1.0).to(torch.bfloat16), scope) is None
+    assert select(LEAF.to(torch.bfloat16), scope) is None  # of an input, which nobody keeps for the whole forward
+
+
+def test_small_and_empty_ones_stay(scope):
+    assert select(torch.ones(3), scope) is Reason.SMALL
+    assert select(torch.ones(4), scope) is None
+    assert select(torch.ones(4, 4)[2:2], scope) is Reason.EMPTY
+    assert select(torch.ones(100)[:1], scope) is None  # its storage is large
+
+
+def test_freed_storages_stay():
+    gathered = torch.ones(4, 4)
+    gathered.untyped_storage().resize_(0)  # as FSDP does after forward
+    assert select(gathered, Scope(Limits(1, 1, 0), lambda _: True)) is Reason.EMPTY
+
+
+def test_buffers_stay(scope):
+    buffer = torch.ones(4, 4)
+    scope.buffers.add(buffer.untyped_storage()._cdata)
+    assert select(buffer, scope) is Reason.BUFFER
+    assert select(buffer[1:], scope) is Reason.BUFFER
+
+
+def test_layouts_without_one_dense_storage_stay(scope):
+    assert select(torch.eye(4).to_sparse(), scope) is Reason.LAYOUT
+    assert select(torch.eye(4).to_sparse_coo(), scope) is Reason.LAYOUT
+
+
+def test_other_devices_stay(scope):
+    assert select(torch.ones(4, 4, device="meta"), scope) is Reason.OTHER_DEVICE
+
+
+def test_saves_of_a_running_backward_stay(scope):
+    seen = []
+    x = torch.ones(4, 4, requires_grad=True)
+    y = x * 2.0
+    y.register_hook(lambda grad: seen.append((select(y.detach(), scope), select_subclass(TwoTensor(grad, grad)))))
+    y.sum().backward()
+    assert seen == [(Reason.IN_BACKWARD, Reason.IN_BACKWARD)]
+
+
+def test_subclasses_that_can_be_taken_apart_travel():
+    two = TwoTensor(torch.ones(4), torch.ones(4))
+    assert select_subclass(two) is None
+    assert select_subclass(nn.Parameter(two)) is Reason.PARAMETER
+    assert select_subclass(two.clone().requires_grad_()) is Reason.PARAMETER
+
+
+def test_subclasses_that_cannot_stay():
+    class Named(torch.Tensor):
+        pass
+
+    assert select_subclass(torch.ones(4).as_subclass(Named)) is Reason.SUBCLASS
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert select_subclass(nested) is Reason.LAYOUT
+
+
+def test_every_reason_says_why():
+    assert len({reason.value for reason in Reason}) == len(Reason)

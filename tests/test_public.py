@@ -1,0 +1,65 @@
+"""What users may lean on."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ebbtide
+
+
+def test_public_names_are_sorted_and_there():
+    assert ebbtide.__all__ == sorted(ebbtide.__all__)
+    assert len(set(ebbtide.__all__)) == len(ebbtide.__all__)
+    assert all(hasattr(ebbtide, name) for name in ebbtide.__all__)
+
+
+def test_no_other_name_is_public():
+    """Besides submodules, which importing leaves behind, and underscored ones."""
+    others = {name for name in vars(ebbtide) if not name.startswith("_")} - set(ebbtide.__all__)
+    assert {name for name in others if not inspect.ismodule(getattr(ebbtide, name))} == set()
+
+
+@pytest.mark.parametrize("name", ebbtide.__all__)
+def test_public_names_are_documented(name):
+    thing = getattr(ebbtide, name)
+    assert inspect.getdoc(thing)
+    assert "__doc__" in vars(thing) or inspect.isfunction(thing)
+
+
+def test_what_users_call_is_documented():
+    for function in (
+        ebbtide.OffloadHandle.stats,
+        ebbtide.OffloadHandle.report,
+        ebbtide.OffloadHandle.remove,
+        ebbtide.OffloadActivations.stats,
+    ):
+        assert inspect.getdoc(function), function
+
+
+@pytest.mark.parametrize("door", [ebbtide.offload, ebbtide.offload_activations])
+def test_doors_explain_every_argument(door):
+    documentation = inspect.getdoc(door)
+    for name in inspect.signature(door).parameters:
+        assert f"{name}:" in documentation or f"{name}, " in documentation or f", {name}" in documentation, name
+
+
+def test_all_but_the_module_are_keywords():
+    positional = [
+        (door.__name__, name)
+        for door in (ebbtide.offload, ebbtide.offload_activations)
+        for name, parameter in inspect.signature(door).parameters.items()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    assert positional == [("offload", "module")]
+
+
+def test_errors_are_one_tree():
+    errors = [thing for name in ebbtide.__all__ if inspect.isclass(thing := getattr(ebbtide, name))]
+    errors = [error for error in errors if issubclass(error, Exception) and not issubclass(error, Warning)]
+    assert all(issubclass(error, ebbtide.EbbtideError) for error in errors)
+    assert issubclass(ebbtide.EbbtideWarning, UserWarning)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(ebbtide.__file__).parent / "py.typed").is_file()

@@ -5,7 +5,9 @@ Note [One pair of hooks, many marks]
 Only the root module's forward pushes saved-tensor hooks. Regions and chosen modules inside just mark where the forward
 is. Pushing hooks there would, inside somebody's checkpointed block, replace the checkpoint's own hooks and silently
 switch its recomputation off.
-A compiled module traces its hooks, so a mark has to stand outside of it: around `_compiled_call_impl`.
+A compiled module traces its hooks, so a mark has to stand outside of it: around `_compiled_call_impl`. The root's mark
+always does: torch calls forward hooks after an Exception, but not after KeyboardInterrupt, and saved-tensor hooks that
+stay behind would go on working for every other model of the thread.
 """
 
 import abc
@@ -20,7 +22,7 @@ from ebbtide import _knobs
 from ebbtide._errors import EbbtideWarning, ModuleError
 from ebbtide._events import Listener
 from ebbtide._regions import find_named, find_regions
-from ebbtide._torch import constant_in_traces, innermost_pack_module, named_modules
+from ebbtide._torch import constant_in_traces, graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engines import Engines
@@ -66,11 +68,12 @@ class _Mark(abc.ABC):
 
     def stand_outside(self) -> bool:
         """If the module is compiled, wrap the compiled call, whose trace holds our hooks as nothing."""
-        call = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
+        call = self._call_to_wrap()
         if call is None:
             return False
         if not isinstance(call, _CompiledCall):
-            self._compiled = _CompiledCall(self, call)
+            was = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
+            self._compiled = _CompiledCall(self, call, was)
             self._module._compiled_call_impl = self._compiled
         return True
 
@@ -78,30 +81,39 @@ class _Mark(abc.ABC):
         for remover in self._removers:
             remover.remove()
         if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
-            self._module._compiled_call_impl = self._compiled.call
+            del self._module._compiled_call_impl  # what the class says, None, holds again
+            if self._compiled.was is not None:
+                self._module._compiled_call_impl = self._compiled.was
+
+    def _call_to_wrap(self) -> Callable[..., Any] | None:
+        """The module's call that runs its hooks inside, if there is one to stand outside of."""
+        return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
 
     def _before(self, _module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             self._notice_trace()
-            return
-        self.enter()
+        elif self._compiled is None:
+            self.enter()
 
     def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._compiled is None:
             self.leave(is_whole=output is not None)
 
     @constant_in_traces
     def _notice_trace(self) -> None:
         """Runs once, while a compiler traces the module: from the next call on the mark stands outside."""
-        self._handle.was_traced(self.stand_outside(), self._module)
+        # If it stands there already, what is traced is a caller of the module, and that is out of reach.
+        is_callers = isinstance(self._module._compiled_call_impl, _CompiledCall)
+        self._handle.was_traced(not is_callers and self.stand_outside(), self._module)
 
 
 class _CompiledCall:
-    """A module's compiled call with its mark around it."""
+    """A module's call with its mark around it. `was`: what stood in its place, None for a module not compiled."""
 
-    def __init__(self, mark: _Mark, call: Callable[..., Any]) -> None:
+    def __init__(self, mark: _Mark, call: Callable[..., Any], was: Callable[..., Any] | None) -> None:
         self._mark = mark
         self.call = call
+        self.was = was
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -116,6 +128,11 @@ class _CompiledCall:
 
 
 class _RootMark(_Mark):
+    def _call_to_wrap(self) -> Callable[..., Any] | None:
+        if "_orig_mod" in self._module._modules:
+            return None  # what torch.compile returns hands its attributes on to the module inside: there are only hooks
+        return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
+
     def enter(self) -> None:
         self._handle.enter_root()
 
@@ -136,6 +153,7 @@ class _InnerMark(_Mark):
     def enter(self) -> None:
         session = self._handle.session()
         if session is None:
+            self._handle.warn_if_root_is_bypassed()
             return
         desk = session.desk
         session.frames.append((desk.visit, desk.stays))
@@ -205,8 +223,22 @@ class OffloadHandle:
         desk = Desk(self._engines, self._scope.visit(""))
         desk.stays = Reason.OUTSIDE if self._config.include else None
         session = _Session(desk)
+        session.hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
         self._stack().append(session)
-        session.hooks.__enter__()
+
+    def warn_if_root_is_bypassed(self) -> None:
+        """A part of the model saves for backward, and the model itself was never called."""
+        if self._was_entered or not torch.is_grad_enabled() or graph_task_id() != -1 or _knobs.is_disabled():
+            return
+        self._was_entered = True
+        name = type(self._module).__name__
+        warnings.warn(
+            f"nothing moves while {name} is not called itself, and a part of it was: offload() covers model(...), not "
+            "model.forward(...) or model.part(...). Call the model, apply offload() to the part, or use "
+            "offload_activations() around the step",
+            EbbtideWarning,
+            stacklevel=2,
+        )
 
     def leave_root(self, is_whole: bool) -> None:
         stack = self._stack()
@@ -219,7 +251,7 @@ class OffloadHandle:
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`."""
-        if module is self._module and not stands_outside:
+        if module is self._module and not stands_outside and self.session() is None:
             warnings.warn(
                 f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: apply "
                 "ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "

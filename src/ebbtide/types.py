@@ -29,6 +29,7 @@ class Reason(enum.Enum):
     KEEP_LAST = "in the last blocks, kept by keep_last"
     HELD = "its storage is kept alive by somebody else anyway"
     STORE_FULL = "the store is at its limit"
+    CAPTURING = "a graph of the accelerator is being captured"
 
 
 class Wait(enum.Enum):
@@ -80,6 +81,10 @@ class Device(Protocol):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Queue dst <- src on `stream`; uint8 of one shape. The caller keeps both alive until an event after it."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of running: nothing may leave or come then."""
         ...
 
     def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:

@@ -161,11 +161,11 @@ def test_weight_casts_of_autocast_stay(rig):
 
 def test_held_storages_are_learned_and_stay(rig):
     x, table = Data(CPU).leaf(6, 8), Data(CPU, 1).tensor(6, 8)
-    for _ in range(3):
+    for _ in range(4):
         with rig.context:
             loss = (x * table).sin().exp().sin().sum()
         loss.backward()
-    assert rig.stats.unfreed.count == 1
+    assert rig.stats.unfreed.count == 2  # one sighting could be an accident
     assert rig.stats.kept[Reason.HELD].count == 2
     assert rig.stats.kept[Reason.HELD].nbytes == 2 * table.nbytes
 
@@ -359,8 +359,8 @@ def test_a_kept_graph_does_not_collect_on_the_device(rig):
 
 
 def _arrived_bytes(rig):
-    parcels = [ref() for refs in rig.engine._by_storage.values() for ref in refs]
-    return sum(parcel.nbytes for parcel in parcels if parcel is not None and parcel.arrival is not None)
+    claims = [ref() for refs in rig.engine._by_storage.values() for ref in refs]
+    return sum(c.parcel.nbytes for c in claims if c is not None and c.parcel.arrival is not None)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

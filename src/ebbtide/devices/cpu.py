@@ -123,6 +123,9 @@ class CpuDevice:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
         stream.submit(lambda: dst.copy_(src))
 
+    def is_capturing(self) -> bool:
+        return False
+
     def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
         """Queue host work on a lane; the event carries its error to whoever waits."""
         return stream.submit(work)

@@ -168,6 +168,9 @@ class SimDevice:
         stream.queue.append(task)
         self._let_some_run()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def retire(self, storage: torch.UntypedStorage, event: SimEvent, owner: SimStream) -> None:
         self.wait(owner, event, Wait.ABANDONED)
 

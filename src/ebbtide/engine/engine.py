@@ -10,6 +10,7 @@ holds, stays within `prefetch_bytes`. So nothing is fetched on top of a large la
 window opens when that node has freed it.
 """
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from ebbtide._errors import StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
-from ebbtide.engine.parcel import Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
+from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
@@ -36,6 +37,7 @@ class _Death(NamedTuple):
     storage_key: int
     resident_bytes: int
     ahead_bytes: int
+    retained_bytes: int
 
 
 class Engine:
@@ -48,12 +50,15 @@ class Engine:
         self._inbound = Inbound(device, store)
         self._timetable = Timetable()
         self._lock = threading.RLock()
-        self._by_storage: dict[int, list[weakref.ref[Parcel]]] = {}
+        # Nothing but the weak references themselves: one that nobody holds would never call back.
+        self._refs: set[ClaimRef] = set()
+        self._by_storage: dict[int, list[weakref.ref[Claim]]] = {}
         self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._has_held = False  # spares most models a look into the set at every save
         self._ahead_bytes = 0
         self._farthest: tuple[Site | None, Site] | None = None  # the last site fetched ahead, and the one before it
-        self._retained: deque[weakref.ref[Parcel]] = deque()
+        self._retained: deque[weakref.ref[Claim]] = deque()
+        self._retained_bytes = 0
         # Filled by finalisers of any thread, so neither a lock nor a plain counter will do.
         self._deaths: deque[_Death] = deque()
 
@@ -67,43 +72,59 @@ class Engine:
             storage = t.untyped_storage()
             if self._has_held and storage in self._held:
                 return Reason.HELD
+            if self.device.is_capturing():
+                return Reason.CAPTURING
             span = span_of(t, storage.nbytes())
-            parcel = self._find(storage, t._version, span)
-            if parcel is None:
-                made = self._make(t, storage, span, visit, visit.site(index))
+            counter = odometer(t)
+            claim = self._find(storage, t._version, span)
+            if claim is None:
+                made = self._make(t, storage, span, counter, visit, visit.site(index))
                 if isinstance(made, Reason):
                     return made
-                parcel = made
+                claim = made
             else:
                 visit.scope.ledger.stats.shared.add(span.nbytes)
-            return Ticket(parcel, geometry_of(t, parcel.start, span.is_gathered), odometer(t), t._version)
+            return Ticket(claim, geometry_of(t, claim.parcel.start, span.is_gathered), counter, t._version)
 
-    def _find(self, storage: torch.UntypedStorage, version: int, span: Span) -> Parcel | None:
+    def _find(self, storage: torch.UntypedStorage, version: int, span: Span) -> Claim | None:
         """A live parcel with the bytes of `span`: of this very storage, unchanged since."""
         if span.is_gathered:
             return None
         for ref in self._by_storage.get(storage._cdata, ()):
-            parcel = ref()
+            claim = ref()
+            if claim is None:
+                continue
+            parcel = claim.parcel
             if (
-                parcel is not None
-                and parcel.source_ref() is storage
-                and parcel.version == version
+                parcel.source_ref() is storage
+                # Both: `t` may count with another counter than the parcel's first save (x and x.data).
+                and parcel.counter._version == parcel.version == version
                 and parcel.start <= span.start
                 and span.start + span.nbytes <= parcel.start + parcel.nbytes
             ):
-                return parcel
+                return claim
         return None
 
     def _make(
-        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, visit: Visit, site: Site
-    ) -> Parcel | Reason:
-        if site.held_nbytes == span.nbytes:
+        self,
+        t: torch.Tensor,
+        storage: torch.UntypedStorage,
+        span: Span,
+        counter: torch.Tensor,
+        visit: Visit,
+        site: Site,
+    ) -> Claim | Reason:
+        if site.stays():
             self._held.add(storage)
             self._has_held = True
             return Reason.HELD
         source = gather(t) if span.is_gathered else storage
         home = self.device.current_stream()
-        parcel = Parcel(self, visit, site, source, span.start, span.nbytes, t._version, home)
+        parcel = Parcel(self, visit, site, source, span.start, span.nbytes, counter, home)
+        claim = Claim(parcel)
+        parcel.ref = ref = ClaimRef(claim, self._ended)
+        ref.parcel = parcel
+        self._refs.add(ref)
         try:
             if not site.is_tail and not self._outbound.send(parcel):
                 return Reason.STORE_FULL
@@ -111,13 +132,13 @@ class Engine:
             self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
         visit.scope.ledger.stats.parcels.add(span.nbytes)
         if not span.is_gathered:
-            self._by_storage.setdefault(parcel.storage_key, []).append(parcel.ref)
-        site.live = parcel.ref
+            self._by_storage.setdefault(parcel.storage_key, []).append(ref)
+        site.live = ref
         self._outbound.join(parcel)
         for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
             stuck.ledger.stats.failed.add(stuck.nbytes)
             _tell(What.STUCK, stuck)
-        return parcel
+        return claim
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -144,7 +165,8 @@ class Engine:
 
         The second is the point home has reached, if a fetch had to know it.
         """
-        is_first_need = not parcel.is_needed
+        # Looked at from outside of backward (grad_fn._saved_...), it was not needed yet and nothing is to be learned.
+        is_first_need = not parcel.is_needed and graph_task_id() != -1
         if is_first_need:
             self._note_need(parcel)
         if parcel.source is not None:
@@ -176,15 +198,24 @@ class Engine:
             stats.forwarded.add(parcel.nbytes)
             _tell(What.FORWARDED, parcel)
             self._outbound.leave(parcel)
-        elif parcel.source_ref() is not None:
-            stats.unfreed.add(parcel.nbytes)
-            _tell(What.UNFREED, parcel)
-            parcel.site.held_nbytes = parcel.nbytes
+        else:
+            self._note_freed(parcel)
         if parcel.is_ahead:
             parcel.is_ahead = False
             self._ahead_bytes -= parcel.nbytes
         else:
             self._farthest = None  # not what was expected: look ahead from here again
+
+    def _note_freed(self, parcel: Parcel) -> None:
+        """Whether the release of `parcel` gave its memory back. Other parcels of the storage may still have to go."""
+        claims = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
+        if any(claim is not None and claim.parcel.source is not None for claim in claims):
+            return
+        was_freed = parcel.source_ref() is None
+        parcel.site.learn_freed(was_freed)
+        if not was_freed:
+            parcel.ledger.stats.unfreed.add(parcel.nbytes)
+            _tell(What.UNFREED, parcel)
 
     def _fetch_ahead(self, at_hand: Parcel) -> StreamEvent | None:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
@@ -192,26 +223,37 @@ class Engine:
         room = limits.prefetch_bytes - at_hand.nbytes - self._ahead_bytes - self._outbound.resident_bytes
         if room <= 0:
             return None
-        batch: list[Parcel] = []
+        batch: list[Claim] = []
         before, at = self._look_from()
         for _ in range(_MOST_HOPS):
             following = at.expected_after(before)
             if following is None:
                 break
-            parcel = None if following.live is None else following.live()
-            if parcel is not None and parcel.may_be_fetched and parcel.home == at_hand.home:
-                room -= parcel.nbytes
+            claim = None if following.live is None else following.live()
+            if claim is not None and claim.parcel.may_be_fetched and claim.parcel.home == at_hand.home:
+                room -= claim.parcel.nbytes
                 if room < 0:
                     break
-                parcel.is_ahead = True
-                batch.append(parcel)
-                _tell(What.FETCHED, parcel)
+                claim.parcel.is_ahead = True
+                batch.append(claim)
                 self._farthest = (at, following)
             before, at = at, following
-        if not batch:
+        return self._fetch_guessed(batch) if batch else None
+
+    def _fetch_guessed(self, claims: list[Claim]) -> StreamEvent | None:
+        """Fetch what nobody has asked for yet. If that fails, the need itself will say so, if it comes."""
+        parcels = [claim.parcel for claim in claims]
+        try:
+            return self._inbound.fetch(parcels)
+        except (StoreError, torch.OutOfMemoryError):
+            self._farthest = None
             return None
-        self._ahead_bytes += sum(parcel.nbytes for parcel in batch)
-        return self._inbound.fetch(batch)
+        finally:
+            for parcel in parcels:
+                parcel.is_ahead = parcel.arrival is not None
+                if parcel.is_ahead:
+                    self._ahead_bytes += parcel.nbytes
+                    _tell(What.FETCHED, parcel)
 
     def _look_from(self) -> tuple[Site | None, Site]:
         """Where to look ahead from: the last site fetched ahead while backward is still on its way there."""
@@ -219,8 +261,8 @@ class Engine:
         assert table.last is not None
         if self._farthest is not None:
             live = self._farthest[1].live
-            parcel = None if live is None else live()
-            if parcel is not None and parcel.is_ahead:
+            claim = None if live is None else live()
+            if claim is not None and claim.parcel.is_ahead:
                 return self._farthest
         return table.before_last, table.last
 
@@ -231,22 +273,39 @@ class Engine:
         """
         if graph_task_id() != -1 and not keeps_graph():
             return
-        self._retained.append(parcel.ref)
+        if not parcel.is_retained:
+            assert parcel.ref is not None
+            parcel.is_retained = True
+            self._retained.append(parcel.ref)
+            self._retained_bytes += parcel.nbytes
         limit = parcel.visit.scope.limits.prefetch_bytes
-        held = 0
-        for ref in reversed(self._retained):
-            other = ref()
-            held += 0 if other is None or other.arrival is None else other.nbytes
-        while held > limit and len(self._retained) > 1:
-            oldest = self._retained.popleft()()
-            if oldest is not None and oldest is not parcel and oldest.arrival is not None and oldest.is_awaited:
-                held -= oldest.nbytes
-                oldest.forget_arrival()
+        for _ in range(len(self._retained) - 1):
+            if self._retained_bytes <= limit:
+                return
+            ref = self._retained.popleft()
+            claim = ref()
+            if claim is None:
+                continue  # its bytes are settled with its death
+            oldest = claim.parcel
+            if oldest is parcel or not oldest.is_awaited:
+                self._retained.append(ref)
+                continue
+            self._retained_bytes -= oldest.nbytes
+            oldest.is_retained = False
+            oldest.forget_arrival()
 
     # -- death -----------------------------------------------------------------------------------------------------
 
+    def _ended(self, ref: "weakref.ref[Claim]") -> None:
+        """The last ticket of a parcel is gone. Any thread, possibly inside a call of ours: takes no lock."""
+        assert isinstance(ref, ClaimRef)
+        self._refs.discard(ref)
+        parcel, ref.parcel = ref.parcel, None
+        if parcel is not None and not sys.is_finalizing():
+            self.bury(parcel)
+
     def bury(self, parcel: Parcel) -> None:
-        """Called by `Parcel.__del__` on any thread, possibly inside a call of ours: queues, and takes no lock."""
+        """Let go of all that `parcel` has, in an order that is safe; the books follow with the next call."""
         self._outbound.abandon(parcel)
         self._inbound.abandon(parcel)
         if parcel.block is not None:
@@ -256,14 +315,20 @@ class Engine:
                 parcel.storage_key,
                 parcel.nbytes if parcel.is_resident else 0,
                 parcel.nbytes if parcel.is_ahead else 0,
+                parcel.nbytes if parcel.is_retained else 0,
             )
         )
 
     def _settle_deaths(self) -> None:
         while self._deaths:
             death = self._deaths.popleft()
-            self._outbound.resident_bytes -= death.resident_bytes
+            if death.resident_bytes:
+                self._outbound.died(death.resident_bytes)
             self._ahead_bytes -= death.ahead_bytes
+            if death.retained_bytes:
+                self._retained_bytes -= death.retained_bytes
+                while self._retained and self._retained[0]() is None:
+                    self._retained.popleft()
             refs = self._by_storage.get(death.storage_key)
             if refs is None:
                 continue

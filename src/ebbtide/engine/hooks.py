@@ -4,7 +4,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from ebbtide._torch import dispatch_modes, hidden_from_compiler, without_dispatch
+from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
 from ebbtide.engine.scope import Visit
@@ -49,6 +49,7 @@ class Desk:
         self._engines = engines
         self.visit = visit
         self.stays: Reason | None = None
+        self._was_read = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """The pair to push. Hidden from the compiler, which else traces what runs between two compiled graphs."""
@@ -65,6 +66,7 @@ class Desk:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
+        self._was_read = True
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
@@ -77,6 +79,10 @@ class Desk:
 
     def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
         visit = self.visit
+        if self._was_read and graph_task_id() == -1:
+            # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
+            self._was_read = False
+            visit = self.visit = visit.scope.visit(visit.region)
         index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
         visit.next_index = index + 1
         reason = select(t, visit.scope) or self.stays

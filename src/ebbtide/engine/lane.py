@@ -12,7 +12,8 @@ The caching allocator reuses a freed block in the order of the stream it was all
 4. Arrival: the stream that reads waits for `arrived`. If it is not home, it gets a block of its own: memory owned
    by home could be reused while a stranger still reads.
 5. A parcel that dies with a copy under way: home waits for that copy, then the reference is dropped.
-No record_stream, no resize_, no host synchronisation.
+No record_stream, no resize_, no host synchronisation (a disk behind an accelerator excepted: its copies are queued by
+host threads, and to wait for one is to wait for its thread).
 
 Times cost no events of their own. A lane works in order, so a copy began when the one before it had ended and what it
 waits for had passed, whichever is later; and compute stalls from the point where it begins to wait until the event.
@@ -27,8 +28,10 @@ import torch
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError, StoreFullError
 from ebbtide._events import What
-from ebbtide.engine.parcel import Parcel
+from ebbtide.engine.parcel import Claim, Parcel
 from ebbtide.types import Block, Device, Store, Stream, StreamEvent, Wait
+
+_SPARE_ENTRIES = 64
 
 
 class Outbound:
@@ -42,18 +45,23 @@ class Outbound:
         self._device = device
         self._store = store
         self._stream = device.new_stream("outbound")
-        self._queue: deque[weakref.ref[Parcel]] = deque()
+        self._queue: deque[weakref.ref[Claim]] = deque()
+        self._resident = 0
         # Every stream that was a parcel's home. torch hands out streams from a small pool, so this stays short.
         self._homes: list[Stream] = []
         self._last: StreamEvent = None  # `landed` of the latest copy
-        self._compute_point: StreamEvent = None  # the latest point of compute known here
+        self._compute_point: StreamEvent = None  # where compute is, if the save at hand had it recorded
         self.resident_bytes = 0
 
     def join(self, parcel: Parcel) -> None:
         """Queue a parcel that is on the device, to be released in turn."""
+        assert parcel.ref is not None
         while self._queue and not _is_waiting(self._queue[0]()):
             self._queue.popleft()
+        if len(self._queue) > 2 * self._resident + _SPARE_ENTRIES:  # one that waits long hides the dead behind it
+            self._queue = deque(ref for ref in self._queue if _is_waiting(ref()))
         self._queue.append(parcel.ref)
+        self._resident += 1
         if parcel.home not in self._homes:
             self._homes.append(parcel.home)
         parcel.is_resident = True
@@ -63,7 +71,13 @@ class Outbound:
         """A queued parcel goes, or was needed: its memory is no longer ours to release."""
         if parcel.is_resident:
             parcel.is_resident = False
+            self._resident -= 1
             self.resident_bytes -= parcel.nbytes
+
+    def died(self, resident_bytes: int) -> None:
+        """A queued parcel has ended."""
+        self._resident -= 1
+        self.resident_bytes -= resident_bytes
 
     def send(self, parcel: Parcel) -> bool:
         """Start the copy out; False when the store has no room and the parcel stays. Raises StoreError."""
@@ -90,18 +104,21 @@ class Outbound:
         """
         stuck: list[Parcel] = []
         released: Parcel | None = None
+        point, self._compute_point = self._compute_point, None
         last: StreamEvent = None
         while self.resident_bytes > window_bytes and len(self._queue) > 1:
-            parcel = self._queue.popleft()()
-            if parcel is None or not parcel.is_resident:
+            claim = self._queue.popleft()()
+            if claim is None or not claim.parcel.is_resident:
                 continue
+            parcel = claim.parcel
+            point = self._device.record(parcel.home) if point is None else point
             self.leave(parcel)
             if self._release(parcel):
                 released, last = parcel, parcel.landed
             else:
                 stuck.append(parcel)
         if released is not None:
-            released.ledger.time_stall(self._device, self._compute_point, last, is_forward=True)
+            released.ledger.time_stall(self._device, point, last, is_forward=True)
         return stuck
 
     def _release(self, parcel: Parcel) -> bool:
@@ -111,8 +128,9 @@ class Outbound:
                 return False
             for home in self._homes:
                 self._device.wait(home, parcel.landed, Wait.LANDED)
-        except StoreError:
+        except StoreError as error:
             self.take_back(parcel)
+            parcel.ledger.warn_store_failed(error)
             return False
         parcel.source = None
         if parcel.ledger.listeners.all:
@@ -139,8 +157,8 @@ class Outbound:
                 self._device.retire(parcel.source, parcel.landed, home)
 
 
-def _is_waiting(parcel: Parcel | None) -> bool:
-    return parcel is not None and parcel.is_resident
+def _is_waiting(claim: Claim | None) -> bool:
+    return claim is not None and claim.parcel.is_resident
 
 
 class Inbound:

@@ -112,6 +112,7 @@ class Ledger:
         self.untimed_bytes = 0
         self._settling = threading.Lock()
         self._was_first_step_seen = False
+        self._was_failure_told = False
 
     def keep(self, reason: Reason, nbytes: int) -> None:
         tally = self.stats.kept.get(reason)
@@ -131,6 +132,12 @@ class Ledger:
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
         )
+
+    def warn_store_failed(self, error: BaseException) -> None:
+        """Once: a store that fails costs no step, but nothing moves either."""
+        if not self._was_failure_told:
+            self._was_failure_told = True
+            warnings.warn(f"the store failed and tensors stay on the device: {error}", EbbtideWarning, stacklevel=2)
 
     def warn_if_nothing_moved(self, door: str) -> None:
         """Once, after the first forward that could save: never a silent no-op."""
@@ -190,11 +197,12 @@ class Ledger:
 def _passed_seconds(device: Device, waits: deque[tuple[StreamEvent, StreamEvent]]) -> float:
     """Take out of `waits` those whose end has passed; the seconds they took.
 
-    Ends pass in order, one lane's: so of a whole batch only the last one has to be asked.
+    Both ends have to have passed: compute may be far behind the lane, and has not come to the point yet then. Each
+    passes in order, compute's and the lane's, so of a whole batch only the last ones have to be asked.
     """
     seconds = 0.0
     for batch in (_TIMINGS_IN_FLIGHT // 2, 1):
-        while len(waits) >= batch and device.is_done(waits[batch - 1][1]):
+        while len(waits) >= batch and all(map(device.is_done, waits[batch - 1])):
             for _ in range(batch):
                 point, end = waits.popleft()
                 seconds += max(0.0, device.seconds_between(point, end))

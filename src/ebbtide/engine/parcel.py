@@ -3,10 +3,13 @@
 Note [The graph owns]
 ~~~~~~~~~~~~~~~~~~~~~
 1. pack returns a ticket and the autograd graph is the only one to hold it. There is no table of live tensors.
-2. A ticket holds its parcel; a parcel holds its block of the store, and its device memory while it has any.
+2. All tickets of a parcel hold one claim to it; the parcel holds its block of the store, and its device memory while
+   it has any.
 3. So what ends a parcel is the end of its last ticket: its node ran, the graph was dropped, an exception unwound.
-   One path cleans up after all of them: `Parcel.__del__`.
-4. Every reference from our side to a parcel (queue of a lane, index by storage, index by site) is weak.
+   One path cleans up after all of them: the callback of the claim's weak reference. (Not `__del__`: while that runs,
+   weak references still answer, and another thread could bring the dying back.)
+4. Every reference from our side (queue of a lane, index by storage, site) is that weak one. To use a parcel found
+   through it, hold the claim meanwhile.
 
 Note [Odometer]
 ~~~~~~~~~~~~~~~
@@ -76,19 +79,24 @@ class Geometry(NamedTuple):
 
     def _scatter(self, dense: torch.Tensor) -> torch.Tensor:
         """The view with gaps that `dense` was gathered from. What expand() repeats is written once: copy_ insists."""
-        t = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=dense.device)
+        lead = self.offset % (_ALIGN_BYTES // self.dtype.itemsize)  # aligned as the original was
+        reach = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        memory = torch.empty(lead + reach, dtype=self.dtype, device=dense.device)
+        t = memory.as_strided(self.size, self.stride, lead)
         once = [1 if step == 0 else n for n, step in zip(self.size, self.stride, strict=True)]
-        t.as_strided(once, self.stride).copy_(dense[tuple(map(slice, once))])
+        t.as_strided(once, self.stride, lead).copy_(dense[tuple(map(slice, once))])
         return t
 
 
 Kept: TypeAlias = tuple[torch.Tensor, int, str]
-"""A save that stays: an alias (never the tensor itself, which would close a reference cycle), its version when saved,
-and the region. A bare tuple, because most saves of a step are kept ones and a class costs three times as much."""
+"""A save that stays: an alias, its version when saved, and the region. A bare tuple, because most saves of a step are
+kept ones and a class costs three times as much."""
 
 
 def keep(t: torch.Tensor, region: str) -> Kept:
-    return t.detach(), t._version, region
+    # An alias, for an output itself would close a reference cycle. A leaf that collects a gradient is no output, and
+    # has to be itself: its owner may swap its data for other memory until backward, as ZeRO does.
+    return t if t.is_leaf and t.requires_grad else t.detach(), t._version, region
 
 
 def kept_tensor(kept: Kept) -> torch.Tensor:
@@ -102,10 +110,11 @@ def kept_tensor(kept: Kept) -> torch.Tensor:
 class Ticket:
     """What pack returns for a save that travels: its geometry and a strong reference to its parcel."""
 
-    __slots__ = ("counter", "geometry", "parcel", "version")
+    __slots__ = ("claim", "counter", "geometry", "parcel", "version")
 
-    def __init__(self, parcel: "Parcel", geometry: Geometry, counter: torch.Tensor, version: int) -> None:
-        self.parcel = parcel
+    def __init__(self, claim: "Claim", geometry: Geometry, counter: torch.Tensor, version: int) -> None:
+        self.claim = claim
+        self.parcel = parcel = claim.parcel
         self.geometry = geometry
         self.counter = counter
         self.version = version
@@ -120,35 +129,53 @@ class Ticket:
             check_unmodified(self.counter, self.version, f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}")
 
 
+class Claim:
+    """What the tickets of a parcel hold in common: its end is the parcel's."""
+
+    __slots__ = ("__weakref__", "parcel")
+
+    def __init__(self, parcel: "Parcel") -> None:
+        self.parcel = parcel
+
+
+class ClaimRef(weakref.ref[Claim]):
+    """The weak reference to a claim. Its callback gets it, and through it the parcel to bury."""
+
+    __slots__ = ("parcel",)
+    parcel: "Parcel | None"
+
+
 class Parcel:
     """The bytes of one device storage (or one range of it) that travel together.
 
     Attributes:
         start, nbytes: the range of the storage, in bytes.
-        version: of the tensor when saved; a later version is another parcel.
+        counter, version: odometer of the first save, and what it read then: a later version is another parcel.
         home: the stream compute ran on at the save. Device memory of the parcel is freed in its order.
         source: the device storage as saved, until released.
         source_ref: outlives `source`; alive after the release means somebody else holds the memory.
         block, landed: room in the store, and the event after which it holds the bytes. None: not sent.
         arrival, arrived: device memory with the bytes again, and the event after which it does.
         is_awaited: compute already waits for `arrived`.
-        ref: the one weak reference that lanes, sites and the index by storage use.
+        ref: the weak reference to the claim, by which lanes, sites and the index by storage know the parcel.
         is_needed: backward asked for it since it last came to the device.
         is_resident: counted among what waits on the outbound lane.
         is_ahead: counted among what was fetched before anybody asked.
+        is_retained: listed among what a graph that is kept has brought back.
     """
 
     __slots__ = (
-        "__weakref__",
         "arrival",
         "arrived",
         "block",
+        "counter",
         "engine",
         "home",
         "is_ahead",
         "is_awaited",
         "is_needed",
         "is_resident",
+        "is_retained",
         "landed",
         "ledger",
         "nbytes",
@@ -171,7 +198,7 @@ class Parcel:
         source: torch.UntypedStorage,
         start: int,
         nbytes: int,
-        version: int,
+        counter: torch.Tensor,
         home: Stream,
     ) -> None:
         self.engine = engine
@@ -180,7 +207,8 @@ class Parcel:
         self.site = site
         self.start = start
         self.nbytes = nbytes
-        self.version = version
+        self.counter = counter
+        self.version = counter._version
         self.home = home
         self.source: torch.UntypedStorage | None = source
         self.source_ref = weakref.ref(source)
@@ -193,8 +221,9 @@ class Parcel:
         self.is_needed = False
         self.is_resident = False
         self.is_ahead = False
+        self.is_retained = False
         self.tickets = 0
-        self.ref = weakref.ref(self)
+        self.ref: ClaimRef | None = None
 
     @property
     def may_be_fetched(self) -> bool:
@@ -205,10 +234,8 @@ class Parcel:
         """Drop our reference to device memory that home has waited for; a later need fetches again."""
         self.arrival = None
         self.arrived = None
+        self.is_awaited = False
         self.is_needed = False
-
-    def __del__(self) -> None:
-        self.engine.bury(self)
 
 
 class Span(NamedTuple):

@@ -43,8 +43,7 @@ class Process:
     def close(self) -> None:
         with self._lock:
             for engines in self._engines.values():
-                engines.close()
-            self._engines.clear()
+                engines.close()  # empties it; handles and contexts made before keep it and fill it again
             self._scopes.clear()
 
 
@@ -52,7 +51,7 @@ PROCESS = Process()
 
 
 def release_memory() -> None:
-    """Give back all host memory and files that ebbtide holds, and forget what was learned.
+    """Give back all host memory and files that ebbtide holds.
 
     Between two trainings in one process. Graphs whose backward has not run yet can no longer run it: a StoreError
     says so. Handles and contexts made before work again from their next forward on.

@@ -1,6 +1,7 @@
 """What a door hands to the engine: its limits and counts, and the visits that give saves their names."""
 
 import heapq
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,15 +32,17 @@ class Slots:
         self.region = region
         self._sites: list[list[Site]] = []
         self._free: list[int] = []
+        self._lock = threading.Lock()
         self._returned: deque[int] = deque()  # by finalisers of any thread
 
     def take(self) -> int:
-        while self._returned:
-            heapq.heappush(self._free, self._returned.popleft())
-        if self._free:
-            return heapq.heappop(self._free)
-        self._sites.append([])
-        return len(self._sites) - 1
+        with self._lock:
+            while self._returned:
+                heapq.heappush(self._free, self._returned.popleft())
+            if self._free:
+                return heapq.heappop(self._free)
+            self._sites.append([])
+            return len(self._sites) - 1
 
     def give_back(self, number: int) -> None:
         self._returned.append(number)

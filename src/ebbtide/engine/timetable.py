@@ -14,10 +14,14 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ebbtide.engine.parcel import Parcel
+    from ebbtide.engine.parcel import Claim
 
 # A site that many others precede (dynamic control flow) keeps this many second-order habits.
 _MOST_HABITS = 16
+
+# One sighting may be an accident (a tensor that was logged once); and what was held may be held no longer.
+_TIMES_HELD = 2
+_TRY_AGAIN_EVERY = 32
 
 
 class Site:
@@ -27,25 +31,36 @@ class Site:
         region: FQN of the region's module, or "" outside of all regions.
         visit: which of the passes through the region whose parcels live at the same time.
         index: the how-manyth save of the visit.
-        held_nbytes: not 0: moving so many bytes from here freed nothing, somebody else kept the storage.
         is_tail: backward needed it, last time, before it had left the device.
-        live: the parcel that was last made here, if it still lives.
+        live: the claim to the parcel that was last made here.
     """
 
-    __slots__ = ("_next", "_next_after", "held_nbytes", "index", "is_tail", "live", "region", "visit")
+    __slots__ = ("_next", "_next_after", "_times_held", "_times_kept", "index", "is_tail", "live", "region", "visit")
 
     def __init__(self, region: str, visit: int, index: int) -> None:
         self.region = region
         self.visit = visit
         self.index = index
-        self.held_nbytes = 0
+        self._times_held = 0
+        self._times_kept = 0
         self.is_tail = False
-        self.live: weakref.ref[Parcel] | None = None
+        self.live: weakref.ref[Claim] | None = None
         self._next: Site | None = None
         self._next_after: dict[Site, Site] = {}
 
     def __str__(self) -> str:
         return f"{self.region or '<root>'}#{self.visit}.{self.index}"
+
+    def learn_freed(self, was_freed: bool) -> None:
+        """Whether moving from here freed the memory, or somebody else kept the storage all along."""
+        self._times_held = 0 if was_freed else self._times_held + 1
+
+    def stays(self) -> bool:
+        """Whether a save here should stay, since moving it frees nothing: seen twice, and looked into now and then."""
+        if self._times_held < _TIMES_HELD:
+            return False
+        self._times_kept += 1
+        return self._times_kept % _TRY_AGAIN_EVERY != 0
 
     def follow_with(self, before: Site | None, following: Site) -> None:
         """Learn that `following` was needed after this site, which was needed after `before`."""

@@ -86,6 +86,12 @@ class Slabs:
         """Any thread, also from finalisers: only queued here."""
         self._returned.append(extent)
 
+    def forget_blocks(self) -> None:
+        """The store has dropped its memory: nor may free room hold on to views of it."""
+        for extents in self._unjoined.values():
+            for extent in extents:
+                extent.block = None
+
     def _cut(self, room: Extent, nbytes: int) -> Extent:
         self._forget(room)
         if room.nbytes > nbytes:

@@ -3,6 +3,7 @@
 import torch
 
 from ebbtide._bytes import GIB, MIB
+from ebbtide._errors import StoreError
 from ebbtide.stores._slabs import Extent, Reader, Slabs
 from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 
@@ -37,6 +38,7 @@ class HostStore:
         self._memory: list[torch.Tensor] = []
         self._slabs = Slabs(self._grow, _ALIGN_BYTES)
         self._reads = 0
+        self._is_closed = False
 
     def reserve(self, nbytes: int) -> HostBlock | None:
         extent = self._slabs.take(nbytes)
@@ -58,6 +60,8 @@ class HostStore:
 
     def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)
+        if self._is_closed:
+            raise StoreError("the host store was closed (release_memory) while this graph still had parcels in it")
         self._device.copy(dst, block.bytes, stream)
         arrived = self._device.record(stream)
         self._reads += 1
@@ -73,17 +77,27 @@ class HostStore:
         return StoreStats(slabs.used_bytes, slabs.reserved_bytes, self._limit_bytes, slabs.growths)
 
     def close(self) -> None:
+        self._is_closed = True
         self._memory.clear()
+        self._slabs.forget_blocks()
 
     def _grow(self, nbytes: int) -> int:
         """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
         room = self._limit_bytes - self._slabs.reserved_bytes
         usual = max(self._smallest_slab_bytes, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
         for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
-            if size <= room:
-                self._memory.append(self._device.host_bytes(size))
+            if size <= room and self._take(size):
                 return size
         return 0
+
+    def _take(self, size: int) -> bool:
+        """False if the machine refuses: the limit was an estimate, and what is left belongs to others."""
+        try:
+            self._memory.append(self._device.host_bytes(size))
+        except (RuntimeError, MemoryError):
+            self._limit_bytes = min(self._limit_bytes, self._slabs.reserved_bytes + size - 1)
+            return False
+        return True
 
 
 def _power_of_two(nbytes: int) -> int:

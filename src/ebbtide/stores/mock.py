@@ -31,7 +31,9 @@ class MockStore:
 
     Example::
 
-        store = lambda device: MockStore(device, fail=my_failure)
+        def store(device):  # once, outside of the loop: engines are found again by the function
+            return MockStore(device, fail=my_failure)
+
         with ebbtide.offload_activations(store=store): ...
     """
 
@@ -61,6 +63,8 @@ class MockStore:
 
     def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, MockBlock)
+        if self.is_closed:
+            raise StoreError("the mock store was closed while this graph still had parcels in it")
         self._maybe_fail("read")
         self._device.copy(dst, block.bytes, stream)
         return self._device.record(stream)

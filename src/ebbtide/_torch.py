@@ -23,6 +23,11 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch: Any = torch._C._DisableTorchDispatch
 """Context in which neither modes nor tensor subclasses see operations."""
 
+cuda_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether the current CUDA stream records a graph; a build without CUDA has only the public function."""
+
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
 
 _autograd = cast(Any, torch._C)._autograd

@@ -510,3 +510,78 @@ def test_a_kept_graph_does_not_collect_on_the_device():
         # The prefetch window, and a parcel beyond it. All saves of this graph are ten times as much.
         assert torch.cuda.memory_allocated() - away <= 8 * MIB
     check_moved(handle.stats())
+
+
+# -- the host far ahead of the device ----------------------------------------------------------------------------------
+
+
+def test_figures_can_be_read_while_the_device_is_behind():
+    """Events of compute may be pending when the lane's have passed: reading times must not ask for those."""
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(24)]).to(GPU)
+    x = torch.randn(8192, 4096, device=GPU, requires_grad=True)
+    context = door(min_bytes="1MiB", window="1GiB", prefetch="1GiB", host_limit="8GiB")
+    for _ in range(4):
+        with context:
+            loss = model(x).sum()
+        context.stats()
+        loss.backward()
+        context.stats()
+    torch.cuda.synchronize()
+    assert context.stats().stall_backward_s >= 0.0
+    check_moved(context.stats())
+
+
+def test_a_long_run_reads_its_times_on_the_way():
+    """Far more waits than are kept unread."""
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(120)]).to(GPU)
+    x = torch.randn(4096, 512, device=GPU, requires_grad=True)
+    context = door(min_bytes=1, window="64MiB", prefetch="64MiB")
+    for _ in range(12):
+        with context:
+            loss = model(x).sum()
+        loss.backward()
+    check_moved(context.stats())
+
+
+@pytest.mark.parametrize("offset", [1, 3, 4])
+def test_a_column_block_gives_the_same_gradient(offset):
+    """Alignment chooses the kernel, and the kernel the order of a sum."""
+    big = torch.randn(2048, 2048, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(context):
+        weight = torch.ones(96, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+        with context:
+            loss = ((big * 1.5)[:, offset : offset + 96] @ weight).square().float().mean()
+        loss.backward()
+        return [weight.grad]
+
+    plain = run(contextlib.nullcontext())
+    context = door()
+    for _ in range(2):
+        assert_equal(run(context), plain)
+    check_moved(context.stats())
+
+
+def test_while_a_graph_is_captured_nothing_moves():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(GPU)
+    x = torch.randn(32, 64, device=GPU)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    plain = model(x).sum()
+    plain.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    context = door()
+    graph = torch.cuda.CUDAGraph()
+    with contextlib.suppress(ebbtide.EbbtideWarning), torch.cuda.graph(graph), context:
+        model(x).sum().backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    for mine, twin in zip(gradients(model), expected, strict=True):
+        assert torch.allclose(mine, twin)
+    assert context.stats().kept[Reason.CAPTURING].count > 0

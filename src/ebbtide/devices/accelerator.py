@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from ebbtide._bytes import as_bytes
-from ebbtide._torch import current_stream
+from ebbtide._torch import cuda_is_capturing, current_stream
 from ebbtide.devices.cpu import HostEvent
 from ebbtide.types import Wait
 
@@ -25,7 +25,7 @@ class AcceleratorDevice:
         index = torch.accelerator.current_device_index() if named is None else named
         self.torch_device = torch.device(device.type, index)
         self._index = index
-        self._is_cuda = device.type == "cuda"
+        self._asks_for_capture = device.type == "cuda"
         self._near_cpus = _cpus_near(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
@@ -75,7 +75,7 @@ class AcceleratorDevice:
             dst.copy_(src, non_blocking=True)
 
     def is_capturing(self) -> bool:
-        return self._is_cuda and torch.cuda.is_current_stream_capturing()
+        return self._asks_for_capture and cuda_is_capturing()
 
     def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
         if not isinstance(event, HostEvent):  # a host thread holds the storage itself until its copy is done

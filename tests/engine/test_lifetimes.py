@@ -1,0 +1,192 @@
+"""Ends: what dies when, on which thread, and what must not be left behind or brought back."""
+
+import contextlib
+
+import pytest
+import torch
+from cases import Data
+from support import Rig
+from torch import nn
+
+import ebbtide
+from ebbtide._torch import innermost_pack_module
+from ebbtide.engine.parcel import geometry_of, span_of
+from ebbtide.stores.mock import MockStore
+
+CPU = torch.device("cpu")
+
+
+def chain(rig, x, length=6):
+    with rig.context:
+        y = x * 1.5
+        for _ in range(length):
+            y = y.sin()
+        return y.sum()
+
+
+def test_a_dying_parcel_cannot_be_found_again():
+    """Another thread may look for it at any point of its burial: here the store does, in the middle."""
+    found = []
+
+    class Curious(MockStore):
+        def give_back(self, block):
+            found.append([ref() for refs in rig.engine._by_storage.values() for ref in refs])
+            super().give_back(block)
+
+    rig = Rig(make_store=Curious)
+    kept = Data(CPU).leaf(10, 10) * 2.0  # somebody else holds the storage: its parcel could be asked for
+    with rig.context:
+        loss = kept.cos().sum()
+    parcels = len(rig.engine._by_storage)
+    del loss
+    assert parcels == len(found) == 1
+    assert found == [[None]]
+
+
+def test_no_reference_is_left_when_all_have_ended():
+    rig, x = Rig(), Data(CPU).leaf(10, 10)
+    for _ in range(3):
+        chain(rig, x).backward()
+    assert rig.engine._refs == set()
+
+
+def test_two_counters_of_one_storage_do_not_share_a_parcel():
+    """x and x.data count their changes apart; what one of them has seen, the other has not."""
+    rig = Rig()
+    w = Data(CPU).leaf(4, 4)
+
+    def run(door):
+        x = Data(CPU, 1).tensor(4, 4) * 1.0
+        y = x.data
+        with door:
+            first = (x * w).sum()
+            pushed = (w * 3.0).exp().sin()  # the window overflows: the first copy is made now
+            x.add_(100.0)
+            second = (y * w).sum()
+        del first
+        (grad,) = torch.autograd.grad(second, w)
+        return grad, pushed
+
+    assert torch.equal(run(contextlib.nullcontext())[0], run(rig.context)[0])
+
+
+def test_a_parameter_may_change_its_memory_until_backward():
+    """As ZeRO does: the weight is given away after forward and gathered again, elsewhere, before backward."""
+    rig, w, x = Rig(), nn.Parameter(torch.full((4, 4), 2.0)), Data(CPU).leaf(4, 4)
+    with pytest.warns(ebbtide.EbbtideWarning, match="2 saves"), rig.context:
+        loss = (x * w).sum()
+    w.data = torch.empty(0)
+    w.data = torch.full((4, 4), 3.0)
+    loss.backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 3.0))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 7])
+def test_a_gathered_view_comes_back_aligned_as_it_was(offset):
+    t = torch.randn(64, 1024, dtype=torch.bfloat16)[:, offset : offset + 32]
+    span = span_of(t, t.untyped_storage().nbytes())
+    assert span.is_gathered
+    back = geometry_of(t, 0, True).view(t.contiguous().untyped_storage(), 0)
+    assert back.storage_offset() == offset
+    assert torch.equal(back, t)
+    assert back.stride() == t.stride()
+
+
+def test_a_graph_kept_for_ever_does_not_grow_with_use():
+    """Gradient penalties keep a graph every step: neither the retained list nor a step may grow with the steps."""
+    rig, x = Rig(prefetch=1000), Data(CPU).leaf(10, 10)
+    for _ in range(30):
+        loss = chain(rig, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    del loss
+    rig.check_at_rest()
+    assert len(rig.engine._retained) == 0
+    assert rig.engine._retained_bytes == 0
+
+
+def test_one_long_lived_graph_does_not_make_the_queue_grow():
+    rig, x = Rig(window=10**6), Data(CPU).leaf(10, 10)
+    kept = chain(rig, x)
+    for _ in range(100):
+        chain(rig, x).backward()
+    assert len(rig.engine._outbound._queue) < 150
+    kept.backward()
+
+
+def test_a_whole_loop_inside_one_context_is_learned_too():
+    rig, x = Rig(prefetch=1600), Data(CPU).leaf(10, 10)
+    with rig.context:
+        for _ in range(6):
+            chain(rig, x).backward()
+        before = rig.stats.misses.count
+        for _ in range(6):
+            chain(rig, x).backward()
+        assert rig.stats.misses.count - before <= 6  # one a step, where the look ahead begins
+    sites = [site for slots in rig.scope._slots.values() for visit in slots._sites for site in visit]
+    assert len(sites) <= 3 * 10
+
+
+def test_looking_at_a_saved_tensor_teaches_nothing():
+    rig, x = Rig(window=10**6), Data(CPU).leaf(10, 10)
+    with rig.context:
+        y = (x * 2.0).cos()
+    resident = rig.engine._outbound.resident_bytes
+    assert torch.equal(y.grad_fn._saved_self, x * 2.0)
+    assert rig.engine._outbound.resident_bytes == resident > 0
+    assert rig.stats.forwarded.count == 0
+    y.sum().backward()
+    assert rig.stats.forwarded.count == 1
+
+
+class Interrupted(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_no_hooks_stay_behind_whatever_ends_a_forward(error):
+    model = Interrupted(error)
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
+    with pytest.raises(error):
+        model(torch.ones(2, 4))
+    assert innermost_pack_module() == ""
+    model.error = None
+    model(torch.ones(2, 4)).sum().backward()
+    handle.remove()
+
+
+def test_remove_inside_of_a_forward_leaves_no_hooks():
+    model = Interrupted(None)
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
+    model.inner.register_forward_hook(lambda *_: handle.remove())
+    model(Data(CPU).leaf(2, 4) * 1.5).sum().backward()
+    assert innermost_pack_module() == ""
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_calling_around_the_model_is_told():
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)])
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
+    with pytest.warns(ebbtide.EbbtideWarning, match=r"covers model\(...\), not model.forward") as told:
+        for _ in range(2):
+            model.forward(torch.ones(2, 3, 8)).sum().backward()
+    assert len(told) == 1
+    assert handle.stats().saves == 0
+
+
+def test_release_memory_ends_graphs_with_a_clear_error():
+    x = Data(CPU).leaf(10, 10)
+    with ebbtide.offload_activations(store="mock", min_bytes=1, window=1, prefetch=1):
+        loss = (x * 2.0).cos().exp().cos().exp().sum()
+    ebbtide.release_memory()
+    with pytest.raises(ebbtide.StoreError, match="was closed while this graph"):
+        loss.backward()

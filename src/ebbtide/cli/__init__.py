@@ -19,9 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EbbtideError as error:
         return _complain(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in _OF_THE_EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OF_THE_EXTRA:
             raise
-        return _complain(f"the command line needs {error.name}. Install it with: pip install 'ebbtide[cli]'")
+        return _complain(f"the command line needs {package}. Install it with: pip install 'ebbtide[cli]'")
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -31,8 +32,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     commands = tyro.extras.SubcommandApp()
     commands.command(demo)
-    status: int = commands.cli(prog="ebbtide", description="Moves activations of training.", args=arguments)
-    return status
+    # Without pairs: nobody needs --no-small.
+    return commands.cli(
+        prog="ebbtide",
+        description="Moves the activations of PyTorch training out of device memory and back, bit for bit.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
 
 
 def _complain(message: str) -> int:

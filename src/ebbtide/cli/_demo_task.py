@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
 
 from ebbtide._bytes import KIB, MIB
 
@@ -80,8 +81,10 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> "Task":
-        raw = json.loads(text)
-        return Task(**{**raw, "mode": Mode(raw["mode"]), "size": Size(**raw["size"])})
+        raw: dict[str, Any] = json.loads(text)
+        raw["mode"] = Mode(raw["mode"])
+        raw["size"] = Size(**raw["size"])
+        return Task(**raw)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,6 @@ class Outcome:
         return self.peak_bytes - self.base_bytes
 
     @staticmethod
-    def from_dict(raw: dict[str, object]) -> "Outcome":
-        fields: dict[str, object] = {**raw, "moved": Moved(**raw["moved"])}  # pyright: ignore
-        return Outcome(**fields)  # pyright: ignore[reportArgumentType]: written by `asdict` on the other side
+    def from_dict(raw: dict[str, Any]) -> "Outcome":
+        fields: dict[str, Any] = {**raw, "moved": Moved(**raw["moved"])}
+        return Outcome(**fields)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -31,10 +32,7 @@ def run(task: Task, tell_step: Callable[[int], None]) -> Outcome:
     """Train as the task says; `tell_step` is called with the number of every step that is done."""
     _fix_the_bits(task)
     training = Training(task)
-    # Gradients, optimizer state, threads and the scratch memory of kernels come with the first step: before the base
-    # is read, on one row, and without ebbtide in both modes.
-    training.step(contextlib.nullcontext(), rows=1)
-    gc.collect()
+    _warm_up(training, task.threads)
     memory = _memory_of(task)
     base_bytes = memory.now_bytes()
     door = _door(task)
@@ -67,7 +65,8 @@ class Training:
         self._context = task.size.context
         self._text = Text(task.seed)
         self.model = ByteTransformer(task.size).to(self._device)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        # Fused: the other way are thousands of short parallel loops, which crawl where another program wants the cores.
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
     def step(self, door: AbstractContextManager[object], rows: int) -> Tensor:
         """Forward inside `door`, backward, update; returns the loss."""
@@ -83,12 +82,24 @@ class Training:
         return loss.detach()
 
 
+def _warm_up(training: Training, threads: int) -> None:
+    """One row, without ebbtide in both modes: gradients, optimizer state and threads are there before the base is read.
+
+    On one thread first. MKL chooses its vector kernels in their first call, and two threads that make it at once can
+    get different ones: torch.sqrt, the first time in a process, was wrong by 2e-4 in its second half in one plain run
+    of some 100.
+    """
+    for number in (1, threads):
+        torch.set_num_threads(number)
+        training.step(contextlib.nullcontext(), rows=1)
+    gc.collect()
+
+
 def _fix_the_bits(task: Task) -> None:
-    torch.set_num_threads(task.threads)
     torch.manual_seed(task.seed)
     torch.use_deterministic_algorithms(True)
     # It would write into every new tensor, which costs time and says nothing about a program that works.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _memory_of(task: Task) -> Memory:
@@ -116,7 +127,7 @@ def _count(stats: Stats) -> Moved:
 
 
 def _bits_of(loss: Tensor) -> str:
-    return f"0x{loss.view(torch.int32).item() & 0xFFFFFFFF:08x}"
+    return f"0x{struct.pack('>f', loss.item()).hex()}"
 
 
 def _hash_of(model: nn.Module) -> str:

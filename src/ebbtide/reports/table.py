@@ -9,10 +9,11 @@ from ebbtide.engine.ledger import Stats, Tally
 
 
 class Row(NamedTuple):
-    """One line of the report. Times and rates have no count, and no line has more than one amount."""
+    """One line of the report."""
 
     label: str
-    count: str
+    how_many: str
+    """Empty for times, rates and sizes."""
     amount: str
 
 
@@ -32,20 +33,22 @@ def stats_table(stats: Stats) -> Table:
         table.add_section()
         table.add_row(title, style="bold")
         for row in rows:
-            table.add_row(f"  {row.label}", row.count, row.amount)
+            table.add_row(f"  {row.label}", row.how_many, row.amount)
     return table
 
 
 def stats_text(stats: Stats) -> str:
     """The same as plain text: every line equally wide, no escape sequences, fit for a log."""
-    lines = [(title, rows) for title, rows in _sections(stats)]
-    every_row = [row for _, rows in lines for row in rows]
-    label, count, amount = (max(len(row[column]) for row in every_row) for column in range(3))
-    width = max(label + count + amount + 6, len(_headline(stats)))
+    sections = _sections(stats)
+    every_row = [row for _, rows in sections for row in rows]
+    label, how_many, amount = (max(len(row[column]) for row in every_row) for column in range(3))
+    width = max(label + how_many + amount + 6, len(_headline(stats)))
     text = [_headline(stats).ljust(width)]
-    for title, rows in lines:
+    for title, rows in sections:
         text.append(title.ljust(width))
-        text += [f"  {row.label:<{label}}  {row.count:>{count}}  {row.amount:>{amount}}".ljust(width) for row in rows]
+        text += [
+            f"  {row.label:<{label}}  {row.how_many:>{how_many}}  {row.amount:>{amount}}".ljust(width) for row in rows
+        ]
     return "\n".join(text)
 
 

@@ -75,4 +75,4 @@ def _label(axes: Axes, title: str, memory: str) -> None:
     axes.margins(y=0.12)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(_COLOURS), frameon=False)

@@ -1,0 +1,147 @@
+"""`ebbtide demo` end to end on a tiny model: same bits, less memory, results in files; and what it says to nonsense."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+import torch
+
+from ebbtide._errors import EbbtideError
+from ebbtide.cli import main
+from ebbtide.cli._demo_process import run_worker
+from ebbtide.cli._demo_task import SMALL, Mode, Outcome, Task
+
+STEPS = 2
+TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMALL)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of results of one run, and what it printed."""
+    out = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "ebbtide.cli", "demo", "--small", "--steps", str(STEPS), "--out", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return out, ran.stdout
+
+
+@pytest.fixture(scope="module")
+def results(finished):
+    return json.loads((finished[0] / "demo.json").read_text())
+
+
+def test_every_loss_is_equal_to_the_bit(results):
+    plain, offloaded = results["runs"]["plain"], results["runs"]["offloaded"]
+    assert len(plain["loss_bits"]) == STEPS
+    assert plain["loss_bits"] == offloaded["loss_bits"]
+    assert plain["parameters_sha256"] == offloaded["parameters_sha256"]
+
+
+def test_bits_are_those_of_the_losses(results):
+    run = results["runs"]["plain"]
+    assert [struct.unpack(">f", bytes.fromhex(bits[2:]))[0] for bits in run["loss_bits"]] == run["losses"]
+
+
+def test_json_says_what_was_moved_and_saved(results):
+    moved, verdict = results["runs"]["offloaded"]["moved"], results["verdict"]
+    assert moved["out_bytes"] >= moved["in_bytes"] > 0
+    assert verdict["activation_bytes"] == moved["activation_bytes"] // STEPS
+    assert verdict["saved_bytes"] >= verdict["activation_bytes"] / 2
+    assert verdict["faults"] == []
+
+
+def test_plain_run_moved_nothing(results):
+    assert set(results["runs"]["plain"]["moved"].values()) == {0}
+
+
+@pytest.mark.parametrize("mode", ["plain", "offloaded"])
+def test_json_has_a_curve_below_the_peak(results, mode):
+    run = results["runs"][mode]
+    assert len(run["curve_s"]) == len(run["curve_bytes"]) >= 2
+    assert run["base_bytes"] < max(run["curve_bytes"]) <= run["peak_bytes"] * 1.01  # the kernel counts in batches
+    assert run["curve_s"] == sorted(run["curve_s"])
+
+
+def test_picture_is_one(finished):
+    picture = matplotlib.image.imread(finished[0] / "memory.png")
+    assert picture.shape[0] > 300
+    assert picture.shape[1] > 600
+    assert picture.std() > 0
+
+
+def test_table_shows_both_runs_and_the_bits(finished, results):
+    printed = finished[1]
+    assert "plain" in printed
+    assert "offloaded" in printed
+    assert printed.count(results["runs"]["plain"]["loss_bits"][-1]) == 2
+    assert "equal to the bit" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps 0: expected 1 or more"),
+        (["--out", "{file}"], "cannot be made a folder"),
+        (["--folder", "{file}/below"], "cannot be made a folder"),
+    ],
+    ids=["steps", "out", "folder"],
+)
+def test_settings_that_cannot_be_are_named(arguments, said, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    filled = [argument.format(file=file) for argument in arguments]
+    assert main(["demo", "--small", "--out", str(tmp_path / "out"), *filled]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_arguments_that_are_none_end_with_status_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--steps", "many"])
+    assert ended.value.code == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["tyro", "matplotlib"])
+def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(("ebbtide.cli.demo", "ebbtide.reports.timeline"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["demo", "--small"]) == 2
+    assert f"needs {package}. Install it with: pip install 'ebbtide[cli]'" in capsys.readouterr().err
+
+
+def test_worker_that_fails_is_quoted():
+    with pytest.raises(EbbtideError, match=r"(?s)the offloaded run ended with exit status 1.*is not a store"):
+        run_worker(Task(Mode.OFFLOADED, "cpu", "cloud", 1, 0, 1, SMALL), lambda number: None)
+
+
+def test_task_and_outcome_survive_json():
+    assert Task.from_json(TASK.to_json()) == TASK
+    assert isinstance(Outcome.from_dict({**_RAW_OUTCOME, "moved": {"out_bytes": 3}}).moved.out_bytes, int)
+
+
+def test_same_seed_same_model_and_text():
+    from ebbtide.cli._demo_model import ByteTransformer, Text, next_byte_loss
+
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        losses.append(next_byte_loss(ByteTransformer(SMALL), Text(5).batch(2, SMALL.context)))
+    assert torch.equal(*losses)
+
+
+_RAW_OUTCOME = {
+    "losses": [1.0],
+    "loss_bits": ["0x3f800000"],
+    "parameters_sha256": "",
+    "step_s": [1.0],
+    "base_bytes": 1,
+    "peak_bytes": 2,
+    "curve_s": [0.0],
+    "curve_bytes": [1],
+}

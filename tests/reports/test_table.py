@@ -1,0 +1,97 @@
+"""reports/table.py: every figure of Stats is in the report, readable, and the report needs nothing but Stats."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from ebbtide._bytes import GIB, MIB
+from ebbtide.engine.ledger import Sample, Stats, Tally
+from ebbtide.reports.table import stats_table, stats_text
+from ebbtide.types import Reason
+
+
+@pytest.fixture
+def stats() -> Stats:
+    return Stats(
+        parcels=Tally(314, 28 * GIB),
+        out=Tally(310, 27 * GIB),
+        inbound=Tally(309, 26 * GIB),
+        shared=Tally(120, 12 * GIB),
+        forwarded=Tally(4, 5 * MIB),
+        misses=Tally(3, 6 * MIB),
+        kept={Reason.SMALL: Tally(40, 7 * MIB), Reason.PARAMETER: Tally(60, 8 * MIB), Reason.BUFFER: Tally(1, 64)},
+        unfreed=Tally(2, 9 * MIB),
+        failed=Tally(1, 10 * MIB),
+        stall_forward_s=0.0123,
+        stall_backward_s=1.5,
+        out_sample=Sample(29 * 10**9, 2.0),
+        in_sample=Sample(),
+        host_bytes=11 * MIB,
+        host_reserved_bytes=32 * GIB,
+    )
+
+
+ROWS = [
+    ("made", "314", "28.00 GiB"),
+    ("moved out", "310", "27.00 GiB"),
+    ("fetched back", "309", "26.00 GiB"),
+    ("shared with a parcel on its way", "120", "12.00 GiB"),
+    ("used straight from the device", "4", "5.00 MiB"),
+    ("fetched on demand (misses)", "3", "6.00 MiB"),
+    ("smaller than min_bytes", "40", "7.00 MiB"),
+    ("parameter or a view of one", "60", "8.00 MiB"),
+    ("buffer of the module", "1", "64 B"),
+    ("freed nothing (held by others)", "2", "9.00 MiB"),
+    ("failed to be written", "1", "10.00 MiB"),
+    ("forward", "12.3 ms"),
+    ("backward", "1500.0 ms"),
+    ("out", "14.5 GB/s"),
+    ("in", "0.0 GB/s"),
+    ("held now", "11.00 MiB"),
+    ("reserved", "32.00 GiB"),
+]
+
+
+def cells_of(text: str) -> list[tuple[str, ...]]:
+    return [tuple(re.split(r" {2,}", line.strip())) for line in text.splitlines()]
+
+
+def printed(stats: Stats) -> str:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(stats_table(stats))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_text_has_every_figure(stats, row):
+    assert row in cells_of(stats_text(stats))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_table_has_every_figure(stats, row):
+    lines = [tuple(cell.strip() for cell in re.split("[\u2502\u2503]", line)) for line in printed(stats).splitlines()]
+    assert row in [tuple(cell for cell in cells if cell) for cells in lines]
+
+
+def test_reasons_come_largest_first(stats):
+    text = stats_text(stats)
+    places = [text.index(reason.value) for reason in (Reason.PARAMETER, Reason.SMALL, Reason.BUFFER)]
+    assert places == sorted(places)
+
+
+def test_headline_counts_saves_and_bytes(stats):
+    assert stats_text(stats).splitlines()[0].strip() == "ebbtide: 535 saves, 27.00 GiB moved out"
+
+
+def test_text_is_plain_and_every_line_as_wide(stats):
+    text = stats_text(stats)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
+def test_fresh_stats_say_that_nothing_was_kept():
+    assert ("none", "0", "0 B") in cells_of(stats_text(Stats()))
+    assert "none" in printed(Stats())

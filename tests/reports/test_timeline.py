@@ -1,0 +1,36 @@
+"""reports/timeline.py: curves become a picture with labelled axes, without a display."""
+
+import matplotlib as mpl
+import matplotlib.image
+import numpy as np
+
+from ebbtide._bytes import MIB
+from ebbtide.reports.timeline import Curve, draw_timeline
+
+CURVES = [
+    Curve("plain", [0.0, 0.5, 1.0], [100 * MIB, 900 * MIB, 200 * MIB], 950 * MIB),
+    Curve("offloaded", [0.0, 0.7, 1.4], [100 * MIB, 300 * MIB, 200 * MIB], 310 * MIB),
+]
+
+
+def colours_in(path) -> set[tuple[int, ...]]:
+    picture = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(np.uint8)
+    return {tuple(colour) for colour in np.unique(picture.reshape(-1, 3), axis=0).tolist()}
+
+
+def test_both_curves_are_in_the_picture(tmp_path):
+    path = tmp_path / "memory.png"
+    draw_timeline(CURVES, path, title="what it shows", memory="memory")
+    assert {(0x9A, 0x9A, 0x9A), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
+
+
+def test_one_curve_draws_no_other(tmp_path):
+    path = tmp_path / "memory.png"
+    draw_timeline(CURVES[:1], path, title="what it shows", memory="memory")
+    assert (0x0B, 0x6F, 0xB8) not in colours_in(path)
+
+
+def test_backend_of_the_user_stays(tmp_path):
+    before = mpl.rcParams._get_backend_or_none()
+    draw_timeline(CURVES, tmp_path / "memory.png", title="what it shows", memory="memory")
+    assert mpl.rcParams._get_backend_or_none() == before

@@ -1,0 +1,31 @@
+"""`import ebbtide` needs torch, numpy, psutil and rich. Everything else is imported by who uses it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = ["matplotlib", "scipy", "transformers", "tyro"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """Top-level packages in memory after torch alone, and after ebbtide too."""
+    code = (
+        "import json, sys, torch\n"
+        "tops = lambda: sorted({name.partition('.')[0] for name in sys.modules})\n"
+        "before = tops()\n"
+        "import ebbtide, ebbtide.reports.table, ebbtide.cli\n"
+        "print(json.dumps({'before': before, 'after': tops()}))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_import_brings_no_optional_package(loaded, package):
+    assert package not in set(loaded["after"]) - set(loaded["before"])
+
+
+def test_import_worked(loaded):
+    assert "ebbtide" in loaded["after"]

@@ -43,6 +43,9 @@ def _context(mode: str, model: torch.nn.Module) -> Context:
     if mode == "save_on_cpu":
         return lambda: save_on_cpu(pin_memory=True)
     assert mode == "trl"
+    from accelerate import PartialState
+
+    PartialState()  # TRL's logger insists
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     context = get_act_offloading_ctx_manager(model)

@@ -1,7 +1,7 @@
 """The tables of the README, generated from the committed result files.
 
-    python -m benchmarks.tables           write them
-    python -m benchmarks.tables --check   fail if they are not what the files say
+python -m benchmarks.tables           write them
+python -m benchmarks.tables --check   fail if they are not what the files say
 """
 
 import json

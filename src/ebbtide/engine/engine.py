@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -31,13 +31,8 @@ from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
 _MOST_HOPS = 64
 
 
-class _Death(NamedTuple):
-    """What a parcel's end changes in the engine's books."""
-
-    storage_key: int
-    resident_bytes: int
-    ahead_bytes: int
-    retained_bytes: int
+_Death: TypeAlias = tuple[int, int, int, int]
+"""What a parcel's end changes in the engine's books: key of its storage, bytes resident, ahead and retained."""
 
 
 class Engine:
@@ -150,7 +145,7 @@ class Engine:
             if self._deaths:
                 self._settle_deaths()
             storage, point = self._bring(parcel)
-            if storage is parcel.arrival:
+            if storage is parcel.arrival and (graph_task_id() == -1 or keeps_graph()):
                 self._bound_retained(parcel)
         if storage is parcel.source:
             return ticket.geometry.view(storage, parcel.start)
@@ -207,15 +202,18 @@ class Engine:
             self._farthest = None  # not what was expected: look ahead from here again
 
     def _note_freed(self, parcel: Parcel) -> None:
-        """Whether the release of `parcel` gave its memory back. Other parcels of the storage may still have to go."""
-        claims = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
-        if any(claim is not None and claim.parcel.source is not None for claim in claims):
-            return
+        """Learn whether the release of `parcel` gave its memory back."""
         was_freed = parcel.source_ref() is None
+        if not was_freed and self._has_parts_to_release(parcel):
+            return  # we hold it ourselves: other parcels of the storage have still to go
         parcel.site.learn_freed(was_freed)
         if not was_freed:
             parcel.ledger.stats.unfreed.add(parcel.nbytes)
             _tell(What.UNFREED, parcel)
+
+    def _has_parts_to_release(self, parcel: Parcel) -> bool:
+        claims = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
+        return any(claim is not None and claim.parcel.source is not None for claim in claims)
 
     def _fetch_ahead(self, at_hand: Parcel) -> StreamEvent | None:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
@@ -271,8 +269,6 @@ class Engine:
 
         Dropping is in home's order, and what a node still reads it holds itself.
         """
-        if graph_task_id() != -1 and not keeps_graph():
-            return
         if not parcel.is_retained:
             assert parcel.ref is not None
             parcel.is_retained = True
@@ -311,7 +307,7 @@ class Engine:
         if parcel.block is not None:
             self.store.give_back(parcel.block)
         self._deaths.append(
-            _Death(
+            (
                 parcel.storage_key,
                 parcel.nbytes if parcel.is_resident else 0,
                 parcel.nbytes if parcel.is_ahead else 0,
@@ -321,15 +317,15 @@ class Engine:
 
     def _settle_deaths(self) -> None:
         while self._deaths:
-            death = self._deaths.popleft()
-            if death.resident_bytes:
-                self._outbound.died(death.resident_bytes)
-            self._ahead_bytes -= death.ahead_bytes
-            if death.retained_bytes:
-                self._retained_bytes -= death.retained_bytes
+            storage_key, resident_bytes, ahead_bytes, retained_bytes = self._deaths.popleft()
+            if resident_bytes:
+                self._outbound.died(resident_bytes)
+            self._ahead_bytes -= ahead_bytes
+            if retained_bytes:
+                self._retained_bytes -= retained_bytes
                 while self._retained and self._retained[0]() is None:
                     self._retained.popleft()
-            refs = self._by_storage.get(death.storage_key)
+            refs = self._by_storage.get(storage_key)
             if refs is None:
                 continue
             if len(refs) > 1:
@@ -337,7 +333,7 @@ class Engine:
             elif refs[0]() is None:
                 refs.clear()
             if not refs:
-                del self._by_storage[death.storage_key]
+                del self._by_storage[storage_key]
 
     # -- figures ---------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ import torch
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError, StoreFullError
 from ebbtide._events import What
+from ebbtide.engine.ledger import BYTES_A_SAMPLE
 from ebbtide.engine.parcel import Claim, Parcel
 from ebbtide.types import Block, Device, Store, Stream, StreamEvent, Wait
 
@@ -91,7 +92,9 @@ class Outbound:
         landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
         ledger = parcel.ledger
         ledger.stats.out.add(parcel.nbytes)
-        ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
+        ledger.untimed_bytes += parcel.nbytes
+        if ledger.untimed_bytes >= BYTES_A_SAMPLE:
+            ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
         parcel.landed = self._last = landed
         if ledger.listeners.all:
             ledger.listeners.tell(What.SENT, parcel.site, parcel.nbytes)
@@ -106,6 +109,7 @@ class Outbound:
         released: Parcel | None = None
         point, self._compute_point = self._compute_point, None
         last: StreamEvent = None
+        is_late = False
         while self.resident_bytes > window_bytes and len(self._queue) > 1:
             claim = self._queue.popleft()()
             if claim is None or not claim.parcel.is_resident:
@@ -113,11 +117,12 @@ class Outbound:
             parcel = claim.parcel
             point = self._device.record(parcel.home) if point is None else point
             self.leave(parcel)
+            is_late = is_late or parcel.landed is None or not self._device.is_done(parcel.landed)
             if self._release(parcel):
                 released, last = parcel, parcel.landed
             else:
                 stuck.append(parcel)
-        if released is not None:
+        if released is not None and is_late:
             released.ledger.time_stall(self._device, point, last, is_forward=True)
         return stuck
 
@@ -202,9 +207,12 @@ class Inbound:
         if parcel.is_awaited:
             return
         device = self._device
-        point = device.record(parcel.home) if point is None else point
+        is_late = not device.is_done(parcel.arrived)
+        if is_late and point is None:
+            point = device.record(parcel.home)
         device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
-        parcel.ledger.time_stall(device, point, parcel.arrived, is_forward=False)
+        if is_late:
+            parcel.ledger.time_stall(device, point, parcel.arrived, is_forward=False)
         parcel.is_awaited = True
 
     def abandon(self, parcel: Parcel) -> None:
@@ -217,6 +225,8 @@ class Inbound:
         arrived = self._store.read(parcel.block, into, self._stream)
         ledger = parcel.ledger
         ledger.stats.inbound.add(parcel.nbytes)
-        ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
+        ledger.untimed_bytes += parcel.nbytes
+        if ledger.untimed_bytes >= BYTES_A_SAMPLE:
+            ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
         self._last = arrived
         return arrived

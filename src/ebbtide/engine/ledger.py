@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
 
 _TIMINGS_IN_FLIGHT = 512
-_BYTES_A_SAMPLE = 8 * MIB
+BYTES_A_SAMPLE = 8 * MIB
 
 
 @dataclass
@@ -172,11 +172,11 @@ class Ledger:
     ) -> None:
         """A copy ran from `ready`, or the end of the `last` one if that was later, until `end`.
 
-        Small copies are timed by sample, for reading two events costs as much as queueing the copy.
+        Small copies are timed by sample, for reading two events costs as much as queueing the copy: lanes call this
+        when `untimed_bytes` have reached BYTES_A_SAMPLE.
         """
-        self.untimed_bytes += nbytes
-        if self.untimed_bytes >= _BYTES_A_SAMPLE and last is not None:
-            self.untimed_bytes = 0
+        self.untimed_bytes = 0
+        if last is not None:
             self._copies.append((device, ready, last, end, nbytes, is_out))
 
     def settle(self) -> None:

@@ -6,8 +6,10 @@ import pytest
 
 from ebbtide._bytes import GIB, MIB
 from ebbtide._errors import ConfigError
+from ebbtide.devices.cpu import CpuDevice
 from ebbtide.stores import _limits
-from ebbtide.stores._limits import cgroup_free_bytes, default_host_limit_bytes
+from ebbtide.stores._limits import Budget, cgroup_free_bytes, default_host_limit_bytes
+from ebbtide.stores.host import HostStore
 
 
 @pytest.fixture
@@ -120,3 +122,29 @@ def test_a_number_of_processes_that_is_none_is_refused(machine):
     machine.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='0'"):
         default_host_limit_bytes()
+
+
+def test_stores_of_one_setting_share_a_budget():
+    budget = Budget(3 * 2**20)
+    one, other = (HostStore(CpuDevice(), budget, smallest_slab_bytes=2**20) for _ in range(2))
+    assert one.reserve(2**20) is not None
+    assert other.reserve(2**20) is not None
+    assert one.reserve(2**20) is not None
+    assert other.reserve(2**20) is None
+    one.close()
+    assert other.reserve(2**20) is not None
+
+
+def test_a_machine_that_refuses_is_believed():
+    class Stingy(CpuDevice):
+        asked = 0
+
+        def host_bytes(self, nbytes):
+            Stingy.asked += 1
+            raise RuntimeError("out of pinned memory")
+
+    store = HostStore(Stingy(), 2**30, smallest_slab_bytes=2**20)
+    assert store.reserve(5) is None
+    asked = Stingy.asked
+    assert store.reserve(2**20) is None
+    assert Stingy.asked == asked > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from ebbtide._bytes import GIB, KIB, MIB, as_bytes
+from ebbtide._bytes import GIB, KIB, MIB
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.sim import SimDevice
 from ebbtide.stores import DiskStore, HostStore, MockStore

@@ -6,7 +6,7 @@ import torch
 
 from ebbtide import _knobs
 from ebbtide._errors import ConfigError
-from ebbtide.stores._limits import default_host_limit_bytes
+from ebbtide.stores._limits import Budget
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.host import HostStore
 from ebbtide.stores.mock import MockStore
@@ -23,14 +23,15 @@ def factory_for(store: str | StoreFactory | None, host_limit_bytes: int | None) 
     Args:
         store: "host", "disk" or "disk:/folder", "mock", a factory of your own, or None: host memory for the models
             of an accelerator, disk for models on the CPU.
-        host_limit_bytes: most host memory to take; None: from what is free.
+        host_limit_bytes: most host memory to take, for all devices together; None: from what is free.
     """
+    budget = Budget(host_limit_bytes)
     if store is None:
-        return lambda device: _make("disk" if device.torch_device.type == "cpu" else "host", device, host_limit_bytes)
+        return lambda device: _make("disk" if device.torch_device.type == "cpu" else "host", device, budget)
     if callable(store):
         return store
     check_store(store)
-    return lambda device: _make(store, device, host_limit_bytes)
+    return lambda device: _make(store, device, budget)
 
 
 def serves(store: str | StoreFactory | None, device: torch.device) -> bool:
@@ -60,9 +61,9 @@ def _folder_of(store: str) -> Path:
     return Path(store.partition(":")[2] or _knobs.disk_folder())
 
 
-def _make(store: str, device: Device, host_limit_bytes: int | None) -> Store:
+def _make(store: str, device: Device, budget: Budget) -> Store:
     if store == "host":
-        return HostStore(device, default_host_limit_bytes() if host_limit_bytes is None else host_limit_bytes)
+        return HostStore(device, budget)
     if store == "mock":
-        return MockStore(device, host_limit_bytes)
+        return MockStore(device, budget.limit_bytes)
     return DiskStore(device, _folder_of(store))

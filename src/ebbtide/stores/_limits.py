@@ -1,5 +1,6 @@
 """How much host memory one process may take: what is free, the control group's limit, and who shares the machine."""
 
+import threading
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,45 @@ from ebbtide._bytes import parse_bytes
 # What stays for the data loader, the page cache and the next program.
 _SHARE_OF_FREE = 0.8
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class Budget:
+    """Host memory that the stores of one setting share, whatever the number of devices.
+
+    Args:
+        limit_bytes: most to take; None: `default_host_limit_bytes` when the first store asks.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._taken_bytes = 0
+        self._lock = threading.Lock()  # each store is under its own engine's
+
+    @property
+    def limit_bytes(self) -> int:
+        with self._lock:
+            if self._limit_bytes is None:
+                self._limit_bytes = default_host_limit_bytes()
+            return self._limit_bytes
+
+    def take(self, nbytes: int) -> bool:
+        """False if that is more than is left."""
+        limit_bytes = self.limit_bytes
+        with self._lock:
+            if self._taken_bytes + nbytes > limit_bytes:
+                return False
+            self._taken_bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken_bytes -= nbytes
+
+    def refused(self, nbytes: int) -> None:
+        """The machine did not give `nbytes` that were taken: the limit was an estimate, and this is where it is."""
+        with self._lock:
+            self._taken_bytes -= nbytes
+            self._limit_bytes = min(self._limit_bytes or 0, self._taken_bytes + nbytes - 1)
 
 
 def default_host_limit_bytes() -> int:

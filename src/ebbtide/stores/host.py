@@ -4,6 +4,7 @@ import torch
 
 from ebbtide._bytes import GIB, MIB
 from ebbtide._errors import StoreError
+from ebbtide.stores._limits import Budget
 from ebbtide.stores._slabs import Extent, Reader, Slabs
 from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 
@@ -27,13 +28,13 @@ class HostStore:
 
     Args:
         device: whose copies read and write here; its `host_bytes` make the slabs.
-        limit_bytes: most bytes to take; beyond it `reserve` answers None.
+        limit: most bytes to take, or a budget shared with other stores; beyond it `reserve` answers None.
         smallest_slab_bytes: a power of two; slabs grow from it as the store does.
     """
 
-    def __init__(self, device: Device, limit_bytes: int, smallest_slab_bytes: int = 64 * MIB) -> None:
+    def __init__(self, device: Device, limit: int | Budget, smallest_slab_bytes: int = 64 * MIB) -> None:
         self._device = device
-        self._limit_bytes = limit_bytes
+        self._budget = limit if isinstance(limit, Budget) else Budget(limit)
         self._smallest_slab_bytes = smallest_slab_bytes
         self._memory: list[torch.Tensor] = []
         self._slabs = Slabs(self._grow, _ALIGN_BYTES)
@@ -74,28 +75,31 @@ class HostStore:
 
     def stats(self) -> StoreStats:
         slabs = self._slabs
-        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, self._limit_bytes, slabs.growths)
+        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, self._budget.limit_bytes, slabs.growths)
 
     def close(self) -> None:
+        if not self._is_closed:
+            self._budget.give_back(self._slabs.reserved_bytes)
         self._is_closed = True
         self._memory.clear()
         self._slabs.forget_blocks()
 
     def _grow(self, nbytes: int) -> int:
         """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
-        room = self._limit_bytes - self._slabs.reserved_bytes
         usual = max(self._smallest_slab_bytes, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
         for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
-            if size <= room and self._take(size):
+            if self._take(size):
                 return size
         return 0
 
     def _take(self, size: int) -> bool:
-        """False if the machine refuses: the limit was an estimate, and what is left belongs to others."""
+        """False if it is over the budget, or the machine refuses: the default budget is an estimate."""
+        if not self._budget.take(size):
+            return False
         try:
             self._memory.append(self._device.host_bytes(size))
         except (RuntimeError, MemoryError):
-            self._limit_bytes = min(self._limit_bytes, self._slabs.reserved_bytes + size - 1)
+            self._budget.refused(size)
             return False
         return True
 

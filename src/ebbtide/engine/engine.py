@@ -29,6 +29,8 @@ from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
 
 # How far a look ahead goes: at the end of backward the habit wraps into the next step, where nothing is live yet.
 _MOST_HOPS = 64
+# In how many goes the window is filled again, at least.
+_BATCHES = 4
 
 
 _Death: TypeAlias = tuple[int, int, int, int]
@@ -151,7 +153,7 @@ class Engine:
             return ticket.geometry.view(storage, parcel.start)
         if storage is parcel.arrival:
             self._inbound.arrive(parcel, point)  # outside of the lock: on the CPU this blocks until the bytes are there
-            if parcel.tickets == 1 and _node_owns_what_it_unpacks():
+            if "torch._dynamo" in sys.modules and _is_last_of_compiled(ticket.claim):
                 parcel.forget_arrival()
         return ticket.geometry.view(storage, 0)
 
@@ -219,7 +221,8 @@ class Engine:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
         limits = at_hand.visit.scope.limits
         room = limits.prefetch_bytes - at_hand.nbytes - self._ahead_bytes - self._outbound.resident_bytes
-        if room <= 0:
+        # Not for every little room: a few small parcels at once need one wait, and most of the window is filled anyway.
+        if room <= 0 or (room < limits.prefetch_bytes // _BATCHES and self._ahead_bytes > 0):
             return None
         batch: list[Claim] = []
         before, at = self._look_from()
@@ -352,6 +355,14 @@ def _tell(what: What, parcel: Parcel) -> None:
         listeners.tell(what, parcel.site, parcel.nbytes)
 
 
-def _node_owns_what_it_unpacks() -> bool:
-    """Compiled backward may overwrite its saved tensors in place (donated buffers): they must be nobody else's."""
-    return current_node_name() == "CompiledFunctionBackward"
+def _is_last_of_compiled(claim: Claim) -> bool:
+    """Whether a compiled node reads the one save of a parcel.
+
+    Compiled backward may overwrite its saved tensors in place (donated buffers): they must be nobody else's.
+    """
+    is_only_ticket = sys.getrefcount(claim) <= _REFERENCES_OF_ONE_TICKET
+    return is_only_ticket and current_node_name() == "CompiledFunctionBackward"
+
+
+# Its own, the parameter above and the argument of getrefcount.
+_REFERENCES_OF_ONE_TICKET = 3

@@ -114,14 +114,10 @@ class Ticket:
 
     def __init__(self, claim: "Claim", geometry: Geometry, counter: torch.Tensor, version: int) -> None:
         self.claim = claim
-        self.parcel = parcel = claim.parcel
+        self.parcel = claim.parcel
         self.geometry = geometry
         self.counter = counter
         self.version = version
-        parcel.tickets += 1
-
-    def __del__(self) -> None:
-        self.parcel.tickets -= 1
 
     def check(self) -> None:
         if self.counter._version != self.version:
@@ -185,7 +181,6 @@ class Parcel:
         "source_ref",
         "start",
         "storage_key",
-        "tickets",
         "version",
         "visit",
     )
@@ -222,7 +217,6 @@ class Parcel:
         self.is_resident = False
         self.is_ahead = False
         self.is_retained = False
-        self.tickets = 0
         self.ref: ClaimRef | None = None
 
     @property

@@ -9,7 +9,7 @@ import torch
 from benchmarks.modes import Context, ebbtide_context
 
 SAVES = 200
-REPEATS = 60
+REPEATS = 300
 
 
 def host_cost_us(device: torch.device) -> dict[str, float]:

@@ -112,7 +112,7 @@ def _difference(before: ebbtide.Stats, after: ebbtide.Stats) -> dict[str, float]
     return step | {name: getattr(after, name) - getattr(before, name) for name in seconds}
 
 
-def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 12) -> float:
+def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 40) -> float:
     """Median step with hooks that keep everything over the median plain step, taken in turns."""
     times: dict[str, list[float]] = {"plain": [], "hooked": []}
     with warnings.catch_warnings(), prepared("nothing", model) as plain:

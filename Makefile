@@ -28,6 +28,11 @@ gpu:
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.run
 
+# The figures that need no accelerator.
+bench: $(VENV)/ready
+	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.without_gpu
+	$(BIN)/python -m benchmarks.tables
+
 # torch first and alone: asked for by another package it could arrive as the CUDA build.
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -62,6 +62,22 @@ def _host_cost(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
     yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved save, out and in")
 
 
+def _races(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
+    yield Bar(
+        "E7-clean", result["clean"], 1000, "random programs equal to their twins and free of races", is_floor=True
+    )
+    yield Bar("E7-caught", result["caught"] / result["mutations"], 1.0, "of the mutations caught", is_floor=True)
+
+
+def _demo(result: dict[str, Any], folder: Path) -> Iterator[Bar]:
+    runs = result["runs"]
+    same = [runs[name]["loss_bits"] for name in ("plain", "offloaded")]
+    yield Bar(
+        "E8", result["verdict"]["saved_share"], 0.5, "of a step's activations off the resident peak", is_floor=True
+    )
+    yield Bar("E8-bits", float(same[0] != same[1]), 0, "runs of the demo whose losses differ")
+
+
 def _over_bound(result: dict[str, Any], folder: Path) -> float:
     link = json.loads((folder / "link.json").read_text())
     ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
@@ -70,4 +86,4 @@ def _over_bound(result: dict[str, Any], folder: Path) -> float:
     return ours["step_ms"]["median"] / max(plain["step_ms"]["median"], bound_ms)
 
 
-_JUDGES = {"A": _eager, "A-compiled": _compiled, "host-cost": _host_cost}
+_JUDGES = {"A": _eager, "A-compiled": _compiled, "host-cost": _host_cost, "races": _races, "demo": _demo}

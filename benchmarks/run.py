@@ -6,13 +6,9 @@ All modes of a workload run in one process on one model, so that their ratios me
 """
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
 import json
 import statistics
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -20,25 +16,24 @@ import torch
 
 import ebbtide
 from benchmarks import bars
+from benchmarks.facts import facts
 from benchmarks.host_cost import host_cost_us
 from benchmarks.measure import link_rate, one_step, steps
 from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
 from benchmarks.steady import steady_state
 from benchmarks.workloads import WORKLOADS, Workload, build
 
-PACKAGES = ("torch", "transformers", "trl", "triton")
-
 
 def main() -> None:
     options = _options()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda")
-    facts = _facts(options.commit)
-    results: dict[str, dict[str, object]] = {"link": {**facts, **link_rate()}}
-    results["host-cost"] = {**facts, **host_cost_us(device)}
+    about = facts("python -m benchmarks.run", torch.cuda.get_device_name(), options.commit)
+    results: dict[str, dict[str, object]] = {"link": {**about, **link_rate()}}
+    results["host-cost"] = {**about, **host_cost_us(device)}
     _write(options.out, results)
     for name in options.workloads:
-        results[name] = {**facts, **_measure(WORKLOADS[name], device, options.steps)}
+        results[name] = {**about, **_measure(WORKLOADS[name], device, options.steps)}
         _write(options.out, results)
         ebbtide.release_memory()
         torch._dynamo.reset()
@@ -53,23 +48,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")
     return parser.parse_args()
-
-
-def _facts(commit: str | None) -> dict[str, object]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"python": sys.version.split()[0], **versions},
-        "commit": commit or head.stdout.strip(),
-        "command": "python -m benchmarks.run",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
 
 
 def _measure(workload: Workload, device: torch.device, count: int) -> dict[str, object]:

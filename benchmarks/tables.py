@@ -66,7 +66,7 @@ def _modes_table(title: str, result: dict[str, Any]) -> str:
 
 def bars_table() -> str:
     bars = _load("bars") or {}
-    rows = ["| bar | measured | at most (E6, E8: at least) | unit | holds |", "|---|---|---|---|---|"]
+    rows = ["| bar | measured | at most (E6, E7, E8: at least) | unit | holds |", "|---|---|---|---|---|"]
     rows += [
         f"| {name} | {bar['figure']:g} | {bar['bar']:g} | {bar['unit']} | {'yes' if bar['holds'] else '**no**'} |"
         for name, bar in bars.items()

@@ -42,6 +42,10 @@ def _context(mode: str, model: torch.nn.Module) -> Context:
         return ebbtide_context
     if mode == "save_on_cpu":
         return lambda: save_on_cpu(pin_memory=True)
+    if mode == "torchtune":
+        from torchtune.training import OffloadActivations
+
+        return OffloadActivations
     assert mode == "trl"
     from accelerate import PartialState
 
@@ -54,7 +58,8 @@ def _context(mode: str, model: torch.nn.Module) -> Context:
 
 def available(mode: str) -> bool:
     """Whether what the mode needs is installed here."""
-    return mode != "trl" or importlib.util.find_spec("trl") is not None
+    return mode not in _NEIGHBOURS or importlib.util.find_spec(mode) is not None
 
 
-MODES = ("nothing", "checkpoint", "save_on_cpu", "trl", "ebbtide")
+_NEIGHBOURS = ("trl", "torchtune")
+MODES = ("nothing", "checkpoint", "save_on_cpu", *_NEIGHBOURS, "ebbtide")

@@ -17,6 +17,7 @@ NAMES = {
     "checkpoint": "checkpoint every layer",
     "save_on_cpu": "torch `save_on_cpu(pin_memory=True)`",
     "trl": "TRL `OffloadActivations`",
+    "torchtune": "torchtune `OffloadActivations`",
     "ebbtide": "**ebbtide, everything moved**",
 }
 TITLES = {

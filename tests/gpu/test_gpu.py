@@ -586,3 +586,30 @@ def test_while_a_graph_is_captured_nothing_moves():
     for mine, twin in zip(gradients(model), expected, strict=True):
         assert torch.allclose(mine, twin)
     assert context.stats().kept[Reason.CAPTURING].count > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+def test_one_model_over_two_devices():
+    """Each device has an engine, a pair of lanes and an autograd thread of its own."""
+    other = torch.device("cuda", 1)
+
+    def run(context):
+        torch.manual_seed(0)
+        here = nn.Sequential(*[nn.Linear(256, 256, device=GPU) for _ in range(4)])
+        there = nn.Sequential(*[nn.Linear(256, 256, device=other) for _ in range(4)])
+        results = []
+        for step in range(4):
+            x = torch.full((512, 256), 0.1 * step, device=GPU)
+            with context:
+                loss = there(here(x).sin().to(other)).sin().square().mean()
+            loss.backward()
+            results.append(loss.detach().cpu())
+        grads = [p.grad.cpu() for p in (*here.parameters(), *there.parameters())]
+        return [*results, *grads]
+
+    plain = run(contextlib.nullcontext())
+    context = door()
+    assert_equal(run(context), plain)
+    assert_equal(run(context), plain)
+    check_moved(context.stats())
+    torch.cuda.synchronize(other)

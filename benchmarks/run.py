@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import warnings
 from pathlib import Path
 
@@ -28,12 +29,13 @@ def main() -> None:
     options = _options()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda")
-    about = facts("python -m benchmarks.run", torch.cuda.get_device_name(), options.commit)
-    results: dict[str, dict[str, object]] = {"link": {**about, **link_rate()}}
+    about = facts(" ".join(["python -m benchmarks.run", *_arguments()]), torch.cuda.get_device_name(), options.commit)
+    link = link_rate()
+    results: dict[str, dict[str, object]] = {"link": {**about, **link}}
     results["host-cost"] = {**about, **host_cost_us(device)}
     _write(options.out, results)
     for name in options.workloads:
-        results[name] = {**about, **_measure(WORKLOADS[name], device, options.steps)}
+        results[name] = {**about, "link": link, **_measure(WORKLOADS[name], device, options.steps)}
         _write(options.out, results)
         ebbtide.release_memory()
         torch._dynamo.reset()
@@ -48,6 +50,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")
     return parser.parse_args()
+
+
+def _arguments() -> list[str]:
+    """As given, without what says where the results go and which commit it was."""
+    given = sys.argv[1:]
+    for option in ("--out", "--commit"):
+        if option in given:
+            at = given.index(option)
+            del given[at : at + 2]
+    return given
 
 
 def _measure(workload: Workload, device: torch.device, count: int) -> dict[str, object]:

@@ -25,9 +25,10 @@ class Workload:
 A = Workload("A", 2048, 8192, 16, 32, 8, 32000, batch=4, tokens=4096)
 A_COMPILED = Workload("A-compiled", 2048, 8192, 16, 32, 8, 32000, batch=4, tokens=4096, is_compiled=True)
 B = Workload("B", 4096, 14336, 16, 32, 8, 32000, batch=1, tokens=8192)
+B_LONG = Workload("B-32k", 4096, 14336, 16, 32, 8, 32000, batch=1, tokens=32768)
 TINY = Workload("tiny", 64, 128, 4, 4, 2, 97, batch=2, tokens=64)
 
-WORKLOADS = {workload.name: workload for workload in (A, A_COMPILED, B, TINY)}
+WORKLOADS = {workload.name: workload for workload in (A, A_COMPILED, B, B_LONG, TINY)}
 
 
 def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:

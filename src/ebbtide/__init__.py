@@ -7,6 +7,7 @@ from ebbtide._errors import (
     EbbtideWarning,
     ModifiedError,
     ModuleError,
+    RecomputeError,
     StoreError,
     StoreFullError,
 )
@@ -15,6 +16,7 @@ from ebbtide.context import OffloadActivations, offload_activations
 from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
+from ebbtide.plan import Recipe
 
 __all__ = [
     "ConfigError",
@@ -26,6 +28,8 @@ __all__ = [
     "ModuleError",
     "OffloadActivations",
     "OffloadHandle",
+    "Recipe",
+    "RecomputeError",
     "Stats",
     "StoreError",
     "StoreFullError",

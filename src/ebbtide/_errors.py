@@ -5,6 +5,7 @@ EbbtideError
 |- ModuleError            (also ValueError)    a module that cannot be offloaded, or not like this
 |- StoreError             (also RuntimeError)  a store could not write or read a parcel
 |  `- StoreFullError                           there is no room where parcels wait
+|- RecomputeError         (also RuntimeError)  a region's second run was not the first one over again
 |- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
 `- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
 """
@@ -28,6 +29,10 @@ class StoreError(EbbtideError, RuntimeError):
 
 class StoreFullError(StoreError):
     """There is no room where parcels wait."""
+
+
+class RecomputeError(EbbtideError, RuntimeError):
+    """A region's second run was not the first one over again. Nothing is handed out in its place."""
 
 
 class ModifiedError(EbbtideError, RuntimeError):

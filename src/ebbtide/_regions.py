@@ -3,13 +3,14 @@
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ebbtide._errors import ModuleError
 from ebbtide._torch import named_modules
 from ebbtide.config import Names
+from ebbtide.plan import Recipe, RecipeLike, as_recipe
 
 # What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -51,6 +52,39 @@ def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> li
             raise ModuleError(_no_match(root, name, option))
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def choose_recipes(
+    root: torch.nn.Module,
+    regions: Mapping[str, torch.nn.Module],
+    given: RecipeLike | Mapping[Names, RecipeLike] | None,
+) -> tuple[dict[str, Recipe], dict[str, torch.nn.Module]]:
+    """The recipe of each region that gets one, and all regions: a name may mean a module that was none so far.
+
+    Raises ConfigError for what is no recipe, ModuleError for names that mean nothing.
+    """
+    if given is None:
+        return {}, dict(regions)
+    if not isinstance(given, Mapping):
+        if not regions:
+            raise ModuleError(
+                f"{type(root).__name__} has no repeated blocks to give recipe={given!r} to: name the modules that are "
+                "to be regions, recipe={'encoder': 'recompute', ...}"
+            )
+        return dict.fromkeys(regions, as_recipe(given)), dict(regions)
+    recipes: dict[str, Recipe] = {}
+    all_regions = dict(regions)
+    for pattern, like in given.items():
+        modules = find_named(root, (pattern,), "recipe")
+        if root in modules:
+            raise ModuleError(
+                f"recipe={{{pattern!r}: ...}} means {type(root).__name__} itself: regions are modules inside of it"
+            )
+        blocks = {name: block for name, block in regions.items() if block in modules}
+        meant = blocks or {clean_name(fqn): module for fqn, module in named_modules(root) if module in modules}
+        all_regions.update(meant)
+        recipes.update(dict.fromkeys(meant, as_recipe(like)))
+    return recipes, all_regions
 
 
 def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:

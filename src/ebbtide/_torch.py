@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,6 +48,26 @@ def innermost_pack_module() -> str:
     """Module of the pack hook that is active now; "" if there is none."""
     top: Any = _autograd._top_saved_tensors_default_hooks(False)
     return "" if top is None else getattr(top[0], "__module__", "")
+
+
+def top_pack_hook() -> object:
+    """The pack hook that is active now; None if there is none."""
+    top: Any = _autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else top[0]
+
+
+def counting_versions() -> Any:
+    """Context for code below autograd (in a dispatch mode): aliases made there share their version counter.
+
+    Above autograd they do anyway.
+    """
+    return cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def default_device_mode() -> Any:
+    """The `with torch.device(...)` that is active, or None."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def storage_offset(t: torch.Tensor) -> int:

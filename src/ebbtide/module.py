@@ -1,28 +1,19 @@
-"""The door with a model: regions get names, patterns choose, and one handle watches and undoes it all.
+"""The door with a model: regions get names, patterns choose, recipes say what is done, one handle watches it all."""
 
-Note [One pair of hooks, many marks]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Only the root module's forward pushes saved-tensor hooks. Regions and chosen modules inside just mark where the forward
-is. Pushing hooks there would, inside somebody's checkpointed block, replace the checkpoint's own hooks and silently
-switch its recomputation off.
-A compiled module traces its hooks, so a mark has to stand outside of it: around `_compiled_call_impl`. The root's mark
-always does: torch calls forward hooks after an Exception, but not after KeyboardInterrupt, and saved-tensor hooks that
-stay behind would go on working for every other model of the thread.
-"""
-
-import abc
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Generator, Mapping
+from typing import NoReturn
 
 import torch
 
 from ebbtide import _knobs
-from ebbtide._errors import EbbtideWarning, ModuleError
+from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError
 from ebbtide._events import Listener
-from ebbtide._regions import find_named, find_regions
-from ebbtide._torch import constant_in_traces, graph_task_id, innermost_pack_module, named_modules
+from ebbtide._marks import InnerMark, Mark, Recipes, RootMark, Session, TrailMark
+from ebbtide._regions import choose_recipes, find_named, find_regions
+from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engines import Engines
@@ -30,144 +21,13 @@ from ebbtide.engine.hooks import Desk
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
+from ebbtide.plan import Recipe, RecipeLike
+from ebbtide.recompute.dear import DearOps
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
 from ebbtide.types import Reason, StoreFactory
 
 _ATTRIBUTE = "_ebbtide_handle"
-
-
-class _Session:
-    """One forward of the root module in one thread: the desk, and where the marks inside have put it."""
-
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.hooks = desk.hooks()
-        self.frames: list[tuple[Visit, Reason | None]] = []
-
-
-class _Mark(abc.ABC):
-    """Notes that the forward is inside a module. Both hooks do nothing while a compiler traces them."""
-
-    def __init__(self, handle: "OffloadHandle", module: torch.nn.Module) -> None:
-        self._handle = handle
-        self._module = module
-        self._compiled: _CompiledCall | None = None
-        self._removers = [
-            module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_forward_hook(self._after, always_call=True),
-        ]
-        self.stand_outside()
-
-    @abc.abstractmethod
-    def enter(self) -> None: ...
-
-    @abc.abstractmethod
-    def leave(self, is_whole: bool) -> None:
-        """`is_whole`: the forward came to its end, no exception."""
-
-    def stand_outside(self) -> bool:
-        """If the module is compiled, wrap the compiled call, whose trace holds our hooks as nothing."""
-        call = self._call_to_wrap()
-        if call is None:
-            return False
-        if not isinstance(call, _CompiledCall):
-            was = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
-            self._compiled = _CompiledCall(self, call, was)
-            self._module._compiled_call_impl = self._compiled
-        return True
-
-    def remove(self) -> None:
-        for remover in self._removers:
-            remover.remove()
-        if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
-            del self._module._compiled_call_impl  # what the class says, None, holds again
-            if self._compiled.was is not None:
-                self._module._compiled_call_impl = self._compiled.was
-
-    def _call_to_wrap(self) -> Callable[..., Any] | None:
-        """The module's call that runs its hooks inside, if there is one to stand outside of."""
-        return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
-
-    def _before(self, _module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._notice_trace()
-        elif self._compiled is None:
-            self.enter()
-
-    def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._compiled is None:
-            self.leave(is_whole=output is not None)
-
-    @constant_in_traces
-    def _notice_trace(self) -> None:
-        """Runs once, while a compiler traces the module: from the next call on the mark stands outside."""
-        # If it stands there already, what is traced is a caller of the module, and that is out of reach.
-        is_callers = isinstance(self._module._compiled_call_impl, _CompiledCall)
-        self._handle.was_traced(not is_callers and self.stand_outside(), self._module)
-
-
-class _CompiledCall:
-    """A module's call with its mark around it. `was`: what stood in its place, None for a module not compiled."""
-
-    def __init__(self, mark: _Mark, call: Callable[..., Any], was: Callable[..., Any] | None) -> None:
-        self._mark = mark
-        self.call = call
-        self.was = was
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
-        self._mark.enter()
-        output = None
-        try:
-            output = self.call(*args, **kwargs)
-        finally:
-            self._mark.leave(is_whole=output is not None)
-        return output
-
-
-class _RootMark(_Mark):
-    def _call_to_wrap(self) -> Callable[..., Any] | None:
-        if "_orig_mod" in self._module._modules:
-            return None  # what torch.compile returns hands its attributes on to the module inside: there are only hooks
-        return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
-
-    def enter(self) -> None:
-        self._handle.enter_root()
-
-    def leave(self, is_whole: bool) -> None:
-        self._handle.leave_root(is_whole)
-
-
-class _InnerMark(_Mark):
-    """A region, a chosen module, or both."""
-
-    def __init__(
-        self, handle: "OffloadHandle", module: torch.nn.Module, region: str | None, choice: "Reason | bool"
-    ) -> None:
-        self._region = region
-        self._choice = choice
-        super().__init__(handle, module)
-
-    def enter(self) -> None:
-        session = self._handle.session()
-        if session is None:
-            self._handle.warn_if_root_is_bypassed()
-            return
-        desk = session.desk
-        session.frames.append((desk.visit, desk.stays))
-        if self._region is not None:
-            desk.visit = desk.visit.scope.visit(self._region)
-        if isinstance(self._choice, Reason):
-            desk.stays = self._choice
-        elif self._choice and desk.stays is not Reason.KEEP_LAST:
-            desk.stays = None
-
-    def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
-        session = self._handle.session()
-        if session is not None and session.frames:
-            session.desk.visit, session.desk.stays = session.frames.pop()
 
 
 class OffloadHandle:
@@ -184,7 +44,11 @@ class OffloadHandle:
         self._scope = scope
         self._sessions = threading.local()
         self._was_entered = False
-        self._marks: list[_Mark] = []
+        self._root_mark: RootMark | None = None
+        self._marks: dict[torch.nn.Module, InnerMark] = {}
+        self._trails: list[TrailMark] = []
+        self._recipes: Recipes = {}
+        self._dear: dict[tuple[object, ...], DearOps] = {}
         self.regions = find_regions(module)
         """Module of each region, by name."""
 
@@ -202,13 +66,77 @@ class OffloadHandle:
 
     def remove(self) -> None:
         """Undo `offload`. Graphs under way still run backward."""
-        for mark in self._marks:
+        for mark in self._all_marks():
             mark.remove()
+        self._root_mark = None
         self._marks.clear()
+        self._trails.clear()
         if self._module.__dict__.get(_ATTRIBUTE) is self:
             delattr(self._module, _ATTRIBUTE)
 
-    def session(self) -> _Session | None:
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of each region that has one, by name. The others are offloaded as the other settings say."""
+        return dict(self._recipes)
+
+    def set_recipe(self, recipe: RecipeLike | Mapping[Names, RecipeLike] | None) -> None:
+        """What is done with the regions from the next forward on; backward goes by what its forward went by.
+
+        Args:
+            recipe: one for all regions, or one per name or pattern (see `offload`). None: all are offloaded.
+
+        Raises:
+            ConfigError: no recipe.
+            ModuleError: a name that means nothing; nothing is changed then.
+        """
+        if self._root_mark is None:
+            raise ModuleError("set_recipe() on a handle that was removed, or has mode='off': apply offload() again")
+        recipes, regions = choose_recipes(self._module, self.regions, recipe)
+        trails = self._find_trails(recipes, regions)
+        self.regions = regions
+        if recipes:
+            for name, module in regions.items():
+                self._mark(module).wrap_forward(name)
+        for trail in self._trails:
+            trail.remove()
+        self._trails = [TrailMark(self, module, pattern) for module, pattern in trails]
+        self._recipes = recipes
+
+    def _find_trails(self, recipes: Recipes, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
+        """The modules that operator classes are limited to, and by which pattern; each pair once."""
+        trails: dict[tuple[torch.nn.Module, str], None] = {}
+        for name, recipe in recipes.items():
+            for pattern in self.dear_ops(recipe).modules if recipe.action == "selective" else ():
+                modules = find_named(regions[name], (pattern,), f"the recipe of {name}: @")
+                trails.update(dict.fromkeys((module, pattern) for module in modules))
+        return list(trails)
+
+    def _mark(self, module: torch.nn.Module) -> InnerMark:
+        if module not in self._marks:
+            self._marks[module] = InnerMark(self, module, None, False)
+        return self._marks[module]
+
+    def _all_marks(self) -> list[Mark]:
+        root = [] if self._root_mark is None else [self._root_mark]
+        return [*self._marks.values(), *self._trails, *root]
+
+    def dear_ops(self, recipe: Recipe) -> DearOps:
+        """What `recipe.ops` stands for; looked up once."""
+        if recipe.ops not in self._dear:
+            self._dear[recipe.ops] = DearOps(recipe.ops)
+        return self._dear[recipe.ops]
+
+    @contextlib.contextmanager
+    def second_run(self, visit: Visit, recipes: Recipes, pack_hook: object) -> Generator[None, None, None]:
+        """A region runs again in backward, in the thread that backward runs in."""
+        desk = Desk(self._engines, visit)
+        self._stack().append(Session(desk, recipes, pack_hook))
+        try:
+            yield
+        finally:
+            self._stack().pop()
+
+    def session(self) -> Session | None:
         stack = self._stack()
         return stack[-1] if stack else None
 
@@ -217,14 +145,14 @@ class OffloadHandle:
         if _is_inside_checkpoint() or _knobs.is_disabled():
             self._stack().append(None)
             return
-        for mark in self._marks:
+        for mark in self._all_marks():
             mark.stand_outside()  # a block may have been compiled after `offload`
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         desk = Desk(self._engines, self._scope.visit(""))
         desk.stays = Reason.OUTSIDE if self._config.include else None
-        session = _Session(desk)
-        session.hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
-        self._stack().append(session)
+        hooks = desk.hooks()
+        hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
+        self._stack().append(Session(desk, self._recipes, hooks.pack_hook, hooks))
 
     def warn_if_root_is_bypassed(self) -> None:
         """A part of the model saves for backward, and the model itself was never called."""
@@ -245,6 +173,7 @@ class OffloadHandle:
         session = stack.pop() if stack else None
         if session is None:
             return
+        assert session.hooks is not None
         session.hooks.__exit__()
         if is_whole and torch.is_grad_enabled():
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
@@ -273,13 +202,12 @@ class OffloadHandle:
                 "include and exclude choose among the modules inside the one given to offload(), and a name here "
                 f"means {type(self._module).__name__} itself: leave include out to move everything"
             )
-        for module, choice in choices.items():
-            self._marks.append(_InnerMark(self, module, names.get(module), choice))
-        self._marks.append(_RootMark(self, self._module))
+        self._marks = {module: InnerMark(self, module, names.get(module), choice) for module, choice in choices.items()}
+        self._root_mark = RootMark(self, self._module)
         setattr(self._module, _ATTRIBUTE, self)
 
-    def _stack(self) -> list[_Session | None]:
-        stack: list[_Session | None] | None = getattr(self._sessions, "stack", None)
+    def _stack(self) -> list[Session | None]:
+        stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
         if stack is None:
             stack = self._sessions.stack = []
         return stack
@@ -300,6 +228,7 @@ def offload(
     include: Names | list[Names] | tuple[Names, ...] = (),
     exclude: Names | list[Names] | tuple[Names, ...] = (),
     keep_last: int = 0,
+    recipe: RecipeLike | Mapping[Names, RecipeLike] | None = None,
     store: str | StoreFactory | None = None,
     window: int | str = "512MiB",
     prefetch: int | str = "512MiB",
@@ -322,6 +251,10 @@ def offload(
             what is saved inside these modules' forward travels; what is saved inside `exclude` stays. Of nested ones
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
+        recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
+            "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
+            "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the
+            modules it does mean. `handle.set_recipe` changes it between steps.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -352,7 +285,14 @@ def offload(
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
     if config.mode != "off":
+        if recipe is not None and keep_last:
+            raise ConfigError("keep_last= and recipe= both say what the last blocks do: give those the recipe 'keep'")
         handle.install()
+        try:
+            handle.set_recipe(recipe)
+        except EbbtideError:
+            handle.remove()
+            raise
     return handle
 
 

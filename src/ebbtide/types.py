@@ -30,6 +30,22 @@ class Reason(enum.Enum):
     HELD = "its storage is kept alive by somebody else anyway"
     STORE_FULL = "the store is at its limit"
     CAPTURING = "a graph of the accelerator is being captured"
+    RECIPE = "its region's recipe keeps it"
+
+
+class Output(enum.Enum):
+    """Why the outputs of a dear operator are not held although its region's recipe says so."""
+
+    UNASKED = "the region's second run stops before it, or never needs it"
+    CHANGED = "the region changes it in place"
+
+
+class Unable(enum.Enum):
+    """Why a region ran once and was not prepared to run again, although its recipe says so."""
+
+    USER_CHECKPOINT = "it is inside a checkpoint of the user's own"
+    OTHER_HOOKS = "other saved-tensor hooks stand between it and the door"
+    NO_GRAD = "it runs without grad inside a forward that has it (a reentrant checkpoint, or no_grad)"
 
 
 class Wait(enum.Enum):

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -156,6 +157,19 @@ class Engine:
             if "torch._dynamo" in sys.modules and _is_last_of_compiled(ticket.claim):
                 parcel.forget_arrival()
         return ticket.geometry.view(storage, 0)
+
+    def expect(self, tickets: Sequence[Ticket]) -> None:
+        """Queue the copies in of what is about to be read on the current stream, in this order."""
+        with self._lock:
+            if self._deaths:
+                self._settle_deaths()
+            home = self.device.current_stream()
+            claims = {ticket.claim: None for ticket in tickets if ticket.parcel.may_be_fetched}
+            batch = [claim for claim in claims if claim.parcel.home == home]
+            for claim in batch:
+                claim.parcel.is_ahead = True
+            if batch:
+                self._fetch_guessed(batch)
 
     def _bring(self, parcel: Parcel) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too.

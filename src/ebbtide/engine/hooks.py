@@ -1,5 +1,7 @@
 """The desk: what autograd calls for every save, and for every read of one."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -60,9 +62,12 @@ class Desk:
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
         if type(t) in _PLAIN:
-            return self._pack_plain(t)
-        reason = select_subclass(t) or self.stays
-        return self._flatten(t) if reason is None else self._keep(t, reason)
+            return self._pack_plain(t, self.stays)
+        return self._pack_subclass(t, self.stays)
+
+    def pack_as(self, t: torch.Tensor, stays: Reason | None) -> Packed:
+        """The same for a tensor that a region has to have again, kept for the reason `stays` if there is one."""
+        return self._pack_plain(t, stays) if type(t) in _PLAIN else self._pack_subclass(t, stays)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
@@ -77,7 +82,21 @@ class Desk:
         assert isinstance(packed, Flattened)
         return self._unflatten(packed)
 
-    def _pack_plain(self, t: torch.Tensor) -> Kept | Ticket:
+    def expect(self, tickets: Sequence[Ticket]) -> None:
+        """These are about to be read, in this order: bring back together what is away."""
+        for engine, group in itertools.groupby(tickets, lambda ticket: ticket.parcel.engine):
+            with without_dispatch():
+                engine.expect(list(group))
+
+    def unpack_part(self, part: object) -> object:
+        """The tensor, if `part` is a packed one, and else `part` itself: never a tuple that is not ours."""
+        return self.unpack(cast(Packed, part)) if isinstance(part, tuple | Ticket | Flattened) else part
+
+    def _pack_subclass(self, t: torch.Tensor, stays: Reason | None) -> Packed:
+        reason = select_subclass(t) or stays
+        return self._flatten(t, stays) if reason is None else self._keep(t, reason)
+
+    def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket:
         visit = self.visit
         if self._was_read and graph_task_id() == -1:
             # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
@@ -85,7 +104,9 @@ class Desk:
             visit = self.visit = visit.scope.visit(visit.region)
         index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
         visit.next_index = index + 1
-        reason = select(t, visit.scope) or self.stays
+        reason = select(t, visit.scope) or stays
+        if reason is None and visit.sites is not None and index not in visit.sites:
+            reason = Reason.RECIPE
         if reason is None:
             engine = self._engines.on(t.device)
             if dispatch_modes():  # modes of the user need not see our copies
@@ -103,21 +124,27 @@ class Desk:
         visit.scope.ledger.keep(reason, t.numel() * t.element_size())
         return keep(t, visit.region)
 
-    def _flatten(self, t: Any) -> Flattened:
+    def _flatten(self, t: Any, stays: Reason | None) -> Flattened:
         names, meta = t.__tensor_flatten__()
         # Some names are no tensors (DTensor's device mesh): they are handed through.
-        inner = {name: self._pack_inner(getattr(t, name)) for name in names}
+        inner = {name: self._pack_inner(getattr(t, name), stays) for name in names}
         return Flattened(t, inner, meta, self.visit.region)
 
-    def _pack_inner(self, value: object) -> object:
-        return self.pack(value) if isinstance(value, torch.Tensor) else value
+    def _pack_inner(self, value: object, stays: Reason | None) -> object:
+        return self.pack_as(value, stays) if isinstance(value, torch.Tensor) else value
 
     def _unflatten(self, packed: Flattened) -> torch.Tensor:
         check_unmodified(packed.counter, packed.version, f"a {packed.cls.__name__} of {packed.where or '<root>'}")
-        inner = {name: self._unpack_inner(value) for name, value in packed.inner.items()}
+        inner = {name: self.unpack_part(value) for name, value in packed.inner.items()}
         t: torch.Tensor = packed.cls.__tensor_unflatten__(inner, packed.meta, packed.size, packed.stride)
         return t
 
-    def _unpack_inner(self, value: Any) -> object:
-        # An inner value that is no tensor was handed through; of those none can be a tuple we made.
-        return self.unpack(cast(Packed, value)) if isinstance(value, tuple | Ticket | Flattened) else value
+
+def is_unmodified(part: object) -> bool:
+    """Whether a packed tensor still is what it was; true for what is no packed tensor."""
+    if type(part) is tuple:
+        alias, version, _ = cast(Kept, part)
+        return alias._version == version
+    if isinstance(part, Ticket | Flattened):
+        return part.counter._version == part.version
+    return True

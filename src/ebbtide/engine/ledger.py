@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ebbtide._bytes import MIB, format_bytes
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
-from ebbtide.types import Device, Reason, StreamEvent
+from ebbtide.types import Device, Reason, StreamEvent, Unable
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
@@ -61,6 +61,10 @@ class Stats:
         kept: saves that stayed on the device, by reason.
         unfreed: parcels whose device storage was still alive when backward needed them: moving them freed nothing.
         failed: parcels that stayed on the device because the store could not write them.
+        recomputed: saves that left nothing behind in forward, because their region runs again in backward.
+        dropped: outputs of dear operators that were not held, holding them having been of no use in the step before.
+        unable: passes through a region that could not be prepared to run again, by why; what they saved went its usual
+            way.
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
         out_sample, in_sample: copies that were timed, from which the rates of the lanes come.
         host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
@@ -75,6 +79,9 @@ class Stats:
     kept: dict[Reason, Tally] = field(default_factory=dict[Reason, Tally])
     unfreed: Tally = field(default_factory=Tally)
     failed: Tally = field(default_factory=Tally)
+    recomputed: Tally = field(default_factory=Tally)
+    dropped: Tally = field(default_factory=Tally)
+    unable: dict[Unable, int] = field(default_factory=dict[Unable, int])
     stall_forward_s: float = 0.0
     stall_backward_s: float = 0.0
     out_sample: Sample = field(default_factory=Sample)
@@ -129,6 +136,7 @@ class Ledger:
             self.stats,
             **{tally.name: replace(getattr(self.stats, tally.name)) for tally in _TALLIES},
             kept={reason: replace(tally) for reason, tally in self.stats.kept.items()},
+            unable=dict(self.stats.unable),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
         )
@@ -139,12 +147,23 @@ class Ledger:
             self._was_failure_told = True
             warnings.warn(f"the store failed and tensors stay on the device: {error}", EbbtideWarning, stacklevel=2)
 
+    def note_unable(self, region: str, action: str, why: Unable) -> None:
+        """A region's recipe could not be followed. Counted each time, told once."""
+        if why not in self.stats.unable:
+            warnings.warn(
+                f"{region} was not prepared to run again although its recipe says {action!r}: {why.value}. What it "
+                "saves goes its usual way (told once; see stats().unable)",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+        self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
+
     def warn_if_nothing_moved(self, door: str) -> None:
         """Once, after the first forward that could save: never a silent no-op."""
         if self._was_first_step_seen:
             return
         self._was_first_step_seen = True
-        if self.stats.parcels.count == 0:
+        if self.stats.parcels.count == 0 and self.stats.recomputed.count == 0:
             warnings.warn(f"{door} moved nothing in its first forward: {self._why()}", EbbtideWarning, stacklevel=3)
 
     def _why(self) -> str:

@@ -55,14 +55,20 @@ class Slots:
 
 
 class Visit:
-    """One pass through a region. Held by the door while it lasts and by the parcels made in it."""
+    """One pass through a region. Held by the door while it lasts and by the parcels made in it.
 
-    __slots__ = ("_slots", "next_index", "number", "region", "scope")
+    Attributes:
+        next_index: of the save that comes next.
+        sites: the indices of the saves that travel; None: all that may.
+    """
+
+    __slots__ = ("_slots", "next_index", "number", "region", "scope", "sites")
 
     def __init__(self, scope: "Scope", slots: Slots) -> None:
         self.scope = scope
         self.region = slots.region
         self.next_index = 0
+        self.sites: frozenset[int] | None = None
         self._slots = slots
         self.number = slots.take()
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from ebbtide.types import Output
+
 if TYPE_CHECKING:
     from ebbtide.engine.parcel import Claim
 
@@ -33,9 +35,21 @@ class Site:
         index: the how-manyth save of the visit.
         is_tail: backward needed it, last time, before it had left the device.
         live: the claim to the parcel that was last made here.
+        output: of an output of a dear operator: why holding it is of no use; None while that is not known.
     """
 
-    __slots__ = ("_next", "_next_after", "_times_held", "_times_kept", "index", "is_tail", "live", "region", "visit")
+    __slots__ = (
+        "_next",
+        "_next_after",
+        "_times_held",
+        "_times_kept",
+        "index",
+        "is_tail",
+        "live",
+        "output",
+        "region",
+        "visit",
+    )
 
     def __init__(self, region: str, visit: int, index: int) -> None:
         self.region = region
@@ -45,6 +59,7 @@ class Site:
         self._times_kept = 0
         self.is_tail = False
         self.live: weakref.ref[Claim] | None = None
+        self.output: Output | None = None
         self._next: Site | None = None
         self._next_after: dict[Site, Site] = {}
 

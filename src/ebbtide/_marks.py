@@ -1,0 +1,349 @@
+"""Marks on the modules of a model: they say where a forward is, and run regions as their recipes want it.
+
+Note [One pair of hooks, many marks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Only the root module's forward pushes saved-tensor hooks, and regions that run again in backward push theirs inside.
+All other marks just note where the forward is. Pushing hooks there would, inside somebody's checkpointed block,
+replace the checkpoint's own hooks and silently switch its recomputation off. For the same reason a region only runs
+again if the innermost hooks are ours.
+A compiled module traces its hooks, so a mark has to stand outside of it: around `_compiled_call_impl`. The root's mark
+always does: torch calls forward hooks after an Exception, but not after KeyboardInterrupt, and saved-tensor hooks that
+stay behind would go on working for every other model of the thread.
+A region's forward is replaced on the instance, so that the hooks of others (FSDP gathers weights in them) stand
+outside of what runs again and are called once.
+"""
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, cast
+
+import torch
+
+from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_hook
+from ebbtide.engine.hooks import Desk
+from ebbtide.engine.scope import Visit
+from ebbtide.plan import Recipe
+from ebbtide.recompute.buffers import RegionBuffers
+from ebbtide.recompute.dear import DearOps
+from ebbtide.recompute.frame import Frame, Pack
+from ebbtide.recompute.outputs import Holding
+from ebbtide.types import Reason, Unable
+
+Recipes = Mapping[str, Recipe]
+"""By name of the region. Never changed, only replaced: backward goes by what its forward went by."""
+
+
+class Session:
+    """One run of model code in one thread: a forward of the root module, or the second run of a region.
+
+    Attributes:
+        desk: where saves go.
+        hooks: the desk's, if they were pushed for this session; None in a second run.
+        recipes: of the regions inside.
+        pack_hook: the innermost pack hook of ours.
+        packs_here: `pack_hook` is the desk's, not that of a region that runs again.
+        is_second_run: nothing travels, for what is saved is needed at once.
+        is_recording: the root's forward runs with grad on.
+        holding: what takes dear outputs where the forward is now.
+        frames: what marks have changed, to be put back.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        recipes: Recipes,
+        pack_hook: object,
+        hooks: torch.autograd.graph.saved_tensors_hooks | None = None,
+    ) -> None:
+        self.desk = desk
+        self.hooks = hooks
+        self.recipes = recipes
+        self.pack_hook = pack_hook
+        self.packs_here = hooks is not None
+        self.is_second_run = hooks is None
+        self.is_recording = torch.is_grad_enabled()
+        self.holding: Holding | None = None
+        self.frames: list[tuple[Visit, Reason | None]] = []
+
+    def why_unable(self) -> Unable | None:
+        """Why a region whose forward begins now cannot run again, if so."""
+        if not torch.is_grad_enabled():
+            return Unable.NO_GRAD
+        if top_pack_hook() is self.pack_hook:
+            return None
+        is_checkpoint = innermost_pack_module() == "torch.utils.checkpoint"
+        return Unable.USER_CHECKPOINT if is_checkpoint else Unable.OTHER_HOOKS
+
+    def pack_input(self, stays: Reason | None) -> Pack:
+        """What takes the tensors passed to a region: the desk, or the region around it, which can make them again."""
+        if self.packs_here:
+            return functools.partial(self.desk.pack_as, stays=stays)
+        return cast(Pack, self.pack_hook)
+
+    @contextlib.contextmanager
+    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[None, None, None]:
+        """A region that runs again is being run, with hooks of its own."""
+        before = self.pack_hook, self.packs_here, self.holding
+        self.pack_hook, self.packs_here, self.holding = pack_hook, False, holding
+        try:
+            yield
+        finally:
+            self.pack_hook, self.packs_here, self.holding = before
+
+
+class Owner(Protocol):
+    """The handle, as its marks see it."""
+
+    def session(self) -> Session | None: ...
+
+    def enter_root(self) -> None: ...
+
+    def leave_root(self, is_whole: bool) -> None: ...
+
+    def second_run(
+        self, visit: Visit, recipes: Recipes, pack_hook: object
+    ) -> contextlib.AbstractContextManager[object]: ...
+
+    def dear_ops(self, recipe: Recipe) -> DearOps: ...
+
+    def warn_if_root_is_bypassed(self) -> None: ...
+
+    def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None: ...
+
+
+class Mark(abc.ABC):
+    """Notes that the forward is inside a module. Both hooks do nothing while a compiler traces them."""
+
+    def __init__(self, handle: Owner, module: torch.nn.Module) -> None:
+        self._handle = handle
+        self._module = module
+        self._compiled: CompiledCall | None = None
+        self._removers = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+        self.stand_outside()
+
+    @property
+    def stands_outside(self) -> bool:
+        """The module is compiled, and the mark is around its compiled call."""
+        return self._compiled is not None
+
+    @abc.abstractmethod
+    def enter(self) -> None: ...
+
+    @abc.abstractmethod
+    def leave(self, is_whole: bool) -> None:
+        """`is_whole`: the forward came to its end, no exception."""
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, between `enter` and `leave`."""
+        return call(*args, **kwargs)
+
+    def stand_outside(self) -> bool:
+        """If the module is compiled, wrap the compiled call, whose trace holds our hooks as nothing."""
+        call = self._call_to_wrap()
+        if call is None:
+            return False
+        if not isinstance(call, CompiledCall):
+            was = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
+            self._compiled = CompiledCall(self, call, was)
+            self._module._compiled_call_impl = self._compiled
+        return True
+
+    def remove(self) -> None:
+        for remover in self._removers:
+            remover.remove()
+        if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
+            del self._module._compiled_call_impl  # what the class says, None, holds again
+            if self._compiled.was is not None:
+                self._module._compiled_call_impl = self._compiled.was
+
+    def _call_to_wrap(self) -> Callable[..., Any] | None:
+        """The module's call that runs its hooks inside, if there is one to stand outside of."""
+        return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
+
+    def _before(self, _module: torch.nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._notice_trace()
+        elif self._compiled is None:
+            self.enter()
+
+    def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._compiled is None:
+            self.leave(is_whole=output is not None)
+
+    @constant_in_traces
+    def _notice_trace(self) -> None:
+        """Runs once, while a compiler traces the module: from the next call on the mark stands outside."""
+        # If it stands there already, what is traced is a caller of the module, and that is out of reach.
+        is_callers = isinstance(self._module._compiled_call_impl, CompiledCall)
+        self._handle.was_traced(not is_callers and self.stand_outside(), self._module)
+
+
+class CompiledCall:
+    """A module's call with its mark around it. `was`: what stood in its place, None for a module not compiled."""
+
+    def __init__(self, mark: Mark, call: Callable[..., Any], was: Callable[..., Any] | None) -> None:
+        self._mark = mark
+        self.call = call
+        self.was = was
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        self._mark.enter()
+        output = None
+        try:
+            output = self._mark.run(self.call, args, kwargs)
+        finally:
+            self._mark.leave(is_whole=output is not None)
+        return output
+
+
+class RootMark(Mark):
+    def _call_to_wrap(self) -> Callable[..., Any] | None:
+        if "_orig_mod" in self._module._modules:
+            return None  # what torch.compile returns hands its attributes on to the module inside: there are only hooks
+        return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
+
+    def enter(self) -> None:
+        self._handle.enter_root()
+
+    def leave(self, is_whole: bool) -> None:
+        self._handle.leave_root(is_whole)
+
+
+class InnerMark(Mark):
+    """A region, a chosen module, or both."""
+
+    def __init__(self, handle: Owner, module: torch.nn.Module, region: str | None, choice: Reason | bool) -> None:
+        self._region = region
+        self._choice = choice
+        self._forward: _RegionForward | None = None
+        super().__init__(handle, module)
+
+    def enter(self) -> None:
+        session = self._handle.session()
+        if session is None:
+            self._handle.warn_if_root_is_bypassed()
+            return
+        desk = session.desk
+        session.frames.append((desk.visit, desk.stays))
+        if self._region is not None:
+            desk.visit = desk.visit.scope.visit(self._region)
+            self._follow(session.recipes.get(self._region), desk)
+        if isinstance(self._choice, Reason):
+            desk.stays = self._choice
+        elif self._choice and desk.stays is not Reason.KEEP_LAST:
+            desk.stays = None
+
+    def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
+        session = self._handle.session()
+        if session is not None and session.frames:
+            session.desk.visit, session.desk.stays = session.frames.pop()
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._handle.session()
+        recipe = None if session is None or self._region is None else session.recipes.get(self._region)
+        if session is None or recipe is None or not recipe.runs_again:
+            return call(*args, **kwargs)
+        if not (torch.is_grad_enabled() or session.is_recording):
+            return call(*args, **kwargs)
+        why = session.why_unable()
+        if why is not None:
+            session.desk.visit.scope.ledger.note_unable(self._name, recipe.action, why)
+            return call(*args, **kwargs)
+        return self._run_framed(session, recipe, call, args, kwargs)
+
+    def wrap_forward(self, region: str) -> None:
+        """Have the forward of the module, the region of this name, go through `run`; what it does is up to recipes."""
+        self._region = region
+        if self._forward is None:
+            self._buffers = RegionBuffers(self._module)
+            self._forward = _RegionForward(self, self._module)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._forward is not None:
+            self._forward.remove()
+
+    @property
+    def _name(self) -> str:
+        return self._region or type(self._module).__name__
+
+    def _follow(self, recipe: Recipe | None, desk: Desk) -> None:
+        """Where saves of a region go that does not run again."""
+        if recipe is None:
+            return
+        if recipe.action == "keep":
+            desk.stays = Reason.RECIPE
+        elif recipe.action == "offload":
+            desk.stays = None
+            desk.visit.sites = None if recipe.sites is None else frozenset(recipe.sites)
+
+    def _run_framed(
+        self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        desk = session.desk
+        kept = Reason.RECIPE
+        holding = None
+        if recipe.action == "selective" and not session.is_second_run:
+            dear = self._handle.dear_ops(recipe)
+            holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites)
+        pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
+        visit, recipes = desk.visit, session.recipes
+
+        def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[object]:
+            if is_second_run:
+                return self._handle.second_run(visit, recipes, pack_hook)
+            return session.inside(pack_hook, holding)
+
+        return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._buffers)
+
+
+class TrailMark(Mark):
+    """A module that an operator class of some recipe is limited to ("matmul@self_attn"): notes being inside of it."""
+
+    def __init__(self, handle: Owner, module: torch.nn.Module, pattern: str) -> None:
+        self._pattern = pattern
+        super().__init__(handle, module)
+
+    def enter(self) -> None:
+        self._count(1)
+
+    def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (inside or not is all there is to it)
+        self._count(-1)
+
+    def _count(self, step: int) -> None:
+        session = self._handle.session()
+        if session is not None and session.holding is not None:
+            session.holding.inside[self._pattern] += step
+
+
+class _RegionForward:
+    """Stands on a region's instance in place of its forward."""
+
+    def __init__(self, mark: InnerMark, module: torch.nn.Module) -> None:
+        self._module = module
+        self._was = cast("Callable[..., Any] | None", module.__dict__.get("forward"))
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or mark.stands_outside:
+                return original(*args, **kwargs)
+            return mark.run(original, args, kwargs)
+
+        self._forward = forward
+        module.forward = forward
+
+    def remove(self) -> None:
+        if self._module.__dict__.get("forward") is not self._forward:
+            return  # somebody has wrapped it since; without a session ours does nothing
+        if self._was is not None:
+            self._module.forward = self._was
+        else:
+            del self._module.forward

@@ -1,0 +1,139 @@
+"""What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+
+from ebbtide._torch import default_device_mode
+
+
+class Ambient:
+    """Taken where a region's forward begins; `restored` is the same surroundings for its second run.
+
+    Random number generators are set back only where the first run has used them: most regions use none, and setting
+    them costs more than the check. `close` has to be called where the first run ends.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(["cpu", *(t.device.type for t in tensors)])]
+        self._attention = _attention_back_ends()
+        self._device_mode = default_device_mode()
+        self._generators = [_Generator(device) for device in _devices(tensors)]
+
+    def close(self) -> None:
+        """The first run has ended: forget the generators that it did not use."""
+        self._generators = [generator for generator in self._generators if generator.was_used()]
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        """As it was in forward; as it is now, again, afterwards."""
+        with contextlib.ExitStack() as stack:
+            for generator in self._generators:
+                stack.enter_context(generator.restored())
+            for autocast in self._autocasts:
+                stack.enter_context(autocast.restored())
+            if self._attention != _attention_back_ends():
+                stack.enter_context(_attention_restored(self._attention))
+            if self._device_mode is not None:
+                stack.enter_context(self._device_mode)
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class _Autocast:
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._is_available = torch.amp.is_autocast_available(device_type)
+        if self._is_available:
+            self._is_enabled = torch.is_autocast_enabled(device_type)
+            self._dtype = torch.get_autocast_dtype(device_type)
+            self._is_cached = torch.is_autocast_cache_enabled()
+
+    def restored(self) -> contextlib.AbstractContextManager[object]:
+        if not self._is_available:
+            return contextlib.nullcontext()
+        if not self._is_enabled:
+            if not torch.is_autocast_enabled(self._type):
+                return contextlib.nullcontext()
+            return torch.autocast(self._type, enabled=False)
+        return torch.autocast(self._type, dtype=self._dtype, cache_enabled=self._is_cached)
+
+
+class _Generator:
+    """The default random number generator of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = _state_of(device)
+
+    def was_used(self) -> bool:
+        return not torch.equal(self._state, _state_of(self._device))
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        now = _state_of(self._device)
+        _set_state(self._device, self._state)
+        try:
+            yield
+        finally:
+            _set_state(self._device, now)
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator that operators on `device` draw from."""
+    return _state_of(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    _set_state(device, state)
+
+
+def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """The CPU, the devices of `tensors`, and the current accelerator if it is in use."""
+    devices = [torch.device("cpu"), *(t.device for t in tensors if t.device.type not in ("cpu", "meta"))]
+    if torch.accelerator.is_available():
+        kind = cast(torch.device, torch.accelerator.current_accelerator()).type
+        if torch.get_device_module(kind).is_initialized():
+            devices.append(torch.device(kind, torch.accelerator.current_device_index()))
+    return list(dict.fromkeys(devices))
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+_Flags = tuple[bool, bool, bool, bool]
+
+
+def _attention_back_ends() -> _Flags:
+    """Which implementations scaled_dot_product_attention may choose: sdpa_kernel() around a forward sets them."""
+    cuda = cast(Any, torch.backends.cuda)
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+@contextlib.contextmanager
+def _attention_restored(flags: _Flags) -> Generator[None, None, None]:
+    before = _attention_back_ends()
+    _set_attention_back_ends(flags)
+    try:
+        yield
+    finally:
+        _set_attention_back_ends(before)
+
+
+def _set_attention_back_ends(flags: _Flags) -> None:
+    cuda = cast(Any, torch.backends.cuda)
+    setters = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
+    for setter, is_enabled in zip(setters, flags, strict=True):
+        setter(is_enabled)

@@ -1,0 +1,261 @@
+"""One forward of a region that runs again in backward (see Note [Run again])."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import torch
+
+from ebbtide._errors import ModuleError, RecomputeError
+from ebbtide._torch import graph_task_id, hidden_from_compiler, keeps_graph
+from ebbtide.engine.hooks import Desk
+from ebbtide.engine.parcel import Ticket, check_unmodified
+from ebbtide.recompute.ambient import Ambient
+from ebbtide.recompute.arguments import Arguments
+from ebbtide.recompute.buffers import RegionBuffers, Snapshot
+from ebbtide.recompute.outputs import Holding, Serving
+
+Pack = Callable[[torch.Tensor], Any]
+Around = Callable[[Pack, bool], contextlib.AbstractContextManager[object]]
+"""What a door puts around region code: given the pack hook that is active inside, and whether this is a second run."""
+
+
+class Holder:
+    """What autograd keeps of a save inside a region: a number, and the frame that can make its value again."""
+
+    __slots__ = ("__weakref__", "frame", "number", "value", "version")
+
+    def __init__(self, frame: "Frame", number: int) -> None:
+        self.frame = frame
+        self.number = number
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+class Frame:
+    """What a region's second run needs, and the holders it fills. Owned by the holders, and so by the graph.
+
+    Args:
+        name: of the region, for errors.
+        call: the region's forward.
+        desk: where held outputs and inputs are read.
+        around: see `Around`.
+    """
+
+    def __init__(self, name: str, call: Callable[..., Any], desk: Desk, around: Around) -> None:
+        self._name = name
+        self._call = call
+        self._desk = desk
+        self._around = around
+        self._holders: list[weakref.ref[Holder]] = []
+        self._looks: list[_Looks] = []
+        self._lock = threading.RLock()
+        self._was_run_again = False
+        self._dropped_bytes = 0
+
+    # -- the first run ---------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pack_input: Pack,
+        holding: Holding | None,
+        buffers: RegionBuffers,
+    ) -> Any:
+        """The region's output. `pack_input` takes the tensors passed to it; `holding` the dear outputs, if any.
+
+        Raises ModuleError if the region changes what it was given in place, or a buffer for the first time: it could
+        not run again.
+        """
+        self._arguments = Arguments(args, kwargs)
+        tensors = self._arguments.take_tensors()
+        versions = [t._version for t in tensors]
+        self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
+        self._ambient = Ambient(tensors)
+        found = buffers.before()
+        hooks = _pair(self.pack, unpack)
+        with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext():
+            output = self._call(*args, **kwargs)
+        self._ambient.close()
+        self._snapshot: Snapshot | None = buffers.after(found)
+        self._check_inputs(tensors, versions)
+        self._held = None if holding is None else holding.held
+        if self._held is not None:
+            self._held.drop_modified()
+        self._desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
+        return output
+
+    def pack(self, t: torch.Tensor) -> Holder:
+        """Autograd saves `t` inside of the region: only its place is noted."""
+        holder = Holder(self, len(self._holders))
+        self._holders.append(weakref.ref(holder))
+        self._looks.append(_Looks(t.dtype, t.shape, t.device))
+        self._dropped_bytes += t.numel() * t.element_size()
+        return holder
+
+    def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
+        for t, version in zip(tensors, versions, strict=True):
+            if t._version != version:
+                raise ModuleError(
+                    f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(t.shape)}): it "
+                    "cannot run again. Give it the recipe 'keep' or 'offload', or clone the tensor before the change"
+                )
+
+    # -- the second run --------------------------------------------------------------------------------------------
+
+    def value_of(self, holder: Holder) -> torch.Tensor:
+        """What was saved there, bit for bit. Raises RecomputeError, ModifiedError."""
+        with self._lock:
+            if holder.value is None:
+                self._run_again()
+            value = holder.value
+            assert value is not None
+            if graph_task_id() == -1:
+                self._forget_values()
+            elif keeps_graph():
+                holder.value = None
+        check_unmodified(value, holder.version, f"a tensor saved in {self._name}")
+        return value
+
+    def _run_again(self) -> None:
+        again = _SecondRun(self._name, self._holders, self._looks)
+        self._desk.expect(self._tickets())
+        tensors = [packed_input.read(self._desk) for packed_input in self._inputs]
+        args, kwargs = self._arguments.rebuild(tensors)
+        del tensors
+        hooks = _pair(again.pack, again.unpack)
+        with self._surroundings(), self._around(hooks.pack_hook, True), hooks:
+            try:
+                self._call(*args, **kwargs)
+            except _EnoughError as enough:
+                if enough.run is not again:
+                    raise
+        again.check()
+        if self._held is not None and not self._was_run_again and graph_task_id() != -1 and not keeps_graph():
+            self._held.learn_unasked()
+        self._was_run_again = True
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Generator[None, None, None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._ambient.restored())
+            if self._snapshot is not None:
+                stack.enter_context(self._snapshot.restored())
+            if self._held is not None:
+                stack.enter_context(Serving(self._held, self._desk))
+            yield
+
+    def _tickets(self) -> list[Ticket]:
+        inputs = [i.packed for i in self._inputs if type(i.packed) is Ticket]
+        return inputs if self._held is None else inputs + self._held.tickets()
+
+    def _forget_values(self) -> None:
+        for ref in self._holders:
+            holder = ref()
+            if holder is not None:
+                holder.value = None
+
+
+class _Looks(NamedTuple):
+    """What a save has in common with the one of the second run."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)} on {self.device}"
+
+
+class _Input(NamedTuple):
+    """A tensor passed to a region, as the hooks outside of it packed it."""
+
+    packed: Any
+    requires_grad: bool
+
+    def read(self, desk: Desk) -> torch.Tensor:
+        t = _read(self.packed, desk)
+        if t.is_leaf and t.requires_grad:
+            return t  # itself: a parameter passed as an argument
+        return t.detach().requires_grad_(self.requires_grad)
+
+
+class _EnoughError(Exception):
+    """The second run has come to the last save that anybody needs."""
+
+    def __init__(self, run: "_SecondRun") -> None:
+        super().__init__("a region's second run ends here; code inside of it must not catch this")
+        self.run = run
+
+
+class _SecondRun:
+    """Gives the saves of a second run to the holders with the same numbers."""
+
+    def __init__(self, name: str, holders: list[weakref.ref[Holder]], looks: list[_Looks]) -> None:
+        self._name = name
+        self._holders = holders
+        self._looks = looks
+        self._count = 0
+        self._last = max((n for n, ref in enumerate(holders) if _lacks_value(ref())), default=-1)
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        alias = t.detach()
+        number = self._count
+        self._count += 1
+        if number < len(self._holders):
+            self._check_looks(number, t)
+            holder = self._holders[number]()
+            if holder is not None and holder.value is None:
+                holder.value = alias
+                holder.version = t._version
+        if number >= self._last:
+            raise _EnoughError(self)
+        return alias
+
+    def unpack(self, t: torch.Tensor) -> torch.Tensor:
+        """Region code that runs a backward of its own reads what it has saved."""
+        return t
+
+    def check(self) -> None:
+        if any(_lacks_value(ref()) for ref in self._holders):
+            raise RecomputeError(
+                f"{self._name} saved {len(self._holders)} tensors in forward and only {self._count} when it ran again "
+                f"in backward{_ADVICE}"
+            )
+
+    def _check_looks(self, number: int, t: torch.Tensor) -> None:
+        first, second = self._looks[number], _Looks(t.dtype, t.shape, t.device)
+        if first != second:
+            raise RecomputeError(
+                f"{self._name} saved {first} in forward and {second} in its place when it ran again in "
+                f"backward{_ADVICE}"
+            )
+
+
+_ADVICE = (
+    ": it depends on something that has changed in between (a cache it appends to, a counter, a global). Give it the "
+    "recipe 'keep' or 'offload'"
+)
+
+
+def unpack(holder: Holder) -> torch.Tensor:
+    """The unpack hook of all frames."""
+    return holder.frame.value_of(holder)
+
+
+def _read(packed: Any, desk: Desk) -> torch.Tensor:
+    if type(packed) is Holder:  # the region is inside of another that runs again
+        return unpack(packed)
+    # In that one's second run, the inner one is given tensors.
+    return packed if isinstance(packed, torch.Tensor) else desk.unpack(packed)
+
+
+def _lacks_value(holder: Holder | None) -> bool:
+    return holder is not None and holder.value is None
+
+
+def _pair(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.saved_tensors_hooks(hidden_from_compiler(pack), hidden_from_compiler(unpack))

@@ -1,0 +1,243 @@
+"""What a selective recipe holds: outputs of dear operators, taken as they come, handed out in the second run."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide._torch import counting_versions, graph_task_id, keeps_graph
+from ebbtide.engine.hooks import Desk, is_unmodified
+from ebbtide.engine.parcel import Ticket
+from ebbtide.engine.timetable import Site
+from ebbtide.recompute.ambient import rng_state, set_rng_state
+from ebbtide.recompute.dear import DearOps, is_collective, is_wait
+from ebbtide.types import Output, Reason
+
+
+class Held:
+    """The outputs of one call of a dear operator.
+
+    Attributes:
+        parts: each output as the desk packed it; what is no tensor, as it is.
+        sequence: tuple or list if the operator returns several, None if one.
+        site: where the first was packed; what is learned about the call is written there.
+        rng_after: of a call that drew random numbers: the device, and the generator's state behind it.
+    """
+
+    __slots__ = ("parts", "rng_after", "sequence", "site")
+
+    def __init__(self, parts: list[Any], sequence: type | None, site: Site) -> None:
+        self.parts = parts
+        self.sequence = sequence
+        self.site = site
+        self.rng_after: tuple[torch.device, torch.Tensor] | None = None
+
+    @property
+    def is_unmodified(self) -> bool:
+        return all(map(is_unmodified, self.parts))
+
+    def tickets(self) -> Iterator[Ticket]:
+        return (part for part in self.parts if type(part) is Ticket)
+
+    def outputs(self, desk: Desk) -> Any:
+        """What the operator returned."""
+        # Detached in any case: what stayed is one alias, and autograd writes its history onto what an operator returns.
+        with counting_versions():
+            outputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in map(desk.unpack_part, self.parts)]
+        return outputs[0] if self.sequence is None else self.sequence(outputs)
+
+
+Call: TypeAlias = "Held | Site | None"
+"""What there is of one call: its outputs; the site where they would be, had it not been learned that holding them is
+of no use; None where the call was not dear, or its outputs were taken."""
+
+
+class HeldOutputs:
+    """What one forward of a region holds, by operator and number of its call."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, list[Call]] = defaultdict(list)
+        self._in_order: list[Held] = []
+
+    def add(self, held: Held) -> None:
+        self._in_order.append(held)
+
+    def tickets(self) -> list[Ticket]:
+        """Of what is held and travels, in the order in which it was produced."""
+        return [ticket for held in self._in_order for ticket in held.tickets()]
+
+    def drop_modified(self) -> None:
+        """Let go of what was changed in place since: the operator will run again instead."""
+        for op, calls in self.calls.items():
+            for number, call in enumerate(calls):
+                if isinstance(call, Held) and not call.is_unmodified:
+                    self.let_go(op, number, Output.CHANGED)
+
+    def learn_unasked(self) -> None:
+        """The second run has ended and did not ask for what is still here: do not hold it the next time."""
+        for op, calls in self.calls.items():
+            for number, call in enumerate(calls):
+                if isinstance(call, Held):
+                    self.let_go(op, number, Output.UNASKED)
+
+    def let_go(self, op: Any, number: int, why: Output) -> None:
+        held = self.calls[op][number]
+        assert isinstance(held, Held)
+        held.site.output = why
+        self.calls[op][number] = held.site
+        self.forget(held)
+
+    def forget(self, held: Held) -> None:
+        self._in_order = [other for other in self._in_order if other is not held]
+
+
+class Holding(TorchDispatchMode):
+    """Around a region's forward: packs the outputs of dear operators as they come.
+
+    Args:
+        desk: where they are packed.
+        dear: which operators.
+        stays: why outputs stay on the device, None where they may travel.
+        sites: the numbers of the dear calls whose outputs are held; None: all.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, desk: Desk, dear: DearOps, stays: Reason | None, sites: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.held = HeldOutputs()
+        self.inside: Counter[str] = Counter()
+        """How deep the forward is inside the modules that some of `dear` are limited to."""
+        self._desk = desk
+        self._dear = dear
+        self._stays = stays
+        self._sites = None if sites is None else frozenset(sites)
+        self._dear_calls = 0
+        self._pending: list[tuple[torch.Tensor, Any, int]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside of a region stays compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._dear.may_be(op):
+            out = op(*args, **kwargs)
+            if self._pending and is_wait(op):
+                self._hold_awaited(out)
+            return out
+        calls = self.held.calls[op]
+        if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
+            calls.append(None)
+            return op(*args, **kwargs)
+        device = _draws_on(op, args, kwargs)
+        before = None if device is None else rng_state(device)
+        out = op(*args, **kwargs)
+        calls.append(None)
+        if is_collective(op):
+            self._pending.append((out, op, len(calls) - 1))  # its bytes are there when somebody has waited for them
+            return out
+        held = self._hold(op, len(calls) - 1, out)
+        if held is not None and device is not None:
+            after = rng_state(device)
+            held.rng_after = None if before is None or torch.equal(before, after) else (device, after)
+        return out
+
+    def _is_chosen(self) -> bool:
+        self._dear_calls += 1
+        return self._sites is None or self._dear_calls - 1 in self._sites
+
+    def _hold(self, op: Any, number: int, out: Any) -> Held | None:
+        sequence = _sequence_type(out)
+        outputs: list[Any] = [out] if sequence is None else list(out)
+        visit = self._desk.visit
+        site = visit.site(visit.next_index)
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
+            return None  # lists in lists: no operator of the classes, and run again it is right too
+        if site.output is not None:
+            visit.next_index += len(tensors)  # numbers stay what they are
+            visit.scope.ledger.stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
+            self.held.calls[op][number] = site
+            return None
+        with counting_versions():
+            parts: list[Any] = [
+                self._desk.pack_as(t, self._stays) if isinstance(t, torch.Tensor) else t for t in outputs
+            ]
+        held = Held(parts, sequence, site)
+        self.held.calls[op][number] = held
+        self.held.add(held)
+        return held
+
+    def _part(self, output: Any) -> Any:
+        return self._desk.pack_as(output, self._stays) if isinstance(output, torch.Tensor) else output
+
+    def _hold_awaited(self, out: torch.Tensor) -> None:
+        for entry in self._pending:
+            result, op, number = entry
+            if result is out or result.untyped_storage()._cdata == out.untyped_storage()._cdata:
+                self._pending.remove(entry)
+                self._hold(op, number, result)
+                return
+
+
+class Serving(TorchDispatchMode):
+    """Around a region's second run: hands out what is held instead of running the operator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, held: HeldOutputs, desk: Desk) -> None:
+        super().__init__()
+        self._held = held
+        self._desk = desk
+        self._numbers: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        calls = self._held.calls.get(op)
+        if calls is None:
+            return op(*args, **kwargs)
+        number = self._numbers[op]
+        self._numbers[op] += 1
+        call = calls[number] if number < len(calls) else None
+        if isinstance(call, Held):
+            if call.is_unmodified:
+                return self._hand_out(call, calls, number)
+            self._held.let_go(op, number, Output.CHANGED)
+        elif isinstance(call, Site) and call.output is Output.UNASKED:
+            call.output = None  # it is asked for, this time
+        return op(*args, **kwargs)
+
+    def _hand_out(self, held: Held, calls: list[Call], number: int) -> Any:
+        out = held.outputs(self._desk)
+        if held.rng_after is not None:
+            set_rng_state(*held.rng_after)
+        if graph_task_id() != -1 and not keeps_graph():
+            calls[number] = None  # the second run owns it from here
+            self._held.forget(held)
+        return out
+
+
+def _sequence_type(out: Any) -> type | None:
+    return next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
+
+
+def _draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device whose generator this call draws from; None if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return None
+    values = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
+    if values.get("dropout_p", 1.0) == 0.0:
+        return None  # attention, mostly: it can draw, and does not
+    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)

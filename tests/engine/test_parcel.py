@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import Rig, bits
 
 import ebbtide
-from ebbtide.engine.parcel import Span, check_unmodified, gather, geometry_of, keep, kept_tensor, odometer, span_of
+from ebbtide.engine.parcel import Span, check_unmodified, condense, geometry_of, keep, kept_tensor, odometer, span_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -54,12 +54,12 @@ def check_same_view(got, wanted):
 @given(views())
 def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     span = span_of(t, t.untyped_storage().nbytes())
-    source = gather(t) if span.is_gathered else t.untyped_storage()
+    source = condense(t, span)
     travelled = torch.UntypedStorage(span.nbytes)
     travelled.copy_(
         torch.empty(0, dtype=torch.uint8).set_(source, span.start, (span.nbytes,), (1,)).clone().untyped_storage()
     )
-    geometry = geometry_of(t, span.start, span.is_gathered)
+    geometry = geometry_of(t, span)
     check_same_view(geometry.view(travelled, 0), t)
     check_same_view(geometry.view(source, span.start), t)  # forwarded: used from where it was
 
@@ -72,7 +72,7 @@ def test_spans_are_small_and_aligned(t):
     dense_nbytes = t.numel() * t.element_size()
     assert span.nbytes > 0
     if span.is_gathered:
-        assert span == Span(0, dense_nbytes, True)
+        assert span == Span(0, dense_nbytes, True, False)
     else:
         assert span.start % 512 == 0
         assert span.start + span.nbytes <= storage_nbytes
@@ -103,14 +103,14 @@ def test_any_views_round_trip_through_the_engine(tensors):
 def test_chunks_share_the_range_of_the_whole():
     qkv = torch.zeros(6, 24)
     for chunk in qkv.chunk(3, -1):
-        assert span_of(chunk, qkv.nbytes) == Span(0, qkv.nbytes, False)
+        assert span_of(chunk, qkv.nbytes) == Span(0, qkv.nbytes, False, False)
 
 
 def test_a_small_part_of_a_large_storage_travels_alone():
     large = torch.zeros(10_000)
-    assert span_of(large[1000:1100], large.nbytes) == Span(3584, 4400 - 3584, False)
-    assert span_of(large[::100], large.nbytes) == Span(0, 400, True)
-    assert span_of(large[:6000], large.nbytes) == Span(0, 40_000, False)
+    assert span_of(large[1000:1100], large.nbytes) == Span(3584, 4400 - 3584, False, False)
+    assert span_of(large[::100], large.nbytes) == Span(0, 400, True, False)
+    assert span_of(large[:6000], large.nbytes) == Span(0, 40_000, False, False)
 
 
 def test_an_odometer_counts_and_holds_nothing():

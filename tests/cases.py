@@ -208,6 +208,23 @@ def dropout(door, device):
     return finish(loss, x, w)
 
 
+def masks(door, device):
+    """Dropout written by hand, causal attention, and masks used more than once, in parts, broadcast and transposed."""
+    data = Data(device)
+    x, w = data.leaf(12, 8), data.leaf(8, 8)
+    with door:
+        kept = data.tensor(12, 8) > -0.5
+        y = torch.where(kept, x @ w, 0.0) / 0.7
+        causal = torch.ones(12, 12, dtype=torch.bool, device=device).tril()
+        mixed = torch.softmax((y @ y.t()).masked_fill(~causal, float("-inf")), -1) @ y
+        mixed = mixed.masked_fill(kept, 0.5).sin() + mixed.t().masked_fill(kept.t(), 0.25).t().cos()
+        first = mixed.masked_fill(kept[:1], 2.0).exp().clamp(max=9.0) * mixed.masked_fill(kept[:, 3:4], 1.5)
+        top = torch.where(kept[5:], first[5:], first[:7].sin())
+        loss = (mixed * first).exp().sin().sum() + top.square().sum()
+        del kept, causal
+    return finish(loss, x, w)
+
+
 def in_place_operations(door, device):
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
@@ -500,7 +517,7 @@ def _checkpointed_door(door, device, use_reentrant):
 
 CASES: list[Case] = [
     one_input_of_three, chunked_qkv, expanded, column_of_a_wide_matrix, transposed, channels_last, offset_views,
-    complex_numbers, dropout, in_place_operations, batch_norm, weights_and_transposes, tied_weights,
+    complex_numbers, dropout, masks, in_place_operations, batch_norm, weights_and_transposes, tied_weights,
     bfloat16_autocast, saved_attributes_read_twice,
     plain_step, backward_inside, three_steps, accumulation, retained_twice, double_backward, second_order_outside,
     two_forwards_oldest_first, two_forwards_newest_first, dropped_graph, partial_backward, exception_in_forward,
@@ -545,6 +562,15 @@ LAYOUTS: dict[str, Callable[[Data], torch.Tensor]] = {
     "bfloat16": lambda data: data.tensor(4, 8).bfloat16(),
     "half": lambda data: data.tensor(4, 8).half(),
     "bool": lambda data: data.tensor(4, 8) > 0,
+    "bool, odd": lambda data: data.tensor(3, 7, 5) > 0,
+    "bool, channels_last": lambda data: (data.tensor(2, 3, 4, 5) > 0).contiguous(memory_format=torch.channels_last),
+    "bool, transposed": lambda data: (data.tensor(4, 9) > 0).t(),
+    "bool, offset": lambda data: (data.tensor(5000) > 0)[1031:2100],
+    "bool, expanded": lambda data: (data.tensor(7, 1, 9) > 0).expand(7, 5, 9),
+    "bool, expanded scalar": lambda data: (data.tensor(1).sum() > 0).expand(4, 64),
+    "bool, overlapping": lambda data: (data.tensor(64) > 0).as_strided((10, 4), (2, 1)),
+    "bool, columns": lambda data: (data.tensor(64, 1280) > 0)[:, 700:705],
+    "bool, of a part of floats": lambda data: (data.tensor(999) > 0).float().view(torch.uint8).view(torch.bool)[3:77],
     "int64": lambda data: data.tensor(4, 8).mul(9).long(),
     "uint8": lambda data: data.tensor(4, 8).view(torch.uint8),
     "uint16": _bytes_as(torch.uint16),

@@ -169,6 +169,12 @@ def _dropout(x, w):
     return torch.nn.functional.dropout(x @ w, 0.3).sin()
 
 
+def _masked(x, w):
+    y = x @ w
+    mask = y > 0.3
+    return torch.where(mask, y.sin(), y) + y.masked_fill(mask, 0.5).cos() * x.masked_fill(mask[:, :1], 0.1)
+
+
 def _inplace(x, w):
     return (x @ w).relu_().mul(1.1).sigmoid_()
 
@@ -195,7 +201,7 @@ def _reentrant(x, w):
 
 
 _LAYERS = [
-    _linear, _qkv, _chunks, _norm, _dropout, _inplace, _column, _rows, _transposed, _checkpointed, _reentrant,
+    _linear, _qkv, _chunks, _norm, _dropout, _masked, _inplace, _column, _rows, _transposed, _checkpointed, _reentrant,
 ]  # fmt: skip
 
 

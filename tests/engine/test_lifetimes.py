@@ -86,7 +86,7 @@ def test_a_gathered_view_comes_back_aligned_as_it_was(offset):
     t = torch.randn(64, 1024, dtype=torch.bfloat16)[:, offset : offset + 32]
     span = span_of(t, t.untyped_storage().nbytes())
     assert span.is_gathered
-    back = geometry_of(t, 0, True).view(t.contiguous().untyped_storage(), 0)
+    back = geometry_of(t, span).view(t.contiguous().untyped_storage(), 0)
     assert back.storage_offset() == offset
     assert torch.equal(back, t)
     assert back.stride() == t.stride()

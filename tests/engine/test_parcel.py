@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import Rig, bits
 
 import ebbtide
-from ebbtide.engine.parcel import Span, check_unmodified, gather, geometry_of, keep, kept_tensor, odometer, span_of
+from ebbtide.engine.parcel import Span, check_unmodified, condense, geometry_of, keep, kept_tensor, odometer, span_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -54,12 +54,12 @@ def check_same_view(got, wanted):
 @given(views())
 def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     span = span_of(t, t.untyped_storage().nbytes())
-    source = gather(t) if span.is_gathered else t.untyped_storage()
+    source = condense(t, span)
     travelled = torch.UntypedStorage(span.nbytes)
     travelled.copy_(
         torch.empty(0, dtype=torch.uint8).set_(source, span.start, (span.nbytes,), (1,)).clone().untyped_storage()
     )
-    geometry = geometry_of(t, span.start, span.is_gathered)
+    geometry = geometry_of(t, span)
     check_same_view(geometry.view(travelled, 0), t)
     check_same_view(geometry.view(source, span.start), t)  # forwarded: used from where it was
 
@@ -72,7 +72,7 @@ def test_spans_are_small_and_aligned(t):
     dense_nbytes = t.numel() * t.element_size()
     assert span.nbytes > 0
     if span.is_gathered:
-        assert span == Span(0, dense_nbytes, True)
+        assert span == Span(0, dense_nbytes, True, False)
     else:
         assert span.start % 512 == 0
         assert span.start + span.nbytes <= storage_nbytes
@@ -100,17 +100,74 @@ def test_any_views_round_trip_through_the_engine(tensors):
     rig.check_at_rest()
 
 
+def _pair(dtype):
+    return torch.complex(torch.randn(16, 24, dtype=dtype), torch.randn(16, 24, dtype=dtype))
+
+
+CHEAP_VIEWS = {
+    "chunks": lambda x: x.chunk(3, -1),
+    "splits": lambda x: x.split([4, 12], 0),
+    "transposed": lambda x: [x.t()],
+    "contiguous again": lambda x: [x.t().t().contiguous()],
+    "reshaped": lambda x: [x.view(-1), x.view(4, 4, 24), x.reshape(24, 16)],
+    "unsqueezed": lambda x: [x.unsqueeze(1), x[None]],
+    "expanded": lambda x: [x.unsqueeze(0).expand(5, 16, 24), x[:1].expand(9, 24)],
+    "rows": lambda x: [x[3], x[5:7], x.select(0, 2)],
+    "unfolded": lambda x: [x.unfold(0, 4, 2)],
+    "detached": lambda x: [x.detach()],
+    "of another dtype": lambda x: [x.view(torch.int16), x.view(torch.uint8)[:, 5:]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CHEAP_VIEWS)
+def test_views_of_what_travels_add_no_bytes(kind, dtype):
+    x = torch.randn(16, 24).to(dtype)
+    check_shared(x, list(CHEAP_VIEWS[kind](x)))
+
+
+def test_parts_of_complex_numbers_add_no_bytes_either():
+    z = _pair(torch.float32)
+    check_shared(z, [z.real, z.imag, z.conj(), z.conj().imag, torch.view_as_real(z), z.mH, z.view(torch.float32)])
+    parts = [z.imag, z, z.real]
+    check_shared(parts[0], parts[1:], nbytes=z.nbytes)  # each of them takes all of the storage along
+
+
+def check_shared(first, others, nbytes=None):
+    rig, seen, x = Rig(), [], torch.ones(8, requires_grad=True)
+    with rig.context:
+        loss = SaveAll.apply(x, seen, first, *others).exp().sin().sum()
+    assert rig.stats.parcels.count == 2  # and the result of exp, which pushes it out
+    assert rig.stats.out.nbytes == (nbytes or first.nbytes) + 32
+    assert rig.stats.shared.count == len(others) + 1
+    loss.backward()
+    assert rig.stats.inbound.count == 1
+    for got, wanted in zip(seen, [first, *others], strict=True):
+        check_same_view(got, wanted)
+
+
+def test_a_part_saved_before_the_whole_travels_twice():
+    """What the first save may take along is decided before the second is known. Views of half or more avoid it."""
+    rig, seen, x = Rig(), [], torch.ones(8, requires_grad=True)
+    whole = torch.randn(4096)
+    with rig.context:
+        loss = SaveAll.apply(x, seen, whole[:1024], whole, whole[512:700]).exp().sin().sum()
+    assert rig.stats.out.nbytes == 4096 + 4 * 4096 + 32
+    assert rig.stats.shared.count == 2
+    loss.backward()
+
+
 def test_chunks_share_the_range_of_the_whole():
     qkv = torch.zeros(6, 24)
     for chunk in qkv.chunk(3, -1):
-        assert span_of(chunk, qkv.nbytes) == Span(0, qkv.nbytes, False)
+        assert span_of(chunk, qkv.nbytes) == Span(0, qkv.nbytes, False, False)
 
 
 def test_a_small_part_of_a_large_storage_travels_alone():
     large = torch.zeros(10_000)
-    assert span_of(large[1000:1100], large.nbytes) == Span(3584, 4400 - 3584, False)
-    assert span_of(large[::100], large.nbytes) == Span(0, 400, True)
-    assert span_of(large[:6000], large.nbytes) == Span(0, 40_000, False)
+    assert span_of(large[1000:1100], large.nbytes) == Span(3584, 4400 - 3584, False, False)
+    assert span_of(large[::100], large.nbytes) == Span(0, 400, True, False)
+    assert span_of(large[:6000], large.nbytes) == Span(0, 40_000, False, False)
 
 
 def test_an_odometer_counts_and_holds_nothing():

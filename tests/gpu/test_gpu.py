@@ -9,7 +9,20 @@ import threading
 
 import pytest
 import torch
-from cases import CASES, CHANGED, LAYOUTS, Block, Data, Transformer, finish, gradients, make, tokens, unpacked_layout
+from cases import (
+    CASES,
+    CHANGED,
+    LAYOUTS,
+    Block,
+    Data,
+    SaveAll,
+    Transformer,
+    finish,
+    gradients,
+    make,
+    tokens,
+    unpacked_layout,
+)
 from support import assert_equal, bits
 from torch import nn
 from torch.nn import functional
@@ -492,6 +505,67 @@ def test_peak_memory_is_really_lower():
     ours = peak(model)
     assert ours < 0.5 * plain
     check_moved(handle.stats())
+
+
+def test_masks_travel_as_bits():
+    """An eighth of the bytes moves, the rest of the mask is free at once, and every value comes back."""
+    context = door(window="1MiB", prefetch="4MiB")
+
+    def run(door):
+        torch.manual_seed(0)
+        data = Data(GPU)
+        x, w = data.leaf(512, 1000), data.leaf(1000, 1000)
+        y = x * 1.0
+        with door:
+            for _ in range(6):
+                mask = torch.rand_like(y) > 0.3
+                y = torch.where(mask, y @ w, 0.0).masked_fill(mask.flip(0), 0.5).tanh()
+                del mask
+            loss = functional.dropout(y, 0.5).square().mean()
+        return finish(loss, x, w)
+
+    same(run, context)
+    packed = context.stats().packed
+    assert packed.count == 3 * 13  # two a layer, and the one of dropout
+    assert packed.nbytes == 3 * 13 * 512_000
+
+
+def test_packing_a_mask_takes_and_leaves_little_on_the_device():
+    mask_bytes = 512 * MIB
+    x = Data(GPU).leaf(1)
+    context = door(window="1GiB", min_bytes="1MiB")
+    mask = torch.ones(mask_bytes, dtype=torch.bool, device=GPU)
+    mask[::3] = False
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    seen = []
+    with context:
+        loss = SaveAll.apply(x, seen, mask).sum()
+    assert torch.cuda.max_memory_allocated() - before <= mask_bytes // 8 + 64 * MIB
+    del mask
+    assert torch.cuda.memory_allocated() <= before - mask_bytes + mask_bytes // 8 + MIB
+    loss.backward()
+    (got,) = seen
+    assert int(got[::3].sum()) == 0
+    assert int(got.sum()) == mask_bytes - (mask_bytes + 2) // 3
+    del got, seen, loss
+    check_at_rest(context.stats)
+
+
+def test_packing_masks_never_waits_for_the_device():
+    context = door()
+    x = Data(GPU).leaf(64, 64)
+    mask = Data(GPU).tensor(64, 64) > 0
+    for mode in ("default", "default", "error"):  # the first steps take memory of the host
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            with context:
+                loss = x.masked_fill(mask.clone(), 1.0).exp().masked_fill(mask.clone(), 2.0).sin().sum()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert context.stats().packed.count == 6
 
 
 def test_a_kept_graph_does_not_collect_on_the_device():

@@ -23,10 +23,10 @@ from ebbtide._errors import StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
-from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, gather, geometry_of, odometer, span_of
+from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, condense, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Visit
 from ebbtide.engine.timetable import Site, Timetable
-from ebbtide.types import Device, Reason, Store, StoreStats, StreamEvent
+from ebbtide.types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 
 # How far a look ahead goes: at the end of backward the habit wraps into the next step, where nothing is live yet.
 _MOST_HOPS = 64
@@ -81,8 +81,8 @@ class Engine:
                     return made
                 claim = made
             else:
-                visit.scope.ledger.stats.shared.add(span.nbytes)
-            return Ticket(claim, geometry_of(t, claim.parcel.start, span.is_gathered), counter, t._version)
+                visit.scope.ledger.stats.shared.add(span.sent_nbytes)
+            return Ticket(claim, geometry_of(t, claim.parcel.span), counter, t._version)
 
     def _find(self, storage: torch.UntypedStorage, version: int, span: Span) -> Claim | None:
         """A live parcel with the bytes of `span`: of this very storage, unchanged since."""
@@ -93,12 +93,15 @@ class Engine:
             if claim is None:
                 continue
             parcel = claim.parcel
+            held = parcel.span
             if (
                 parcel.source_ref() is storage
                 # Both: `t` may count with another counter than the parcel's first save (x and x.data).
                 and parcel.counter._version == parcel.version == version
-                and parcel.start <= span.start
-                and span.start + span.nbytes <= parcel.start + parcel.nbytes
+                and held.start <= span.start
+                and span.start + span.nbytes <= held.start + held.nbytes
+                # Bits serve booleans only; and home packed them, which other compute streams did not wait for.
+                and (not held.is_bits or (span.is_bits and parcel.home == self.device.current_stream()))
             ):
                 return claim
         return None
@@ -116,9 +119,11 @@ class Engine:
             self._held.add(storage)
             self._has_held = True
             return Reason.HELD
-        source = gather(t) if span.is_gathered else storage
+        source = storage
         home = self.device.current_stream()
-        parcel = Parcel(self, visit, site, source, span.start, span.nbytes, counter, home)
+        if span.is_gathered or span.is_bits:
+            source, span = self._condense(t, storage, span, home)
+        parcel = Parcel(self, visit, site, storage, source, span, counter, home)
         claim = Claim(parcel)
         parcel.ref = ref = ClaimRef(claim, self._ended)
         ref.parcel = parcel
@@ -128,7 +133,9 @@ class Engine:
                 return Reason.STORE_FULL
         except StoreError:
             self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
-        visit.scope.ledger.stats.parcels.add(span.nbytes)
+        visit.scope.ledger.stats.parcels.add(parcel.nbytes)
+        if span.is_bits:
+            visit.scope.ledger.stats.packed.add(span.nbytes)
         if not span.is_gathered:
             self._by_storage.setdefault(parcel.storage_key, []).append(ref)
         site.live = ref
@@ -137,6 +144,17 @@ class Engine:
             stuck.ledger.stats.failed.add(stuck.nbytes)
             _tell(What.STUCK, stuck)
         return claim
+
+    def _condense(
+        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, home: Stream
+    ) -> tuple[torch.UntypedStorage, Span]:
+        """Memory with what travels instead of `storage`; without room on the device to make it, the whole storage."""
+        try:
+            source = condense(t, span)
+        except torch.OutOfMemoryError:
+            return storage, Span(0, storage.nbytes(), False, False)
+        self._outbound.was_read(home)
+        return source, span
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -228,13 +246,14 @@ class Engine:
             _tell(What.UNFREED, parcel)
 
     def _has_parts_to_release(self, parcel: Parcel) -> bool:
+        storage = parcel.source_ref()
         claims = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
-        return any(claim is not None and claim.parcel.source is not None for claim in claims)
+        return any(claim is not None and claim.parcel.source is storage for claim in claims)
 
     def _fetch_ahead(self, at_hand: Parcel) -> StreamEvent | None:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
         limits = at_hand.visit.scope.limits
-        room = limits.prefetch_bytes - at_hand.nbytes - self._ahead_bytes - self._outbound.resident_bytes
+        room = limits.prefetch_bytes - at_hand.span.nbytes - self._ahead_bytes - self._outbound.resident_bytes
         # Not for every little room: a few small parcels at once need one wait, and most of the window is filled anyway.
         if room <= 0 or (room < limits.prefetch_bytes // _BATCHES and self._ahead_bytes > 0):
             return None

@@ -100,6 +100,17 @@ class Outbound:
             ledger.listeners.tell(What.SENT, parcel.site, parcel.nbytes)
         return True
 
+    def was_read(self, home: Stream) -> None:
+        """Home has gathered or packed a save, which nobody holds from now on: other compute streams wait for that.
+
+        Autograd would have held it until backward; now its memory may be freed at once, in the order of any of them.
+        """
+        point: StreamEvent = None
+        for other in self._homes:
+            if other != home:
+                point = self._device.record(home) if point is None else point
+                self._device.wait(other, point, Wait.LANDED)
+
     def make_room(self, window_bytes: int) -> list[Parcel]:
         """Release the oldest until `window_bytes` hold the rest; the newest stays in any case.
 

@@ -56,6 +56,7 @@ class Stats:
         out: parcels sent to the store.
         inbound: parcels fetched back.
         shared: saves that added no bytes because a parcel of the same storage was already on its way.
+        packed: parcels of masks, made of bits; bytes as saved, eight times what travels and what all others count.
         forwarded: parcels that backward used straight from the device, not having been released.
         misses: parcels fetched only when backward asked for them.
         kept: saves that stayed on the device, by reason.
@@ -74,6 +75,7 @@ class Stats:
     out: Tally = field(default_factory=Tally)
     inbound: Tally = field(default_factory=Tally)
     shared: Tally = field(default_factory=Tally)
+    packed: Tally = field(default_factory=Tally)
     forwarded: Tally = field(default_factory=Tally)
     misses: Tally = field(default_factory=Tally)
     kept: dict[Reason, Tally] = field(default_factory=dict[Reason, Tally])

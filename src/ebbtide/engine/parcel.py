@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
+from ebbtide._bytes import as_bytes
 from ebbtide._errors import ModifiedError
 from ebbtide._torch import neg_view, storage_offset
+from ebbtide.engine import pack_bits
 from ebbtide.engine.timetable import Site
 from ebbtide.types import Block, Stream, StreamEvent
 
@@ -64,24 +66,42 @@ class Geometry(NamedTuple):
     is_conj: bool
     is_neg: bool
     is_gathered: bool
-    """The parcel holds the elements densely, in order of index; the view has gaps (see `Extent of a save`)."""
+    """The parcel holds the elements densely, in order of index; the view has gaps (see `span_of`)."""
+    is_bits: bool
+    """The parcel holds one bit for each byte (see Note [Masks as bits])."""
 
     def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """The tensor of this geometry over the bytes of a parcel, which begin at byte `start` of `storage`."""
-        t = torch.empty(0, dtype=self.dtype, device=storage.device)
         if self.is_gathered:
-            t = self._scatter(t.set_(storage, 0, (self.size.numel(),), (1,)).view(self.size))
+            t = self._scatter(self._dense(storage).view(self.size))
+        elif self.is_bits:
+            t = self._expand(storage)
         else:
+            t = torch.empty(0, dtype=self.dtype, device=storage.device)
             t.set_(storage, start // self.dtype.itemsize + self.offset, self.size, self.stride)
         if self.is_conj:
             t = t.conj()
         return neg_view(t) if self.is_neg else t
 
+    def _dense(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The elements in order of index, of a parcel that was gathered."""
+        n = self.size.numel()
+        if self.is_bits:
+            return pack_bits.unpack(as_bytes(storage, 0, pack_bits.packed_nbytes(n)))[:n]
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, (n,), (1,))
+
+    def _expand(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The view in memory of its own, no more than it spans, aligned as the original was."""
+        first = self.offset // _ALIGN_BYTES * _ALIGN_BYTES  # a boolean is a byte
+        lead = self.offset - first
+        packed_nbytes = pack_bits.packed_nbytes(lead + _reach(self.size, self.stride))
+        booleans = pack_bits.unpack(as_bytes(storage, first // 8, packed_nbytes))
+        return booleans.as_strided(self.size, self.stride, lead)
+
     def _scatter(self, dense: torch.Tensor) -> torch.Tensor:
         """The view with gaps that `dense` was gathered from. What expand() repeats is written once: copy_ insists."""
         lead = self.offset % (_ALIGN_BYTES // self.dtype.itemsize)  # aligned as the original was
-        reach = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        memory = torch.empty(lead + reach, dtype=self.dtype, device=dense.device)
+        memory = torch.empty(lead + _reach(self.size, self.stride), dtype=self.dtype, device=dense.device)
         t = memory.as_strided(self.size, self.stride, lead)
         once = [1 if step == 0 else n for n, step in zip(self.size, self.stride, strict=True)]
         t.as_strided(once, self.stride, lead).copy_(dense[tuple(map(slice, once))])
@@ -145,11 +165,13 @@ class Parcel:
     """The bytes of one device storage (or one range of it) that travel together.
 
     Attributes:
-        start, nbytes: the range of the storage, in bytes.
+        span: the bytes of the storage that it stands for, and how they travel.
+        start, nbytes: what travels, as a range of `source`, in bytes.
         counter, version: odometer of the first save, and what it read then: a later version is another parcel.
         home: the stream compute ran on at the save. Device memory of the parcel is freed in its order.
-        source: the device storage as saved, until released.
-        source_ref: outlives `source`; alive after the release means somebody else holds the memory.
+        source: the device storage as saved, or the memory it was gathered or packed into, until released.
+        source_ref: the storage as saved. It outlives `source`; alive after the release means somebody else holds the
+            memory. What was gathered or packed out of it does not hold it, not even until then.
         block, landed: room in the store, and the event after which it holds the bytes. None: not sent.
         arrival, arrived: device memory with the bytes again, and the event after which it does.
         is_awaited: compute already waits for `arrived`.
@@ -179,6 +201,7 @@ class Parcel:
         "site",
         "source",
         "source_ref",
+        "span",
         "start",
         "storage_key",
         "version",
@@ -190,9 +213,9 @@ class Parcel:
         engine: "Engine",
         visit: "Visit",
         site: Site,
+        storage: torch.UntypedStorage,
         source: torch.UntypedStorage,
-        start: int,
-        nbytes: int,
+        span: "Span",
         counter: torch.Tensor,
         home: Stream,
     ) -> None:
@@ -200,14 +223,15 @@ class Parcel:
         self.visit = visit
         self.ledger = visit.scope.ledger
         self.site = site
-        self.start = start
-        self.nbytes = nbytes
+        self.span = span
+        self.start = span.start if source is storage else 0
+        self.nbytes = span.sent_nbytes
         self.counter = counter
         self.version = counter._version
         self.home = home
         self.source: torch.UntypedStorage | None = source
-        self.source_ref = weakref.ref(source)
-        self.storage_key = source._cdata
+        self.source_ref = weakref.ref(storage)
+        self.storage_key = storage._cdata
         self.block: Block | None = None
         self.landed: StreamEvent | None = None
         self.arrival: torch.UntypedStorage | None = None
@@ -233,11 +257,17 @@ class Parcel:
 
 
 class Span(NamedTuple):
-    """The bytes of a storage that a save needs, and how they travel."""
+    """The bytes of a storage that a save needs, and how they travel: as they are, gathered, as bits, or both."""
 
     start: int
     nbytes: int
+    """Before they are packed into bits."""
     is_gathered: bool
+    is_bits: bool
+
+    @property
+    def sent_nbytes(self) -> int:
+        return pack_bits.packed_nbytes(self.nbytes) if self.is_bits else self.nbytes
 
 
 # Ranges start at a multiple of it, so that restored memory is aligned as the original was: kernels choose their
@@ -251,17 +281,27 @@ _MOST = 0.5
 
 
 def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
-    """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered."""
+    """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered.
+
+    Of booleans as bits, whichever it is.
+    """
     item = t.element_size()
+    is_bits = item == 1 and t.dtype is torch.bool
     dense_nbytes = t.numel() * item
-    range_nbytes = dense_nbytes if t.is_contiguous() else _reach(t) * item
+    range_nbytes = dense_nbytes if t.is_contiguous() else _reach(t.shape, t.stride()) * item
     if dense_nbytes * _SPARSE < range_nbytes:
-        return Span(0, dense_nbytes, True)
+        return Span(0, dense_nbytes, True, is_bits)
     if range_nbytes >= _MOST * storage_nbytes:
-        return Span(0, storage_nbytes, False)
+        return Span(0, storage_nbytes, False, is_bits)
     first = storage_offset(t) * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
-    return Span(start, first + range_nbytes - start, False)
+    return Span(start, first + range_nbytes - start, False, is_bits)
+
+
+def condense(t: torch.Tensor, span: Span) -> torch.UntypedStorage:
+    """What travels of `t`, gathered or packed into memory of its own, by and for the current stream."""
+    storage = gather(t) if span.is_gathered else t.untyped_storage()
+    return pack_bits.pack(as_bytes(storage, span.start, span.nbytes)) if span.is_bits else storage
 
 
 def gather(t: torch.Tensor) -> torch.UntypedStorage:
@@ -271,12 +311,12 @@ def gather(t: torch.Tensor) -> torch.UntypedStorage:
     return raw.contiguous().untyped_storage()
 
 
-def geometry_of(t: torch.Tensor, start: int, is_gathered: bool) -> Geometry:
-    """The view `t` has of the bytes from `start` on."""
-    offset = storage_offset(t) - start // t.element_size()
-    return Geometry(t.dtype, t.shape, t.stride(), offset, t.is_conj(), t.is_neg(), is_gathered)
+def geometry_of(t: torch.Tensor, span: Span) -> Geometry:
+    """The view `t` has of a parcel that stands for `span`."""
+    offset = storage_offset(t) - span.start // t.element_size()
+    return Geometry(t.dtype, t.shape, t.stride(), offset, t.is_conj(), t.is_neg(), span.is_gathered, span.is_bits)
 
 
-def _reach(t: torch.Tensor) -> int:
+def _reach(size: torch.Size, stride: tuple[int, ...]) -> int:
     """Elements from the first to the last of a view, inclusive."""
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

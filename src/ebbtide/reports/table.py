@@ -72,6 +72,7 @@ def _parcels(stats: Stats) -> list[Row]:
         _tally("moved out", stats.out),
         _tally("fetched back", stats.inbound),
         _tally("shared with a parcel on its way", stats.shared),
+        _tally("masks packed into bits (bytes as saved)", stats.packed),
         _tally("used straight from the device", stats.forwarded),
         _tally("fetched on demand (misses)", stats.misses),
         _tally("freed nothing (held by others)", stats.unfreed),

@@ -1,6 +1,7 @@
 """Activations go out with the forward and are back before backward needs them, bit for bit."""
 
 from ebbtide._errors import (
+    CaptureError,
     ConfigError,
     DeviceError,
     EbbtideError,
@@ -17,6 +18,7 @@ from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
 
 __all__ = [
+    "CaptureError",
     "ConfigError",
     "DeviceError",
     "EbbtideError",

@@ -6,6 +6,7 @@ EbbtideError
 |- StoreError             (also RuntimeError)  a store could not write or read a parcel
 |  `- StoreFullError                           there is no room where parcels wait
 |- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
+|- CaptureError           (also RuntimeError)  forward and backward are not in one captured graph
 `- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
 """
 
@@ -32,6 +33,10 @@ class StoreFullError(StoreError):
 
 class ModifiedError(EbbtideError, RuntimeError):
     """A saved tensor was changed in place before backward, as stock autograd reports it too."""
+
+
+class CaptureError(EbbtideError, RuntimeError):
+    """What was saved while a graph was captured is needed outside of that capture, or the other way round."""
 
 
 class DeviceError(EbbtideError, RuntimeError):

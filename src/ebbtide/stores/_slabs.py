@@ -71,7 +71,7 @@ class Slabs:
         self._take_back()
         return self.reserved_bytes - self.free_bytes
 
-    def take(self, nbytes: int) -> Extent | None:
+    def take(self, nbytes: int, may_grow: bool = True) -> Extent | None:
         """A block of at least `nbytes`, or None at the limit. Its `reader` has to be waited for before a write."""
         self._take_back()
         wanted = -(-nbytes // self._align_bytes) * self._align_bytes
@@ -79,7 +79,7 @@ class Slabs:
         if same:
             self.free_bytes -= wanted
             return same.pop()
-        found = self._joined_fit(wanted) or self._grown(wanted)
+        found = self._joined_fit(wanted) or (self._grown(wanted) if may_grow else None)
         return None if found is None else self._cut(found, wanted)
 
     def give_back(self, extent: Extent) -> None:

@@ -1,4 +1,4 @@
-"""One engine per device and store: finds or makes parcels, decides when they leave and what is fetched ahead.
+"""One engine per device, store and capture: makes parcels, decides when they leave and what is fetched ahead.
 
 Note [Windows]
 ~~~~~~~~~~~~~~

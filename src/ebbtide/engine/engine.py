@@ -1,4 +1,4 @@
-"""One engine per device and store: finds or makes parcels, decides when they leave and what is fetched ahead.
+"""One engine per device, store and capture: makes parcels, decides when they leave and what is fetched ahead.
 
 Note [Windows]
 ~~~~~~~~~~~~~~
@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-from ebbtide._errors import StoreError
+from ebbtide._errors import CaptureError, StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
@@ -39,15 +39,24 @@ _Death: TypeAlias = tuple[int, int, int, int]
 
 
 class Engine:
-    """Owner of the lanes, the store and the timetable of one device."""
+    """Owner of the lanes, the store and the timetable of one device.
 
-    def __init__(self, device: Device, store: Store) -> None:
+    Args:
+        device, store: copies run on the one and end in the other.
+        lock: one engine's, for another one that takes its room from the same store.
+    """
+
+    # What a capture's engine says otherwise.
+    _full = Reason.STORE_FULL
+    _misplaced = "was saved outside of the graph that is being captured, and is needed inside"
+
+    def __init__(self, device: Device, store: Store, lock: "threading.RLock | None" = None) -> None:
         self.device = device
         self.store = store
         self._outbound = Outbound(device, store)
         self._inbound = Inbound(device, store)
         self._timetable = Timetable()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
         # Nothing but the weak references themselves: one that nobody holds would never call back.
         self._refs: set[ClaimRef] = set()
         self._by_storage: dict[int, list[weakref.ref[Claim]]] = {}
@@ -64,14 +73,12 @@ class Engine:
 
     def pack(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
         """A ticket for `t`, the `index`-th save of `visit`, or why it stays. `select` has let `t` pass."""
-        with self._lock:
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             storage = t.untyped_storage()
             if self._has_held and storage in self._held:
                 return Reason.HELD
-            if self.device.is_capturing():
-                return Reason.CAPTURING
             span = span_of(t, storage.nbytes())
             counter = odometer(t)
             claim = self._find(storage, t._version, span)
@@ -130,7 +137,7 @@ class Engine:
         self._refs.add(ref)
         try:
             if not site.is_tail and not self._outbound.send(parcel):
-                return Reason.STORE_FULL
+                return self._full
         except StoreError:
             self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
         visit.scope.ledger.stats.parcels.add(parcel.nbytes)
@@ -159,10 +166,18 @@ class Engine:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor as it was saved, valid on the current stream. Repeatable. Raises ModifiedError, StoreError."""
+        """The tensor as it was saved, valid on the current stream. Repeatable.
+
+        Raises ModifiedError, StoreError, CaptureError.
+        """
         ticket.check()
         parcel = ticket.parcel
-        with self._lock:
+        if not self.device.is_here():
+            raise CaptureError(
+                f"a tensor saved at {parcel.site} {self._misplaced}: capture forward and backward together in one "
+                "graph, or neither of them, or switch offloading off for what is captured in parts"
+            )
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             storage, point = self._bring(parcel)
@@ -178,7 +193,9 @@ class Engine:
 
     def expect(self, tickets: Sequence[Ticket]) -> None:
         """Queue the copies in of what is about to be read on the current stream, in this order."""
-        with self._lock:
+        if not self.device.is_here():
+            return  # whoever reads them is told
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             home = self.device.current_stream()
@@ -264,7 +281,7 @@ class Engine:
             if following is None:
                 break
             claim = None if following.live is None else following.live()
-            if claim is not None and claim.parcel.may_be_fetched and claim.parcel.home == at_hand.home:
+            if claim is not None and self._may_fetch(claim.parcel) and claim.parcel.home == at_hand.home:
                 room -= claim.parcel.nbytes
                 if room < 0:
                     break
@@ -273,6 +290,10 @@ class Engine:
                 self._farthest = (at, following)
             before, at = at, following
         return self._fetch_guessed(batch) if batch else None
+
+    def _may_fetch(self, parcel: Parcel) -> bool:
+        # A site outlives captures: the parcel last made there may be another engine's.
+        return parcel.may_be_fetched and parcel.engine is self
 
     def _fetch_guessed(self, claims: list[Claim]) -> StreamEvent | None:
         """Fetch what nobody has asked for yet. If that fails, the need itself will say so, if it comes."""
@@ -374,7 +395,7 @@ class Engine:
     # -- figures ---------------------------------------------------------------------------------------------------
 
     def store_stats(self) -> StoreStats:
-        with self._lock:
+        with self.lock:
             return self.store.stats()
 
     def close(self) -> None:

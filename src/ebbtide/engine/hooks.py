@@ -108,16 +108,20 @@ class Desk:
         if reason is None and visit.sites is not None and index not in visit.sites:
             reason = Reason.RECIPE
         if reason is None:
-            engine = self._engines.on(t.device)
-            if dispatch_modes():  # modes of the user need not see our copies
-                with without_dispatch():
-                    packed = engine.pack(t, visit, index)
-            else:
-                packed = engine.pack(t, visit, index)
+            packed = self._send(t, visit, index)
             if isinstance(packed, Ticket):
                 return packed
             reason = packed
         return self._keep(t, reason)
+
+    def _send(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
+        engine = self._engines.on(t.device)
+        if isinstance(engine, Reason):
+            return engine
+        if dispatch_modes():  # modes of the user need not see our copies
+            with without_dispatch():
+                return engine.pack(t, visit, index)
+        return engine.pack(t, visit, index)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
         visit = self.visit

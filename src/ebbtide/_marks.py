@@ -288,6 +288,7 @@ class InnerMark(Mark):
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         desk = session.desk
+        desk.visit.runs_again = session.packs_here
         kept = Reason.RECIPE
         holding = None
         if recipe.action == "selective" and not session.is_second_run:

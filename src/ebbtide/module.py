@@ -258,7 +258,8 @@ def offload(
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
-        prefetch: most bytes brought back before backward asks for them.
+        prefetch: most bytes brought back before backward asks for them. What a region needs to run again comes
+            together, also where that is more.
         min_bytes: saves of smaller storages stay where they are.
         host_limit: most host memory to take; what does not fit stays on the device, counted. Default: 80 % of free
             memory, divided among the processes of this host.

@@ -184,7 +184,7 @@ def test_mutation_is_caught(mutate, monkeypatch):
 
 
 def parcels_of_others_fetched_ahead(patch):
-    patch(Engine, "_may_fetch", lambda self, parcel: parcel.may_be_fetched)
+    patch(Engine, "_may_fetch", lambda self, parcel, home: parcel.may_be_fetched)
 
 
 def captures_have_no_engine(patch):

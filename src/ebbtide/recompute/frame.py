@@ -74,6 +74,7 @@ class Frame:
         tensors = self._arguments.take_tensors()
         versions = [t._version for t in tensors]
         self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
+        self._devices = {t.device for t in tensors}
         self._ambient = Ambient(tensors)
         found = buffers.before()
         hooks = _pair(self.pack, unpack)
@@ -122,7 +123,7 @@ class Frame:
 
     def _run_again(self) -> None:
         again = _SecondRun(self._name, self._holders, self._looks)
-        self._desk.expect(self._tickets())
+        self._desk.expect(self._tickets(), self._devices)
         tensors = [packed_input.read(self._desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors

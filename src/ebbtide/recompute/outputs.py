@@ -13,6 +13,7 @@ from ebbtide.engine.parcel import Ticket
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.dear import DearOps, is_collective, is_wait
+from ebbtide.recompute.draws import draws_on
 from ebbtide.types import Output, Reason
 
 
@@ -135,7 +136,7 @@ class Holding(TorchDispatchMode):
         if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
             calls.append(None)
             return op(*args, **kwargs)
-        device = _draws_on(op, args, kwargs)
+        device = draws_on(op, args, kwargs)
         before = None if device is None else rng_state(device)
         out = op(*args, **kwargs)
         calls.append(None)
@@ -231,13 +232,3 @@ class Serving(TorchDispatchMode):
 
 def _sequence_type(out: Any) -> type | None:
     return next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
-
-
-def _draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """The device whose generator this call draws from; None if it draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return None
-    values = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    if values.get("dropout_p", 1.0) == 0.0:
-        return None  # attention, mostly: it can draw, and does not
-    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)

@@ -52,8 +52,14 @@ def _is_quiet(loss_of: Callable[[], torch.Tensor], context: Context) -> bool:
 
 @contextlib.contextmanager
 def transformers_does_not_ask() -> Iterator[None]:
-    """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not."""
-    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None):
+    """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not.
+
+    And inside of a capture it computes something else: attention with a mask written out, where it is causal outside.
+    """
+    with (
+        mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),
+        mock.patch("transformers.masking_utils.is_tracing", lambda *_: False),
+    ):
         yield
 
 

@@ -873,6 +873,30 @@ def test_contexts_of_the_users_own_are_entered_and_left():
         assert noted == ["forward entered", "forward left", "second entered", "second left"]
 
 
+def test_calls_that_fail_are_counted():
+    """The region of a recipe tries what it cannot do first."""
+
+    class Trying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 64).view(8, 8))
+
+        def forward(self, x):
+            for _ in range(2):
+                with contextlib.suppress(RuntimeError):
+                    x = torch.ones(3, 3) @ x
+                x = (x @ self.weight).sin()
+            return x
+
+    def run(door):
+        model = make(lambda: nn.Sequential(Trying(), Trying()), CPU)
+        if door:
+            offload(model, recipe={"0": "selective", "1": "selective"})
+        return finish(model(Data(CPU).tensor(6, 8)).square().mean(), model)
+
+    assert_equal(run(True), run(False))
+
+
 @pytest.mark.parametrize("recipe", ["keep", "offload", "recompute", "selective"])
 def test_in_regions_with_recipes(recipe):
     """A checkpoint inside of a region, which itself may run again."""

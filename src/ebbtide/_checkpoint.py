@@ -411,14 +411,17 @@ class _PolicyHolding(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._answer = _NOT_ASKED
         before = rng_before(op, args, kwargs) if self._outputs.preserves_rng else None
-        out = op(*args, **kwargs)
-        answer, self._answer = self._answer, _NOT_ASKED
+        try:
+            out = op(*args, **kwargs)
+        finally:
+            answer = self._answer
+            if not (answer is _NOT_ASKED or answer is True or answer in _SAVED):
+                self._intake.count(op)  # torch will let this call through in the second run
         if answer in _AWAY and not returns_no_new_memory(op):
             self._outputs.held = self._intake.held
             self._intake.take(op, out, self._outputs.desk.stays, rng_after(before))
-        elif not (answer is _NOT_ASKED or answer is True or answer in _SAVED):
-            self._intake.pass_by(op)  # torch will let this call through in the second run
         self._intake.note_wait(op, out)
         return out
 

@@ -103,7 +103,7 @@ class HeldOutputs:
 class Intake:
     """Packs outputs of operators as they come, call by call.
 
-    Every call of an operator that may be held has to go through `pass_by` or `take`: it is known by its number.
+    Every call of an operator that may be held has to be counted, one that raises too: it is known by its number.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -111,13 +111,12 @@ class Intake:
         self._desk = desk
         self._pending: list[tuple[torch.Tensor, Any, int, Reason | None]] = []
 
-    def pass_by(self, op: Any) -> None:
-        """A call whose outputs are not held: it will run again."""
+    def count(self, op: Any) -> None:
+        """A call is made: unless `take` follows, it will run again."""
         self.held.calls[op].append(None)
 
     def take(self, op: Any, out: Any, stays: Reason | None, rng_after: RngState | None = None) -> None:
-        """A call returned `out`: hold it, on the device if there is a reason in `stays`."""
-        self.pass_by(op)
+        """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`."""
         number = len(self.held.calls[op]) - 1
         if is_collective(op):
             self._pending.append((out, op, number, stays))  # its bytes are there when somebody has waited for them
@@ -194,8 +193,8 @@ class Holding(TorchDispatchMode):
             out = op(*args, **kwargs)
             self._intake.note_wait(op, out)
             return out
+        self._intake.count(op)
         if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
-            self._intake.pass_by(op)
             return op(*args, **kwargs)
         before = rng_before(op, args, kwargs)
         out = op(*args, **kwargs)

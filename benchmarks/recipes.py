@@ -21,7 +21,7 @@ Recipes = str | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 _DEAR = ("attention", "matmul")
 _PROJECTIONS = ("attention", "matmul@self_attn")
 # What waits for the link at most, and what is brought back ahead: about a region's worth at 32k tokens.
-_WINDOWS = {"A": "512MiB", "B-32k": "1280MiB", "tiny": "1MiB"}
+_WINDOWS = {"A": "512MiB", "B-32k": "2GiB", "tiny": "1MiB"}
 
 
 def spread_over(count: int, layers: int) -> list[int]:
@@ -29,11 +29,15 @@ def spread_over(count: int, layers: int) -> list[int]:
     return sorted({(2 * k + 1) * layers // (2 * count) for k in range(count)})
 
 
-def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
-    """Attention and its projections everywhere, and all matmuls in `count` regions."""
+def with_feed_forward(count: int, layers: int, kept: int = 0) -> dict[str, ebbtide.Recipe]:
+    """Attention and its projections everywhere, all matmuls in `count` regions, and in the last `kept` without moving."""
     some = ebbtide.Recipe("selective", ops=_PROJECTIONS)
     every = ebbtide.Recipe("selective", ops=_DEAR)
-    return {"layers.*": some, **{f"layers.{k}": every for k in spread_over(count, layers)}}
+    stays = ebbtide.Recipe("selective", ops=_DEAR, inputs="keep", outputs="keep")
+    chosen = dict.fromkeys(spread_over(count, layers - kept), every) | dict.fromkeys(
+        range(layers - kept, layers), stays
+    )
+    return {"layers.*": some, **{f"layers.{k}": recipe for k, recipe in chosen.items()}}
 
 
 def recipes_of(workload: Workload) -> dict[str, Recipes]:
@@ -42,7 +46,10 @@ def recipes_of(workload: Workload) -> dict[str, Recipes]:
         return {
             "recompute": "recompute",
             "selective": ebbtide.Recipe("selective", ops=_PROJECTIONS),
-            **{f"selective+{n}": with_feed_forward(n, workload.layers) for n in (8, 10, 12, 14)},
+            **{
+                f"selective+{n}+{k}": with_feed_forward(n, workload.layers, k)
+                for n, k in ((8, 1), (9, 1), (10, 1), (12, 1))
+            },
         }
     return {
         "recompute": "recompute",
@@ -96,7 +103,7 @@ def measure_recipes(workload: Workload, device: torch.device, count: int) -> dic
         modes["torch selective"] = functools.partial(checkpointed, model, torch_selective)
     modes["checkpoint"] = functools.partial(checkpointed, model)
     for name, recipe in recipes_of(workload).items():
-        modes[name] = functools.partial(offloaded, model, recipe, _WINDOWS[workload.name])
+        modes[name] = functools.partial(offloaded, model, recipe, "4GiB" if "+" in name else _WINDOWS[workload.name])
     measured: dict[str, object] = {}
     for name, mode in modes.items():
         with mode() as context:

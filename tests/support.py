@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import torch
+from capturing import CapturingSim
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config import OffloadConfig
@@ -51,13 +52,19 @@ class Rig:
         """No graph lives any more: nothing may be left of what it had saved."""
         engine = self.engine
         engine._settle_deaths()
-        if engine._by_storage or engine.store_stats().used_bytes:
+        if engine._by_storage or self._held_bytes(engine):
             gc.collect()  # a traceback may hold a frame that holds a graph
             engine._settle_deaths()
-        assert engine.store_stats().used_bytes == 0
+        assert self._held_bytes(engine) == 0
         assert engine._outbound.resident_bytes == 0
         assert engine._ahead_bytes == 0
         assert engine._by_storage == {}
+
+    @staticmethod
+    def _held_bytes(engine: Engine) -> int:
+        """Without what graphs that were captured keep for ever."""
+        stats = engine.store_stats()
+        return stats.used_bytes - stats.captured_bytes
 
 
 def leaves(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -375,13 +382,47 @@ def explore(seed: int) -> str | None:
     device.finish()
     if device.faults:
         return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
+    if difference := _difference(ours, plain):
+        return f"{program}: {difference}"
+    rig.check_at_rest()
+    return None
+
+
+def explore_captured(seed: int) -> str | None:
+    """Run program `seed` eagerly, then in a captured graph, then eagerly again, on a simulator that refuses what CUDA
+    refuses. None, or what went wrong."""
+    program = Program(seed)
+    plain = program.run(contextlib.nullcontext(), OneStream())
+    choose = random.Random(~seed)
+    device = CapturingSim(seed, choose.choice(["late", "early", "shuffled"]))
+    window, prefetch = choose.choice([1, 200, 1000, 10**6]), choose.choice([1, 500, 3000, 10**6])
+    rig = Rig(device, lambda own: HostStore(own, 2**24, smallest_slab_bytes=2**14), window, prefetch)
+    rounds = [program.run(rig.context, SideStreams(device))]
+    older = program.forward(rig.context, SideStreams(device))
+    with device.capture():
+        del older
+        rounds.append(program.run(rig.context, SideStreams(device)))
+        left = program.forward(rig.context, SideStreams(device))
+        left.backward(retain_graph=True)
+    rounds.append(program.run(rig.context, SideStreams(device)))
+    del left
+    device.finish()
+    if device.faults:
+        return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
+    for which, ours in enumerate(rounds):
+        if difference := _difference(ours, plain):
+            return f"{program}: round {which}: {difference}"
+    rig.check_at_rest()
+    return None
+
+
+def _difference(ours: list[object], plain: list[object]) -> str | None:
     if len(ours) != len(plain):
-        return f"{program}: {len(ours)} results, {len(plain)} in the plain run"
+        return f"{len(ours)} results, {len(plain)} in the plain run"
     for at, (mine, twin) in enumerate(zip(ours, plain, strict=True)):
         is_same = bits(mine) == bits(twin) if _both_tensors(mine, twin) else type(mine) is type(twin) and mine == twin
         if not is_same:
-            return f"{program}: result {at} differs from the plain run"
-    rig.check_at_rest()
+            return f"result {at} differs from the plain run"
     return None
 
 

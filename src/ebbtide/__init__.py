@@ -1,6 +1,7 @@
 """Activations go out with the forward and are back before backward needs them, bit for bit."""
 
 from ebbtide._errors import (
+    CaptureError,
     ConfigError,
     DeviceError,
     EbbtideError,
@@ -19,6 +20,7 @@ from ebbtide.module import OffloadHandle, offload
 from ebbtide.plan import Recipe
 
 __all__ = [
+    "CaptureError",
     "ConfigError",
     "DeviceError",
     "EbbtideError",

@@ -299,7 +299,7 @@ class _Tensors:
     def read(self) -> list[torch.Tensor]:
         if self._place.desk is not None:
             packed = (entry.packed for entry in self._entries)
-            self._place.desk.expect([ticket for ticket in packed if type(ticket) is Ticket])
+            self._place.desk.expect([ticket for ticket in packed if type(ticket) is Ticket], self.devices)
         return [entry.read(self._place.unpack) for entry in self._entries]
 
 
@@ -459,7 +459,7 @@ class _Second:
 
 @contextlib.contextmanager
 def _served(outputs: _Outputs, held: HeldOutputs) -> Generator[None, None, None]:
-    outputs.desk.expect(held.tickets())
+    outputs.desk.expect(held.tickets(), held.devices)
     states = [(device, rng_state(device)) for device in held.devices_drawn_on()]
     is_whole = False
     try:

@@ -7,6 +7,7 @@ EbbtideError
 |  `- StoreFullError                           there is no room where parcels wait
 |- RecomputeError         (also RuntimeError)  a region's second run was not the first one over again
 |- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
+|- CaptureError           (also RuntimeError)  forward and backward are not in one captured graph
 `- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
 """
 
@@ -37,6 +38,10 @@ class RecomputeError(EbbtideError, RuntimeError):
 
 class ModifiedError(EbbtideError, RuntimeError):
     """A saved tensor was changed in place before backward, as stock autograd reports it too."""
+
+
+class CaptureError(EbbtideError, RuntimeError):
+    """What was saved while a graph was captured is needed outside of that capture, or the other way round."""
 
 
 class DeviceError(EbbtideError, RuntimeError):

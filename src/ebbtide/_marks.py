@@ -25,9 +25,11 @@ from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_h
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
 from ebbtide.plan import Recipe
+from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.buffers import RegionBuffers
+from ebbtide.recompute.compiled import Modules, Traced
 from ebbtide.recompute.dear import DearOps
-from ebbtide.recompute.frame import Frame, Pack
+from ebbtide.recompute.frame import Frame, Pack, hook_pair
 from ebbtide.recompute.outputs import Holding
 from ebbtide.types import Reason, Unable
 
@@ -120,16 +122,13 @@ class Mark(abc.ABC):
         self._handle = handle
         self._module = module
         self._compiled: CompiledCall | None = None
+        self.is_compiled = False
+        """The module is, and the mark stands around its compiled call. An attribute, for the compiler to guard on."""
         self._removers = [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
         self.stand_outside()
-
-    @property
-    def stands_outside(self) -> bool:
-        """The module is compiled, and the mark is around its compiled call."""
-        return self._compiled is not None
 
     @abc.abstractmethod
     def enter(self) -> None: ...
@@ -151,6 +150,7 @@ class Mark(abc.ABC):
             was = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
             self._compiled = CompiledCall(self, call, was)
             self._module._compiled_call_impl = self._compiled
+            self.is_compiled = True
         return True
 
     def remove(self) -> None:
@@ -223,6 +223,7 @@ class InnerMark(Mark):
         self._region = region
         self._choice = choice
         self._forward: _RegionForward | None = None
+        self._traced = Traced()
         super().__init__(handle, module)
 
     def enter(self) -> None:
@@ -256,14 +257,20 @@ class InnerMark(Mark):
         if why is not None:
             session.desk.visit.scope.ledger.note_unable(self._name, recipe.action, why)
             return call(*args, **kwargs)
+        if self.is_compiled and recipe.action == "selective":
+            return self._run_partitioned(session, recipe, call, args, kwargs)
         return self._run_framed(session, recipe, call, args, kwargs)
 
-    def wrap_forward(self, region: str) -> None:
-        """Have the forward of the module, the region of this name, go through `run`; what it does is up to recipes."""
+    def wrap_forward(self, region: str, recipe: Recipe | None, dear: DearOps | None, modules: Modules) -> None:
+        """Have the forward of the module, the region of this name, go through `run`; what it does is up to recipes.
+
+        A compiler traces it by `recipe`, with the operators that are `dear` inside of `modules`.
+        """
         self._region = region
+        self._traced.follow(recipe, dear, modules)
         if self._forward is None:
             self._buffers = RegionBuffers(self._module)
-            self._forward = _RegionForward(self, self._module)
+            self._forward = _RegionForward(self, self._module, self._traced)
 
     def remove(self) -> None:
         super().remove()
@@ -288,6 +295,7 @@ class InnerMark(Mark):
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         desk = session.desk
+        desk.visit.runs_again = session.packs_here
         kept = Reason.RECIPE
         holding = None
         if recipe.action == "selective" and not session.is_second_run:
@@ -302,6 +310,24 @@ class InnerMark(Mark):
             return session.inside(pack_hook, holding)
 
         return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._buffers)
+
+    def _run_partitioned(
+        self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The compiled graph itself runs again what its policy does not hold; what it holds is saved by one node."""
+        if not session.packs_here:
+            return call(*args, **kwargs)
+        desk = session.desk
+        inputs = {t.untyped_storage()._cdata for t in Arguments(args, kwargs).take_tensors() if type(t) is torch.Tensor}
+        input_stays = Reason.RECIPE if recipe.inputs == "keep" else desk.stays
+        output_stays = Reason.RECIPE if recipe.outputs == "keep" else desk.stays
+
+        def pack(t: torch.Tensor) -> Any:
+            is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in inputs
+            return desk.pack_as(t, input_stays if is_input else output_stays)
+
+        with hook_pair(pack, desk.unpack):
+            return call(*args, **kwargs)
 
 
 class TrailMark(Mark):
@@ -326,15 +352,17 @@ class TrailMark(Mark):
 class _RegionForward:
     """Stands on a region's instance in place of its forward."""
 
-    def __init__(self, mark: InnerMark, module: torch.nn.Module) -> None:
+    def __init__(self, mark: InnerMark, module: torch.nn.Module, traced: Traced) -> None:
         self._module = module
         self._was = cast("Callable[..., Any] | None", module.__dict__.get("forward"))
         original = module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or mark.stands_outside:
-                return original(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return traced.call(original, mark.is_compiled, args, kwargs)
+            if mark.is_compiled:
+                return original(*args, **kwargs)  # code of the block that the compiler has left to Python
             return mark.run(original, args, kwargs)
 
         self._forward = forward

@@ -3,6 +3,7 @@
 All of it exists in torch 2.11, 2.12 and 2.13.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -45,6 +46,11 @@ def current_node_name() -> str:
     return "" if node is None else type(node).__name__
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the backward that runs in this thread ends, on the stream that called it."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+
+
 def innermost_pack_module() -> str:
     """Module of the pack hook that is active now; "" if there is none."""
     top: Any = _autograd._top_saved_tensors_default_hooks(False)
@@ -84,6 +90,17 @@ def default_device_mode() -> Any:
     """The `with torch.device(...)` that is active, or None."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def is_called_from(function: Callable[..., Any]) -> bool:
+    """Whether `function`, written in Python, is on the stack of this thread."""
+    code = function.__code__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def storage_offset(t: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
 from ebbtide.plan import Recipe, RecipeLike
+from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import DearOps
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
@@ -44,6 +45,7 @@ class OffloadHandle:
         self._scope = scope
         self._sessions = threading.local()
         self._was_entered = False
+        self._told = False
         self._root_mark: RootMark | None = None
         self._marks: dict[torch.nn.Module, InnerMark] = {}
         self._trails: list[TrailMark] = []
@@ -94,13 +96,20 @@ class OffloadHandle:
         recipes, regions = choose_recipes(self._module, self.regions, recipe)
         trails = self._find_trails(recipes, regions)
         self.regions = regions
-        if recipes:
-            for name, module in regions.items():
-                self._mark(module).wrap_forward(name)
         for trail in self._trails:
             trail.remove()
         self._trails = [TrailMark(self, module, pattern) for module, pattern in trails]
+        was_none = not (recipes or self._recipes)
         self._recipes = recipes
+        if not was_none:
+            for name, module in regions.items():
+                self._wrap(name, module, recipes.get(name))
+
+    def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
+        dear = None if recipe is None or recipe.action != "selective" else self.dear_ops(recipe)
+        patterns = () if dear is None else dear.modules
+        modules = {p: frozenset(map(compiler_id, find_named(module, (p,), "@"))) for p in patterns}
+        self._mark(module).wrap_forward(name, recipe, dear, modules)
 
     def _find_trails(self, recipes: Recipes, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
         """The modules that operator classes are limited to, and by which pattern; each pair once."""
@@ -181,14 +190,26 @@ class OffloadHandle:
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`."""
-        if module is self._module and not stands_outside and self.session() is None:
-            warnings.warn(
-                f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: apply "
-                "ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
-                "(block.compile()): inside a single graph nothing can leave before forward ends",
-                EbbtideWarning,
-                stacklevel=2,
+        if stands_outside:
+            return
+        if module is self._module:
+            if self.session() is None:
+                self._warn(
+                    f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
+                    "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
+                    "(block.compile()): inside a single graph nothing can leave before forward ends"
+                )
+        elif module in self.regions.values() and not self._marks[module].is_compiled and not self._told:
+            self._warn(
+                f"{type(self._module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
+                "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
+                "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
+                "(block.compile())"
             )
+
+    def _warn(self, text: str) -> None:
+        self._told = True
+        warnings.warn(text, EbbtideWarning, stacklevel=3)
 
     def install(self) -> None:
         """Put the marks in place. Raises ModuleError for names that mean nothing."""
@@ -259,7 +280,8 @@ def offload(
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
-        prefetch: most bytes brought back before backward asks for them.
+        prefetch: most bytes brought back before backward asks for them. What a region needs to run again comes
+            together, also where that is more.
         min_bytes: saves of smaller storages stay where they are.
         host_limit: most host memory to take; what does not fit stays on the device, counted. Default: 80 % of free
             memory, divided among the processes of this host.

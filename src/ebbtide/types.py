@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -29,7 +29,8 @@ class Reason(enum.Enum):
     KEEP_LAST = "in the last blocks, kept by keep_last"
     HELD = "its storage is kept alive by somebody else anyway"
     STORE_FULL = "the store is at its limit"
-    CAPTURING = "a graph of the accelerator is being captured"
+    CAPTURING = "a graph of the accelerator is being captured, and it cannot hold the moves"
+    CAPTURE_FULL = "host memory cannot grow while a graph is captured: run a step with the same settings before it"
     RECIPE = "its region's recipe keeps it"
 
 
@@ -58,12 +59,15 @@ class Wait(enum.Enum):
     WRITTEN = "inbound waits for the copy out, when it fetches for a stream that has not waited for it"
     REUSE = "outbound waits for the last reader of a block of the store"
     ABANDONED = "compute waits for a copy nobody will use, before its memory may be freed"
+    JOINED = "the stream that a graph is captured on waits for all copies of the capture"
 
 
 class Device(Protocol):
     """Streams, events, allocation and copies of one device. One implementation per kind of device."""
 
     torch_device: torch.device
+    has_clock: bool
+    """Whether events can be asked if they have passed, and when. Those of a capture cannot: they never pass."""
 
     def current_stream(self) -> Stream:
         """The stream compute runs on now, in the calling thread. Read at each call, never cached."""
@@ -80,11 +84,11 @@ class Device(Protocol):
         ...
 
     def is_done(self, event: StreamEvent) -> bool:
-        """True once the event has passed. Never blocks."""
+        """True once the event has passed. Never blocks. Only with a clock."""
         ...
 
     def seconds_between(self, start: StreamEvent, end: StreamEvent) -> float:
-        """Time from one passed event to another of the same stream."""
+        """Time from one passed event to another of the same stream. Only with a clock."""
         ...
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
@@ -99,8 +103,23 @@ class Device(Protocol):
         """Queue dst <- src on `stream`; uint8 of one shape. The caller keeps both alive until an event after it."""
         ...
 
-    def is_capturing(self) -> bool:
-        """Whether the current stream records a graph instead of running: nothing may leave or come then."""
+    def is_here(self) -> bool:
+        """Whether the current stream may meet the streams and events of this object.
+
+        Not while it records a graph, unless this object is the view of that very capture: what is recorded and what
+        runs must not wait for each other. Asked at every save, so it has to be cheap.
+        """
+        ...
+
+    def capture_id(self) -> int | None:
+        """The number of the capture that the current stream records, never used again; None if there is none to tell.
+
+        Asked only when `is_here` says no.
+        """
+        ...
+
+    def in_capture(self, capture: int) -> "Device | None":
+        """This device as capture `capture`, under way now, sees it; None where nothing may move in that capture."""
         ...
 
     def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
@@ -140,6 +159,19 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class CapturableStore(Store, Protocol):
+    """A store whose copies are the device's own, so that a graph can hold them."""
+
+    def arena(self, device: Device) -> Store:
+        """Room for one capture, in which `device` copies, carved out of what this store has free now and later.
+
+        It takes no new memory and never gives room back: the graph has the addresses, and is replayed for as long as
+        its owner likes. `reserve` and `stats` come under the lock of this store's engine.
+        """
+        ...
+
+
 class StoreStats(NamedTuple):
     """What a store holds, in bytes."""
 
@@ -148,6 +180,8 @@ class StoreStats(NamedTuple):
     limit_bytes: int | None
     growths: int
     """How often memory or file space was newly taken; constant in steady state."""
+    captured_bytes: int = 0
+    """Of `used_bytes`, what captured graphs keep for their replays."""
 
 
 StoreFactory: TypeAlias = Callable[[Device], Store]

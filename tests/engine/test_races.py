@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from support import explore
+from capturing import CapturedSim, CapturingSim, IllegalError
+from support import explore, explore_captured
 
 from ebbtide.devices.sim import SimDevice
 from ebbtide.engine import hooks
@@ -30,6 +31,11 @@ def _one_thread():
         warnings.simplefilter("ignore")  # tiny programs move nothing now and then, and reentrant checkpoints grumble
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
+def test_captured_programs_equal_their_plain_twins(first):
+    assert [found for seed in range(first, first + CHUNK) if (found := explore_captured(seed))] == []
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -147,7 +153,7 @@ def kept_saves_unchecked(patch):
 
 
 MUTATIONS = [
-    *(no_wait(why) for why in Wait if why is not Wait.ABANDONED),
+    *(no_wait(why) for why in Wait if why not in (Wait.ABANDONED, Wait.JOINED)),
     source_dropped_when_sent,
     source_dropped_at_death,
     arrival_dropped_at_death,
@@ -177,8 +183,58 @@ def test_mutation_is_caught(mutate, monkeypatch):
     assert caught, f"{mutate.__name__} went unnoticed in {SEEDS} programs"
 
 
+def parcels_of_others_fetched_ahead(patch):
+    patch(Engine, "_may_fetch", lambda self, parcel, home: parcel.may_be_fetched)
+
+
+def captures_have_no_engine(patch):
+    patch(CapturingSim, "is_here", lambda self: True)
+
+
+def captures_use_the_room_of_all(patch):
+    patch(HostStore, "arena", lambda self, device: self)
+
+
+def captures_are_timed(patch):
+    patch(CapturedSim, "has_clock", True)
+
+
+def what_dies_waits_across_the_border(patch):
+    patch(CapturingSim, "retire", SimDevice.retire)
+
+
+def what_dies_late_waits_for_the_capture(patch):
+    patch(CapturedSim, "retire", lambda self, storage, event, owner: self.wait(owner, event, Wait.ABANDONED))
+
+
+CAPTURE_MUTATIONS = [
+    no_wait(Wait.JOINED),
+    parcels_of_others_fetched_ahead,
+    captures_have_no_engine,
+    captures_use_the_room_of_all,
+    captures_are_timed,
+    what_dies_waits_across_the_border,
+    what_dies_late_waits_for_the_capture,
+]
+
+
+@pytest.mark.parametrize("mutate", CAPTURE_MUTATIONS, ids=lambda mutate: mutate.__name__)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_mutation_of_captures_is_caught(mutate, monkeypatch):
+    mutate(monkeypatch.setattr)
+    caught = None
+    for seed in range(SEEDS):
+        try:
+            caught = explore_captured(seed)
+        except (AssertionError, RuntimeError, IllegalError) as error:
+            caught = repr(error)
+        if caught:
+            break
+    assert caught, f"{mutate.__name__} went unnoticed in {SEEDS} programs"
+
+
 def test_every_wait_has_a_mutation():
-    assert {f"no wait: {why.name}" for why in Wait} <= {mutate.__name__ for mutate in MUTATIONS}
+    assert {f"no wait: {why.name}" for why in Wait} <= {m.__name__ for m in (*MUTATIONS, *CAPTURE_MUTATIONS)}
 
 
 def test_the_checker_sees_a_missing_wait():

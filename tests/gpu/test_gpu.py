@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ebbtide
+from ebbtide import What
 from ebbtide.types import Reason
 
 if not torch.cuda.is_available():
@@ -636,32 +637,6 @@ def test_a_column_block_gives_the_same_gradient(offset):
     check_moved(context.stats())
 
 
-def test_while_a_graph_is_captured_nothing_moves():
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(GPU)
-    x = torch.randn(32, 64, device=GPU)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model(x).sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad(set_to_none=True)
-    plain = model(x).sum()
-    plain.backward()
-    expected = gradients(model)
-    del plain  # its nodes belong to the default stream, which must not meet the capture
-    model.zero_grad(set_to_none=True)
-    context = door()
-    graph = torch.cuda.CUDAGraph()
-    with contextlib.suppress(ebbtide.EbbtideWarning), torch.cuda.graph(graph), context:
-        model(x).sum().backward()
-    graph.replay()
-    torch.cuda.synchronize()
-    for mine, twin in zip(gradients(model), expected, strict=True):
-        assert torch.allclose(mine, twin)
-    assert context.stats().kept[Reason.CAPTURING].count > 0
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
 def test_one_model_over_two_devices():
     """Each device has an engine, a pair of lanes and an autograd thread of its own."""
@@ -687,3 +662,365 @@ def test_one_model_over_two_devices():
     assert_equal(run(context), plain)
     check_moved(context.stats())
     torch.cuda.synchronize(other)
+
+
+# -- captured graphs ---------------------------------------------------------------------------------------------------
+
+
+def one_step(model, batch, context):
+    with context:
+        loss = model(batch)
+    loss.backward()
+    return loss.detach()
+
+
+def warm_up(model, batch, context):
+    """As PyTorch asks for before a capture: some steps on a stream beside. Ours learns, and takes its host memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            one_step(model, batch, context)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+
+
+class Recorded:
+    """A whole step, forward and backward, in one graph."""
+
+    def __init__(self, model, context, step=one_step, rows=8, length=128):
+        self.model = model
+        (self.batch,) = batches(1, rows, length)
+        warm_up(model, self.batch, context)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = step(model, self.batch, context)
+
+    def __call__(self, batch):
+        self.batch.copy_(batch)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return [self.loss, *gradients(self.model)]
+
+
+def plain_step(twin, batch):
+    twin.zero_grad(set_to_none=True)
+    return finish(twin(batch), twin)
+
+
+def pinned_allocations():
+    return torch.cuda.host_memory_stats()["num_host_alloc"]
+
+
+def arenas(door):
+    """Host memory of the captures of a context or handle."""
+    return [memory for captured in door._engines._captures.values() for memory in captured.store._memory]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "happens"),
+    [
+        ({"window": 1, "prefetch": "8MiB"}, {What.RELEASED, What.FETCHED}),
+        ({"window": 1, "prefetch": 1}, {What.RELEASED, What.MISSED}),
+        ({"window": "6MiB", "prefetch": "4MiB"}, {What.RELEASED}),
+        ({"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}, {What.RELEASED, What.FETCHED}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["context", "handle"])
+def test_a_whole_step_in_one_graph(kind, sizes, happens):
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    context = contextlib.nullcontext()
+    if kind == "context":
+        context = watched = door(**sizes)
+    else:
+        watched = offload(model, **sizes)
+    (batch,) = batches(1)
+    warm_up(model, batch, context)
+    seen = set()
+    unsubscribe = watched.subscribe(lambda event: seen.add(event.what))
+    before, pinned = watched.stats(), pinned_allocations()
+    graph, static = torch.cuda.CUDAGraph(), batch.clone()
+    with torch.cuda.graph(graph):
+        loss = one_step(model, static, context)
+    unsubscribe()
+    after = watched.stats()
+    assert happens <= seen
+    assert after.out.nbytes > before.out.nbytes
+    assert after.inbound.nbytes > before.inbound.nbytes
+    assert Reason.CAPTURING not in after.kept
+    assert Reason.CAPTURE_FULL not in after.kept
+    for batch in batches(4):
+        static.copy_(batch)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal([loss, *gradients(model)], plain_step(twin, batch))
+    assert pinned_allocations() == pinned
+    stats = watched.stats()
+    assert stats.host_bytes == stats.host_captured_bytes > 0
+    assert stats.host_reserved_bytes == before.host_reserved_bytes
+    assert stats.out == after.out  # replays are not counted
+
+
+def test_replays_really_travel():
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    context = door(prefetch="4MiB")
+    recorded = Recorded(model, context)
+    rooms = arenas(context)
+    assert rooms
+    for batch in batches(2):
+        for room in rooms:
+            room.fill_(0xFF)
+        assert_equal(recorded(batch), plain_step(twin, batch))
+        assert all(bool((room != 0xFF).any()) for room in rooms)
+
+
+def test_eager_steps_and_replays_in_turns():
+    model, eager = make(Tower, GPU), make(Tower, GPU, 1)
+    twin, eager_twin = copy.deepcopy(model), copy.deepcopy(eager)
+    context = door(prefetch="8MiB")
+    recorded = Recorded(model, context)
+    for batch in batches(4):
+        recorded.batch.copy_(batch)
+        eager.zero_grad()
+        recorded.graph.replay()  # the device is far behind when the eager step takes its room
+        loss = one_step(eager, batch, context)
+        recorded.graph.replay()
+        torch.cuda.synchronize()
+        assert_equal([recorded.loss, *gradients(model)], plain_step(twin, batch))
+        assert_equal([loss, *gradients(eager)], plain_step(eager_twin, batch))
+    context.stats()
+
+
+def test_two_graphs_replayed_in_turns():
+    models = [make(Tower, GPU, seed) for seed in range(2)]
+    twins = copy.deepcopy(models)
+    context = door(prefetch="4MiB")
+    recorded = [Recorded(model, context, rows=rows) for model, rows in zip(models, (8, 4), strict=True)]
+    rooms = arenas(context)
+    ranges = sorted((room.data_ptr(), room.data_ptr() + room.numel()) for room in rooms)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    for wide, narrow in zip(batches(3), batches(3, rows=4), strict=True):
+        assert_equal(recorded[0](wide), plain_step(twins[0], wide))
+        assert_equal(recorded[1](narrow), plain_step(twins[1], narrow))
+    for graph in [one.graph for one in recorded] * 2:  # without a pause
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_equal([recorded[0].loss, *gradients(models[0])], plain_step(twins[0], batches(3)[-1]))
+    assert_equal([recorded[1].loss, *gradients(models[1])], plain_step(twins[1], batches(3, rows=4)[-1]))
+
+
+def test_accumulation_in_one_graph():
+    def two_micro_batches(model, batch, context):
+        losses = [one_step(model, part, context) for part in batch.chunk(2)]
+        return torch.stack(losses)
+
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    recorded = Recorded(model, door(prefetch="4MiB"), two_micro_batches)
+    for batch in batches(3):
+        twin.zero_grad(set_to_none=True)
+        plain = two_micro_batches(twin, batch, contextlib.nullcontext())
+        assert_equal(recorded(batch), [plain, *gradients(twin)])
+
+
+def test_compiled_blocks_in_one_graph():
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    handle = offload(model, prefetch="8MiB")
+    for layer in (*model.layers, *twin.layers):
+        layer.compile(fullgraph=True)
+    recorded = Recorded(model, contextlib.nullcontext())
+    for batch in batches(3):
+        assert_equal(recorded(batch), plain_step(twin, batch))
+    check_moved(handle.stats())
+
+
+def test_several_streams_in_one_graph():
+    sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def forked(model, x, context):
+        with context:
+            for at, layer in enumerate(model.layers):
+                side = sides[at % 2]
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x = layer(x)
+                torch.cuda.current_stream().wait_stream(side)
+            loss = x.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    context = door(prefetch="8MiB")
+    recorded = Recorded(model, context, forked)
+    for batch in batches(3):
+        assert_equal(recorded(batch), plain_step(twin, batch))
+
+
+def test_a_graph_that_is_kept_beyond_its_capture():
+    """All lanes are joined, or the capture could not end; and what was saved in it cannot be had outside."""
+    kept = []
+
+    def twice(model, batch, context):
+        with context:
+            loss = model(batch)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        kept.append(loss)
+        return loss.detach()
+
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    context = door(prefetch="4MiB")
+    recorded = Recorded(model, context, twice)
+    for batch in batches(2):
+        twin.zero_grad(set_to_none=True)
+        loss = twice(twin, batch, contextlib.nullcontext())
+        kept.pop()
+        assert_equal(recorded(batch), [loss, *gradients(twin)])
+    with pytest.raises(ebbtide.CaptureError, match="needed outside of that capture"):
+        kept[0].backward()
+    kept.clear()
+    gc.collect()
+    (batch,) = batches(1)
+    one_step(make(Tower, GPU, 1), batch, context)
+
+
+def test_an_eager_graph_needed_in_a_capture():
+    model = make(Tower, GPU)
+    context = door()
+    (batch,) = batches(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        with context:
+            loss = model(batch)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.graph(graph, stream=side),
+            pytest.raises(ebbtide.CaptureError, match="saved outside of the graph"),
+        ):
+            loss.backward()
+        del loss
+    torch.cuda.synchronize()
+
+
+def test_an_eager_graph_that_dies_in_a_capture():
+    model, other = make(Tower, GPU), make(Tower, GPU, 1)
+    twin = copy.deepcopy(model)
+    context, roomy_context = door(prefetch="8MiB"), door(window="1GiB")
+    side = torch.cuda.Stream()
+    (batch,) = batches(1)
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            one_step(model, batch, context)
+        model.zero_grad(set_to_none=True)
+        with roomy_context:
+            older = other(batch)  # all of it sent, none released: its end has copies to wait for
+        with torch.cuda.graph(graph, stream=side):
+            del older
+            loss = one_step(model, batch, context)
+    torch.cuda.current_stream().wait_stream(side)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal([loss, *gradients(model)], plain_step(twin, batch))
+
+
+def test_captured_memory_is_really_lower():
+    def pool_bytes(model, context):
+        (batch,) = batches(1, rows=16, length=256)
+        warm_up(model, batch, context)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            one_step(model, batch, context)
+        model.zero_grad(set_to_none=True)
+        return torch.cuda.memory_reserved() - before
+
+    model = make(lambda: Tower(depth=8), GPU)
+    plain = pool_bytes(model, contextlib.nullcontext())
+    torch.cuda.empty_cache()
+    context = door(**roomy())
+    ours = pool_bytes(model, context)
+    assert ours < 0.7 * plain
+    check_moved(context.stats())
+
+
+def test_without_a_step_before_all_of_a_capture_stays():
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    (batch,) = batches(1)
+    warm_up(model, batch, contextlib.nullcontext())
+    context = door()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.warns(ebbtide.EbbtideWarning, match="run a step with the same settings before"),
+        torch.cuda.graph(graph),
+    ):
+        loss = one_step(model, batch, context)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal([loss, *gradients(model)], plain_step(twin, batch))
+    stats = context.stats()
+    assert stats.kept[Reason.CAPTURE_FULL].count > 0
+    assert stats.out.count == stats.host_reserved_bytes == 0
+
+
+class Waves(nn.Module):
+    """Blocks that can be graphed one by one, and something eager after each that saves."""
+
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, heads=4) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin().exp().cos()
+        return x.square().mean()
+
+
+def graphed_layers(model):
+    samples = tuple((batch.requires_grad_(),) for batch in batches(len(model.layers)))
+    torch.cuda.make_graphed_callables(tuple(model.layers), samples)
+    model.zero_grad(set_to_none=True)
+
+
+def test_context_around_graphed_callables():
+    model = make(Waves, GPU)
+    twin = copy.deepcopy(model)
+    graphed_layers(model)
+    context = door(prefetch="8MiB")
+    for batch in batches(4):
+        batch.requires_grad_()
+        model.zero_grad(set_to_none=True)
+        loss = one_step(model, batch, context)
+        torch.cuda.synchronize()
+        assert_equal([loss, *gradients(model)], plain_step(twin, batch))
+    check_moved(context.stats())
+
+
+def test_context_around_the_making_of_graphed_callables():
+    """Forward and backward are captured apart there: nothing may move."""
+    model = make(Waves, GPU)
+    twin = copy.deepcopy(model)
+    context = door(prefetch="8MiB")
+    with context:
+        graphed_layers(model)
+    assert context.stats().kept[Reason.CAPTURING].count > 0
+    for batch in batches(3):
+        batch.requires_grad_()
+        model.zero_grad(set_to_none=True)
+        loss = one_step(model, batch, contextlib.nullcontext())
+        torch.cuda.synchronize()
+        assert_equal([loss, *gradients(model)], plain_step(twin, batch))

@@ -97,3 +97,9 @@ def test_text_is_plain_and_every_line_as_wide(stats):
 def test_fresh_stats_say_that_nothing_was_kept():
     assert ("none", "0", "0 B") in cells_of(stats_text(Stats()))
     assert "none" in printed(Stats())
+
+
+def test_what_captured_graphs_keep_is_shown_when_there_is_any(stats):
+    assert "captured" not in stats_text(stats)
+    stats.host_captured_bytes = 3 * MIB
+    assert re.search(r"of it kept for captured graphs +3.00 MiB", stats_text(stats))

@@ -1,6 +1,6 @@
 """GPUs: streams and events of torch's generic accelerator API, so CUDA, ROCm and XPU are one implementation.
 
-The one place of the package that may name a back end.
+Only this folder may name a back end.
 """
 
 import contextlib
@@ -13,12 +13,15 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._torch import cuda_is_capturing, current_stream
+from ebbtide.devices.capture import capture_of, is_captured_in_parts
 from ebbtide.devices.cpu import HostEvent
 from ebbtide.types import Wait
 
 
 class AcceleratorDevice:
     """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
+
+    has_clock = True
 
     def __init__(self, device: torch.device) -> None:
         named = cast("int | None", device.index)  # "cuda" means the current one
@@ -35,7 +38,7 @@ class AcceleratorDevice:
         return torch.Stream(device=self.torch_device)
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(device=self.torch_device, enable_timing=True)
+        event = torch.Event(device=self.torch_device, enable_timing=self.has_clock)
         event.record(stream)
         return event
 
@@ -74,11 +77,52 @@ class AcceleratorDevice:
         with stream:
             dst.copy_(src, non_blocking=True)
 
-    def is_capturing(self) -> bool:
-        return self._asks_for_capture and cuda_is_capturing()
+    def is_here(self) -> bool:
+        return not (self._asks_for_capture and cuda_is_capturing())
+
+    def capture_id(self) -> int | None:
+        return capture_of(self.current_stream())
+
+    def in_capture(self, capture: int) -> "CapturedDevice | None":
+        return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
 
     def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
-        if not isinstance(event, HostEvent):  # a host thread holds the storage itself until its copy is done
+        if isinstance(event, HostEvent):
+            return  # a host thread holds the storage itself until its copy is done
+        if self._asks_for_capture and capture_of(owner) is not None:
+            return  # the event passed before the capture began, and a graph must not wait for it
+        self.wait(owner, event, Wait.ABANDONED)
+
+
+class CapturedDevice(AcceleratorDevice):
+    """One GPU as a capture sees it: its events become parts of a graph, so they have no time and are never asked.
+
+    Args:
+        device: the GPU.
+        capture: the driver's number of a capture under way.
+    """
+
+    has_clock = False
+
+    def __init__(self, device: torch.device, capture: int) -> None:
+        super().__init__(device)
+        self._capture = capture
+        self._lanes: list[torch.Stream] = []
+
+    def new_stream(self, name: str) -> torch.Stream:
+        """torch hands out the same few streams in turn: neither the one that is captured nor another lane's."""
+        stream = super().new_stream(name)
+        while stream in self._lanes or stream == self.current_stream():
+            stream = super().new_stream(name)
+        self._lanes.append(stream)
+        return stream
+
+    def is_here(self) -> bool:
+        return self.capture_id() == self._capture
+
+    def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
+        """After the capture there is nothing to wait for: the memory is the graph's pool's."""
+        if capture_of(owner) == self._capture:
             self.wait(owner, event, Wait.ABANDONED)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError
-from ebbtide.types import Stream, StreamEvent, Wait
+from ebbtide.types import Device, Stream, StreamEvent, Wait
 
 
 class HostEvent:
@@ -86,6 +86,8 @@ def _run(work: Callable[[], object], event: HostEvent) -> None:
 class CpuDevice:
     """RAM as the device. Compute "waits" by blocking the calling thread, so a wait here is a stall of the host."""
 
+    has_clock = True
+
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
@@ -123,8 +125,14 @@ class CpuDevice:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
         stream.submit(lambda: dst.copy_(src))
 
-    def is_capturing(self) -> bool:
-        return False
+    def is_here(self) -> bool:
+        return True  # nothing here records graphs
+
+    def capture_id(self) -> int | None:
+        return None
+
+    def in_capture(self, capture: int) -> Device | None:
+        return None
 
     def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
         """Queue host work on a lane; the event carries its error to whoever waits."""

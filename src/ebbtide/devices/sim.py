@@ -22,7 +22,7 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._torch import storage_offset
-from ebbtide.types import Wait
+from ebbtide.types import Device, Wait
 
 Order = Literal["late", "early", "shuffled"]
 
@@ -97,6 +97,8 @@ class SimDevice:
         faults: what the checker found, in words; empty after a run without a race.
     """
 
+    has_clock = True
+
     def __init__(self, seed: int = 0, order: Order = "late") -> None:
         self.torch_device = torch.device("cpu")
         self.faults: list[str] = []
@@ -168,8 +170,14 @@ class SimDevice:
         stream.queue.append(task)
         self._let_some_run()
 
-    def is_capturing(self) -> bool:
-        return False
+    def is_here(self) -> bool:
+        return True  # nothing here records graphs
+
+    def capture_id(self) -> int | None:
+        return None
+
+    def in_capture(self, capture: int) -> Device | None:
+        return None
 
     def retire(self, storage: torch.UntypedStorage, event: SimEvent, owner: SimStream) -> None:
         self.wait(owner, event, Wait.ABANDONED)

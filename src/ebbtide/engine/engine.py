@@ -1,4 +1,4 @@
-"""One engine per device and store: finds or makes parcels, decides when they leave and what is fetched ahead.
+"""One engine per device, store and capture: makes parcels, decides when they leave and what is fetched ahead.
 
 Note [Windows]
 ~~~~~~~~~~~~~~
@@ -8,6 +8,8 @@ overflows: it is simply used from the device.
 Backward: a site is fetched ahead as long as what is on the device and not needed yet, plus what the node at hand
 holds, stays within `prefetch_bytes`. So nothing is fetched on top of a large last activation (logits, loss): the
 window opens when that node has freed it.
+A region that runs again asks for all it needs at once, and no node asks for anything between two such regions. So what
+it needs is fetched ahead together, if the window has room for the first of it, and does not close the window itself.
 """
 
 import sys
@@ -19,12 +21,12 @@ from typing import TypeAlias
 
 import torch
 
-from ebbtide._errors import StoreError
+from ebbtide._errors import CaptureError, StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
 from ebbtide.engine.lane import Inbound, Outbound
 from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, condense, geometry_of, odometer, span_of
-from ebbtide.engine.scope import Visit
+from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 
@@ -39,15 +41,24 @@ _Death: TypeAlias = tuple[int, int, int, int]
 
 
 class Engine:
-    """Owner of the lanes, the store and the timetable of one device."""
+    """Owner of the lanes, the store and the timetable of one device.
 
-    def __init__(self, device: Device, store: Store) -> None:
+    Args:
+        device, store: copies run on the one and end in the other.
+        lock: one engine's, for another one that takes its room from the same store.
+    """
+
+    # What a capture's engine says otherwise.
+    _full = Reason.STORE_FULL
+    _misplaced = "was saved outside of the graph that is being captured, and is needed inside"
+
+    def __init__(self, device: Device, store: Store, lock: "threading.RLock | None" = None) -> None:
         self.device = device
         self.store = store
         self._outbound = Outbound(device, store)
         self._inbound = Inbound(device, store)
         self._timetable = Timetable()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
         # Nothing but the weak references themselves: one that nobody holds would never call back.
         self._refs: set[ClaimRef] = set()
         self._by_storage: dict[int, list[weakref.ref[Claim]]] = {}
@@ -64,14 +75,12 @@ class Engine:
 
     def pack(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
         """A ticket for `t`, the `index`-th save of `visit`, or why it stays. `select` has let `t` pass."""
-        with self._lock:
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             storage = t.untyped_storage()
             if self._has_held and storage in self._held:
                 return Reason.HELD
-            if self.device.is_capturing():
-                return Reason.CAPTURING
             span = span_of(t, storage.nbytes())
             counter = odometer(t)
             claim = self._find(storage, t._version, span)
@@ -130,7 +139,7 @@ class Engine:
         self._refs.add(ref)
         try:
             if not site.is_tail and not self._outbound.send(parcel):
-                return Reason.STORE_FULL
+                return self._full
         except StoreError:
             self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
         visit.scope.ledger.stats.parcels.add(parcel.nbytes)
@@ -139,6 +148,7 @@ class Engine:
         if not span.is_gathered:
             self._by_storage.setdefault(parcel.storage_key, []).append(ref)
         site.live = ref
+        site.comes_together = visit.runs_again
         self._outbound.join(parcel)
         for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
             stuck.ledger.stats.failed.add(stuck.nbytes)
@@ -159,10 +169,18 @@ class Engine:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor as it was saved, valid on the current stream. Repeatable. Raises ModifiedError, StoreError."""
+        """The tensor as it was saved, valid on the current stream. Repeatable.
+
+        Raises ModifiedError, StoreError, CaptureError.
+        """
         ticket.check()
         parcel = ticket.parcel
-        with self._lock:
+        if not self.device.is_here():
+            raise CaptureError(
+                f"a tensor saved at {parcel.site} {self._misplaced}: capture forward and backward together in one "
+                "graph, or neither of them, or switch offloading off for what is captured in parts"
+            )
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             storage, point = self._bring(parcel)
@@ -176,18 +194,21 @@ class Engine:
                 parcel.forget_arrival()
         return ticket.geometry.view(storage, 0)
 
-    def expect(self, tickets: Sequence[Ticket]) -> None:
-        """Queue the copies in of what is about to be read on the current stream, in this order."""
-        with self._lock:
+    def expect(self, tickets: Sequence[Ticket], limits: Limits) -> None:
+        """Queue the copies in of what is about to be read on the current stream, in this order, and look ahead."""
+        if not self.device.is_here():
+            return  # whoever reads them is told
+        with self.lock:
             if self._deaths:
                 self._settle_deaths()
             home = self.device.current_stream()
-            claims = {ticket.claim: None for ticket in tickets if ticket.parcel.may_be_fetched}
-            batch = [claim for claim in claims if claim.parcel.home == home]
+            claims = dict.fromkeys(ticket.claim for ticket in tickets)
+            batch = [claim for claim in claims if self._may_fetch(claim.parcel, home)]
             for claim in batch:
                 claim.parcel.is_ahead = True
             if batch:
                 self._fetch_guessed(batch)
+            self._fetch_ahead(home, limits, 0)
 
     def _bring(self, parcel: Parcel) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too.
@@ -207,7 +228,8 @@ class Engine:
             assert parcel.arrival is not None
             storage = parcel.arrival
         if is_first_need:
-            point = self._fetch_ahead(parcel) or point
+            at_hand_bytes = 0 if parcel.site.comes_together else parcel.span.nbytes
+            point = self._fetch_ahead(parcel.home, parcel.visit.scope.limits, at_hand_bytes) or point
         return storage, point
 
     def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:
@@ -250,29 +272,32 @@ class Engine:
         claims = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
         return any(claim is not None and claim.parcel.source is storage for claim in claims)
 
-    def _fetch_ahead(self, at_hand: Parcel) -> StreamEvent | None:
+    def _fetch_ahead(self, home: Stream, limits: Limits, at_hand_bytes: int) -> StreamEvent | None:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
-        limits = at_hand.visit.scope.limits
-        room = limits.prefetch_bytes - at_hand.span.nbytes - self._ahead_bytes - self._outbound.resident_bytes
+        room = limits.prefetch_bytes - at_hand_bytes - self._ahead_bytes - self._outbound.resident_bytes
         # Not for every little room: a few small parcels at once need one wait, and most of the window is filled anyway.
         if room <= 0 or (room < limits.prefetch_bytes // _BATCHES and self._ahead_bytes > 0):
             return None
         batch: list[Claim] = []
         before, at = self._look_from()
         for _ in range(_MOST_HOPS):
-            following = at.expected_after(before)
-            if following is None:
+            following = None if at is None else at.expected_after(before)
+            if at is None or following is None:
                 break
             claim = None if following.live is None else following.live()
-            if claim is not None and claim.parcel.may_be_fetched and claim.parcel.home == at_hand.home:
+            if claim is not None and self._may_fetch(claim.parcel, home):
                 room -= claim.parcel.nbytes
-                if room < 0:
+                if room < 0 and not at.is_asked_with(following):
                     break
                 claim.parcel.is_ahead = True
                 batch.append(claim)
                 self._farthest = (at, following)
             before, at = at, following
         return self._fetch_guessed(batch) if batch else None
+
+    def _may_fetch(self, parcel: Parcel, home: Stream) -> bool:
+        # A site outlives captures: the parcel last made there may be another engine's.
+        return parcel.may_be_fetched and parcel.home == home and parcel.engine is self
 
     def _fetch_guessed(self, claims: list[Claim]) -> StreamEvent | None:
         """Fetch what nobody has asked for yet. If that fails, the need itself will say so, if it comes."""
@@ -289,10 +314,9 @@ class Engine:
                     self._ahead_bytes += parcel.nbytes
                     _tell(What.FETCHED, parcel)
 
-    def _look_from(self) -> tuple[Site | None, Site]:
+    def _look_from(self) -> tuple[Site | None, Site | None]:
         """Where to look ahead from: the last site fetched ahead while backward is still on its way there."""
         table = self._timetable
-        assert table.last is not None
         if self._farthest is not None:
             live = self._farthest[1].live
             claim = None if live is None else live()
@@ -374,7 +398,7 @@ class Engine:
     # -- figures ---------------------------------------------------------------------------------------------------
 
     def store_stats(self) -> StoreStats:
-        with self._lock:
+        with self.lock:
             return self.store.stats()
 
     def close(self) -> None:

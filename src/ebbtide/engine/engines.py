@@ -1,4 +1,4 @@
-"""The engines of one store setting, one per device, made when a device's first save comes by."""
+"""The engines of one store setting, one per device and capture, made when the first save of it comes by."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ebbtide.devices import device_for
+from ebbtide.engine.captures import CapturedEngine, engine_in_capture
 from ebbtide.engine.engine import Engine
-from ebbtide.types import Device, StoreFactory
+from ebbtide.types import Device, Reason, StoreFactory
 
 
 class Engines:
@@ -22,18 +23,28 @@ class Engines:
         self._make_store = make_store
         self._make_device = make_device
         self._engines: dict[torch.device, Engine] = {}
+        # For as long as the graphs may be replayed, and nobody tells us how long that is.
+        self._captures: dict[tuple[torch.device, int], CapturedEngine | Reason] = {}
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Engine]:
+        """Those that own a store: what captures hold is counted there."""
         return iter(list(self._engines.values()))
 
-    def on(self, device: torch.device) -> Engine:
+    def on(self, device: torch.device) -> Engine | Reason:
+        """Who moves what is saved on `device` now; the reason while that is in a capture in which nothing can move."""
         engine = self._engines.get(device)
-        return engine if engine is not None else self._make(device)
+        if engine is None:
+            engine = self._make(device)
+        return engine if engine.device.is_here() else self._in_capture(device, engine)
 
     def close(self) -> None:
-        """Free all stores. Graphs that still have parcels there can no longer run backward."""
+        """Free all stores. Graphs that still have parcels there can no longer run backward or be replayed."""
         with self._lock:
+            for captured in self._captures.values():
+                if isinstance(captured, CapturedEngine):
+                    captured.close()
+            self._captures.clear()
             for engine in self._engines.values():
                 engine.close()
             self._engines.clear()
@@ -44,3 +55,13 @@ class Engines:
                 own = self._make_device(device)
                 self._engines[device] = Engine(own, self._make_store(own))
             return self._engines[device]
+
+    def _in_capture(self, device: torch.device, engine: Engine) -> CapturedEngine | Reason:
+        capture = engine.device.capture_id()
+        if capture is None:
+            return Reason.CAPTURING
+        with self._lock:
+            found = self._captures.get((device, capture))
+            if found is None:
+                found = self._captures[device, capture] = engine_in_capture(engine, capture)
+            return found

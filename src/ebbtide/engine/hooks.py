@@ -1,7 +1,6 @@
 """The desk: what autograd calls for every save, and for every read of one."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -82,11 +81,14 @@ class Desk:
         assert isinstance(packed, Flattened)
         return self._unflatten(packed)
 
-    def expect(self, tickets: Sequence[Ticket]) -> None:
-        """These are about to be read, in this order: bring back together what is away."""
-        for engine, group in itertools.groupby(tickets, lambda ticket: ticket.parcel.engine):
-            with without_dispatch():
-                engine.expect(list(group))
+    def expect(self, tickets: Sequence[Ticket], devices: Collection[torch.device]) -> None:
+        """These are about to be read, in this order, on `devices`: bring back together what is away."""
+        scope = self.visit.scope
+        with without_dispatch():
+            for device in filter(scope.serves, devices):
+                engine = self._engines.on(device)
+                if not isinstance(engine, Reason):
+                    engine.expect([t for t in tickets if t.parcel.engine is engine], scope.limits)
 
     def unpack_part(self, part: object) -> object:
         """The tensor, if `part` is a packed one, and else `part` itself: never a tuple that is not ours."""
@@ -108,16 +110,20 @@ class Desk:
         if reason is None and visit.sites is not None and index not in visit.sites:
             reason = Reason.RECIPE
         if reason is None:
-            engine = self._engines.on(t.device)
-            if dispatch_modes():  # modes of the user need not see our copies
-                with without_dispatch():
-                    packed = engine.pack(t, visit, index)
-            else:
-                packed = engine.pack(t, visit, index)
+            packed = self._send(t, visit, index)
             if isinstance(packed, Ticket):
                 return packed
             reason = packed
         return self._keep(t, reason)
+
+    def _send(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
+        engine = self._engines.on(t.device)
+        if isinstance(engine, Reason):
+            return engine
+        if dispatch_modes():  # modes of the user need not see our copies
+            with without_dispatch():
+                return engine.pack(t, visit, index)
+        return engine.pack(t, visit, index)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
         visit = self.visit

@@ -17,6 +17,7 @@ host threads, and to wait for one is to wait for its thread).
 
 Times cost no events of their own. A lane works in order, so a copy began when the one before it had ended and what it
 waits for had passed, whichever is later; and compute stalls from the point where it begins to wait until the event.
+A capture (engine/captures.py) has no times: there the same waits are made, and nothing is asked or timed.
 """
 
 import weakref
@@ -92,9 +93,10 @@ class Outbound:
         landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
         ledger = parcel.ledger
         ledger.stats.out.add(parcel.nbytes)
-        ledger.untimed_bytes += parcel.nbytes
-        if ledger.untimed_bytes >= BYTES_A_SAMPLE:
-            ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
+        if device.has_clock:
+            ledger.untimed_bytes += parcel.nbytes
+            if ledger.untimed_bytes >= BYTES_A_SAMPLE:
+                ledger.time_copy(device, ready, self._last, landed, parcel.nbytes, is_out=True)
         parcel.landed = self._last = landed
         if ledger.listeners.all:
             ledger.listeners.tell(What.SENT, parcel.site, parcel.nbytes)
@@ -128,7 +130,7 @@ class Outbound:
             parcel = claim.parcel
             point = self._device.record(parcel.home) if point is None else point
             self.leave(parcel)
-            is_late = is_late or parcel.landed is None or not self._device.is_done(parcel.landed)
+            is_late = is_late or self._is_late(parcel.landed)
             if self._release(parcel):
                 released, last = parcel, parcel.landed
             else:
@@ -136,6 +138,10 @@ class Outbound:
         if released is not None and is_late:
             released.ledger.time_stall(self._device, point, last, is_forward=True)
         return stuck
+
+    def _is_late(self, landed: StreamEvent) -> bool:
+        """Whether compute is going to stall for it, as far as can be told; `landed` is None before the copy."""
+        return self._device.has_clock and (landed is None or not self._device.is_done(landed))
 
     def _release(self, parcel: Parcel) -> bool:
         """Home waits for `landed`, then our reference goes; False if the copy never lands and the source stays."""
@@ -171,6 +177,11 @@ class Outbound:
         if parcel.source is not None and parcel.landed is not None:
             for home in self._homes:
                 self._device.retire(parcel.source, parcel.landed, home)
+
+    def await_all(self, stream: Stream) -> None:
+        """`stream` waits for every copy so far."""
+        if self._last is not None:
+            self._device.wait(stream, self._last, Wait.JOINED)
 
 
 def _is_waiting(claim: Claim | None) -> bool:
@@ -218,7 +229,7 @@ class Inbound:
         if parcel.is_awaited:
             return
         device = self._device
-        is_late = not device.is_done(parcel.arrived)
+        is_late = device.has_clock and not device.is_done(parcel.arrived)
         if is_late and point is None:
             point = device.record(parcel.home)
         device.wait(parcel.home, parcel.arrived, Wait.ARRIVED)
@@ -231,13 +242,19 @@ class Inbound:
         if parcel.arrival is not None and not parcel.is_awaited:
             self._device.retire(parcel.arrival, parcel.arrived, parcel.home)
 
+    def await_all(self, stream: Stream) -> None:
+        """`stream` waits for every copy so far."""
+        if self._last is not None:
+            self._device.wait(stream, self._last, Wait.JOINED)
+
     def _read(self, parcel: Parcel, into: torch.Tensor, room: StreamEvent) -> StreamEvent:
         assert parcel.block is not None
         arrived = self._store.read(parcel.block, into, self._stream)
         ledger = parcel.ledger
         ledger.stats.inbound.add(parcel.nbytes)
-        ledger.untimed_bytes += parcel.nbytes
-        if ledger.untimed_bytes >= BYTES_A_SAMPLE:
-            ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
+        if self._device.has_clock:
+            ledger.untimed_bytes += parcel.nbytes
+            if ledger.untimed_bytes >= BYTES_A_SAMPLE:
+                ledger.time_copy(self._device, room, self._last, arrived, parcel.nbytes, is_out=False)
         self._last = arrived
         return arrived

@@ -51,6 +51,8 @@ class Sample:
 class Stats:
     """Totals since the door was opened first. Bytes and seconds; see the properties for rates.
 
+    A captured graph is counted when it is captured, without its times. Replays run without us and are not counted.
+
     Attributes:
         parcels: parcels made. Not all are sent: what backward is known to need at once waits on the device.
         out: parcels sent to the store.
@@ -69,6 +71,7 @@ class Stats:
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
         out_sample, in_sample: copies that were timed, from which the rates of the lanes come.
         host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
+        host_captured_bytes: of `host_bytes`, what captured graphs keep for their replays, until release_memory().
     """
 
     parcels: Tally = field(default_factory=Tally)
@@ -90,6 +93,7 @@ class Stats:
     in_sample: Sample = field(default_factory=Sample)
     host_bytes: int = 0
     host_reserved_bytes: int = 0
+    host_captured_bytes: int = 0
 
     @property
     def out_gb_per_s(self) -> float:
@@ -141,6 +145,7 @@ class Ledger:
             unable=dict(self.stats.unable),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
+            host_captured_bytes=sum(store.captured_bytes for store in stores),
         )
 
     def warn_store_failed(self, error: BaseException) -> None:
@@ -201,18 +206,25 @@ class Ledger:
             self._copies.append((device, ready, last, end, nbytes, is_out))
 
     def settle(self) -> None:
-        """Read the timings that have passed; never waits for one that has not."""
+        """Read the timings that have passed; never waits for one that has not.
+
+        While the current stream records a graph no event may be asked, not even one that is none of the graph's.
+        """
         with self._settling:
             for (device, is_forward), waits in list(self._waits.items()):
-                seconds = _passed_seconds(device, waits)
+                seconds = _passed_seconds(device, waits) if device.is_here() else 0.0
                 if is_forward:
                     self.stats.stall_forward_s += seconds
                 else:
                     self.stats.stall_backward_s += seconds
-            while self._copies and self._copies[0][0].is_done(self._copies[0][3]):
+            while self._copies and _has_passed(self._copies[0][0], self._copies[0][3]):
                 device, ready, last, end, nbytes, is_out = self._copies.popleft()
                 seconds = min(device.seconds_between(ready, end), device.seconds_between(last, end))
                 (self.stats.out_sample if is_out else self.stats.in_sample).add(nbytes, seconds)
+
+
+def _has_passed(device: Device, event: StreamEvent) -> bool:
+    return device.is_here() and device.is_done(event)
 
 
 def _passed_seconds(device: Device, waits: deque[tuple[StreamEvent, StreamEvent]]) -> float:

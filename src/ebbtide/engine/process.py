@@ -55,5 +55,8 @@ def release_memory() -> None:
 
     Between two trainings in one process. Graphs whose backward has not run yet can no longer run it: a StoreError
     says so. Handles and contexts made before work again from their next forward on.
+
+    Also what captured graphs copy to is given back. A graph (torch.cuda.CUDAGraph) that was captured with offloading
+    must not be replayed after it: it would write into memory that is somebody else's by then.
     """
     PROCESS.close()

@@ -60,15 +60,17 @@ class Visit:
     Attributes:
         next_index: of the save that comes next.
         sites: the indices of the saves that travel; None: all that may.
+        runs_again: the region will run again in backward.
     """
 
-    __slots__ = ("_slots", "next_index", "number", "region", "scope", "sites")
+    __slots__ = ("_slots", "next_index", "number", "region", "runs_again", "scope", "sites")
 
     def __init__(self, scope: "Scope", slots: Slots) -> None:
         self.scope = scope
         self.region = slots.region
         self.next_index = 0
         self.sites: frozenset[int] | None = None
+        self.runs_again = False
         self._slots = slots
         self.number = slots.take()
 

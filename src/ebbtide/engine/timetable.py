@@ -35,6 +35,7 @@ class Site:
         index: the how-manyth save of the visit.
         is_tail: backward needed it, last time, before it had left the device.
         live: the claim to the parcel that was last made here.
+        comes_together: its region runs again, and asks for all it needs at once.
         output: of an output of a dear operator: why holding it is of no use; None while that is not known.
     """
 
@@ -43,6 +44,7 @@ class Site:
         "_next_after",
         "_times_held",
         "_times_kept",
+        "comes_together",
         "index",
         "is_tail",
         "live",
@@ -59,6 +61,7 @@ class Site:
         self._times_kept = 0
         self.is_tail = False
         self.live: weakref.ref[Claim] | None = None
+        self.comes_together = False
         self.output: Output | None = None
         self._next: Site | None = None
         self._next_after: dict[Site, Site] = {}
@@ -76,6 +79,12 @@ class Site:
             return False
         self._times_kept += 1
         return self._times_kept % _TRY_AGAIN_EVERY != 0
+
+    def is_asked_with(self, other: Site) -> bool:
+        """Whether one second run of a region asks for both."""
+        return (
+            self.comes_together and other.comes_together and self.region == other.region and self.visit == other.visit
+        )
 
     def follow_with(self, before: Site | None, following: Site) -> None:
         """Learn that `following` was needed after this site, which was needed after `before`."""

@@ -74,9 +74,10 @@ class Frame:
         tensors = self._arguments.take_tensors()
         versions = [t._version for t in tensors]
         self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
+        self._devices = {t.device for t in tensors}
         self._ambient = Ambient(tensors)
         found = buffers.before()
-        hooks = _pair(self.pack, unpack)
+        hooks = hook_pair(self.pack, unpack)
         with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext():
             output = self._call(*args, **kwargs)
         self._ambient.close()
@@ -122,11 +123,11 @@ class Frame:
 
     def _run_again(self) -> None:
         again = SecondRun(self._name, self._holders, self._looks)
-        self.desk.expect(self._tickets())
+        self.desk.expect(self._tickets(), self._devices)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors
-        hooks = _pair(again.pack, again.unpack)
+        hooks = hook_pair(again.pack, again.unpack)
         with self._surroundings(), self._around(hooks.pack_hook, True), hooks:
             try:
                 self._call(*args, **kwargs)
@@ -257,5 +258,6 @@ def _lacks_value(holder: Holder | None) -> bool:
     return holder is not None and holder.value is None
 
 
-def _pair(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+def hook_pair(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks to push, hidden from the compiler, which else traces what runs between two compiled graphs."""
     return torch.autograd.graph.saved_tensors_hooks(hidden_from_compiler(pack), hidden_from_compiler(unpack))

@@ -62,6 +62,8 @@ class HeldOutputs:
 
     def __init__(self) -> None:
         self.calls: dict[Any, list[Call]] = defaultdict(list)
+        self.devices: set[torch.device] = set()
+        """Of all that was ever held."""
         self._in_order: list[Held] = []
 
     def add(self, held: Held) -> None:
@@ -152,6 +154,7 @@ class Intake:
         with counting_versions():
             parts: list[Any] = [self._desk.pack_as(t, stays) if isinstance(t, torch.Tensor) else t for t in outputs]
         held = Held(parts, sequence, site)
+        self.held.devices.update(t.device for t in tensors)
         self.held.calls[op][number] = held
         self.held.add(held)
         return held

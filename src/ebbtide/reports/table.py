@@ -62,7 +62,7 @@ def _sections(stats: Stats) -> list[Section]:
         ("saves kept on the device", _kept(stats)),
         ("stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]),
         ("link", [_rate("out", stats.out_gb_per_s), _rate("in", stats.in_gb_per_s)]),
-        ("store", [_size("held now", stats.host_bytes), _size("reserved", stats.host_reserved_bytes)]),
+        ("store", _store(stats)),
     ]
 
 
@@ -83,6 +83,13 @@ def _parcels(stats: Stats) -> list[Row]:
 def _kept(stats: Stats) -> list[Row]:
     largest_first = sorted(stats.kept.items(), key=lambda kept: -kept[1].nbytes)
     return [_tally(reason.value, tally) for reason, tally in largest_first] or [_tally("none", Tally())]
+
+
+def _store(stats: Stats) -> list[Row]:
+    rows = [_size("held now", stats.host_bytes), _size("reserved", stats.host_reserved_bytes)]
+    if stats.host_captured_bytes:
+        rows.insert(1, _size("of it kept for captured graphs", stats.host_captured_bytes))
+    return rows
 
 
 def _tally(label: str, tally: Tally) -> Row:

@@ -9,6 +9,8 @@ Note [Blocks are reused behind their last reader]
 3. Room of the very size that is asked for is handed out as it came back, unjoined: a step asks for the sizes of the
    step before. Joining happens when no room of that size is left.
 4. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined.
+5. What a captured graph takes (HostStore.lend) never comes back: its replays read and write there unseen. Inside, the
+   same rules hold among the capture's own events.
 """
 
 import bisect
@@ -71,7 +73,7 @@ class Slabs:
         self._take_back()
         return self.reserved_bytes - self.free_bytes
 
-    def take(self, nbytes: int) -> Extent | None:
+    def take(self, nbytes: int, may_grow: bool = True) -> Extent | None:
         """A block of at least `nbytes`, or None at the limit. Its `reader` has to be waited for before a write."""
         self._take_back()
         wanted = -(-nbytes // self._align_bytes) * self._align_bytes
@@ -79,7 +81,7 @@ class Slabs:
         if same:
             self.free_bytes -= wanted
             return same.pop()
-        found = self._joined_fit(wanted) or self._grown(wanted)
+        found = self._joined_fit(wanted) or (self._grown(wanted) if may_grow else None)
         return None if found is None else self._cut(found, wanted)
 
     def give_back(self, extent: Extent) -> None:

@@ -1,5 +1,7 @@
 """Host memory: pinned slabs of power-of-two size, taken while warming up and kept."""
 
+import abc
+
 import torch
 
 from ebbtide._bytes import GIB, MIB
@@ -23,19 +25,11 @@ class HostBlock:
         self.nbytes = nbytes
 
 
-class HostStore:
-    """Parcels in host memory, copied by the device itself.
+class SlabStore(abc.ABC):
+    """Parcels in slabs that `device` reads and writes itself."""
 
-    Args:
-        device: whose copies read and write here; its `host_bytes` make the slabs.
-        limit: most bytes to take, or a budget shared with other stores; beyond it `reserve` answers None.
-        smallest_slab_bytes: a power of two; slabs grow from it as the store does.
-    """
-
-    def __init__(self, device: Device, limit: int | Budget, smallest_slab_bytes: int = 64 * MIB) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._budget = limit if isinstance(limit, Budget) else Budget(limit)
-        self._smallest_slab_bytes = smallest_slab_bytes
         self._memory: list[torch.Tensor] = []
         self._slabs = Slabs(self._grow, _ALIGN_BYTES)
         self._reads = 0
@@ -73,16 +67,66 @@ class HostStore:
         assert isinstance(block, HostBlock)
         self._slabs.give_back(block.extent)
 
+    @abc.abstractmethod
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._memory.clear()
+        self._slabs.forget_blocks()
+
+    @abc.abstractmethod
+    def _grow(self, nbytes: int) -> int:
+        """Append a slab of at least `nbytes` to `_memory`; its size, or 0 if there is none to be had."""
+
+
+class HostStore(SlabStore):
+    """Parcels in host memory, copied by the device itself.
+
+    Args:
+        device: whose copies read and write here; its `host_bytes` make the slabs.
+        limit: most bytes to take, or a budget shared with other stores; beyond it `reserve` answers None.
+        smallest_slab_bytes: a power of two; slabs grow from it as the store does.
+    """
+
+    def __init__(self, device: Device, limit: int | Budget, smallest_slab_bytes: int = 64 * MIB) -> None:
+        super().__init__(device)
+        self._budget = limit if isinstance(limit, Budget) else Budget(limit)
+        self._smallest_slab_bytes = smallest_slab_bytes
+        self._captured_bytes = 0
+
+    def arena(self, device: Device) -> "HostArena":
+        """Room for one capture of `device`. What it takes is used for as long as this store is open."""
+        return HostArena(device, self)
+
+    @property
+    def reads(self) -> int:
+        """How many blocks have been read so far: the order of the latest reader."""
+        return self._reads
+
+    def lend(self, nbytes: int, reads: int) -> torch.Tensor | None:
+        """Room for a capture that began after so many `reads`, for good; None where no slab has any.
+
+        Room that was read since (a thread that trains meanwhile) may be read still, and is not for a capture.
+        """
+        extent = self._slabs.take(nbytes, may_grow=False)
+        if extent is None:
+            return None
+        if extent.reader is not None and extent.reader.order > reads:
+            self._slabs.give_back(extent)
+            return None
+        self._captured_bytes += extent.nbytes
+        return self._memory[extent.slab][extent.start : extent.end]
+
     def stats(self) -> StoreStats:
         slabs = self._slabs
-        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, self._budget.limit_bytes, slabs.growths)
+        limit_bytes = self._budget.limit_bytes
+        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, limit_bytes, slabs.growths, self._captured_bytes)
 
     def close(self) -> None:
         if not self._is_closed:
             self._budget.give_back(self._slabs.reserved_bytes)
-        self._is_closed = True
-        self._memory.clear()
-        self._slabs.forget_blocks()
+        super().close()
 
     def _grow(self, nbytes: int) -> int:
         """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
@@ -102,6 +146,26 @@ class HostStore:
             self._budget.refused(size)
             return False
         return True
+
+
+class HostArena(SlabStore):
+    """Parcels of one capture: what is given back is used again in this capture, and by nobody else ever."""
+
+    def __init__(self, device: Device, host: HostStore) -> None:
+        super().__init__(device)
+        self._host = host
+        self._reads_before = host.reads
+
+    def stats(self) -> StoreStats:
+        slabs = self._slabs
+        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, None, slabs.growths, slabs.reserved_bytes)
+
+    def _grow(self, nbytes: int) -> int:
+        room = self._host.lend(nbytes, self._reads_before)
+        if room is None:
+            return 0
+        self._memory.append(room)
+        return room.numel()
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -1,0 +1,130 @@
+"""Recipes and torch.compile: around compiled blocks, in the compiler's partition, and in one graph of all blocks."""
+
+import pytest
+import torch
+from cases import finish, make, tokens
+from support import assert_equal
+from test_compile import BACKENDS, CPU, Tower, check_no_graph_break, compile_blocks, offload, train
+from torch import nn
+from torch.nn import functional
+
+import ebbtide
+from ebbtide import Recipe
+from ebbtide.types import Reason
+
+# The compiler warns about what it does itself, and torch about checkpoints with a policy that are traced.
+pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+
+RECIPES = {
+    "keep": "keep",
+    "offload": "offload",
+    "recompute": "recompute",
+    "recompute, inputs kept": Recipe("recompute", inputs="keep"),
+    "selective": "selective",
+    "selective, outputs kept": Recipe("selective", outputs="keep"),
+    "selective, inputs kept": Recipe("selective", inputs="keep"),
+    "mixture": {"layers.*": "selective", "layers.0": "recompute", "layers.2": "keep"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    ebbtide.release_memory()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_blocks_compiled_one_by_one(backend, name):
+    plain = make(Tower, CPU)
+    compile_blocks(plain, backend)
+    expected = train(plain)
+    torch._dynamo.reset()
+
+    model = make(Tower, CPU)
+    compile_blocks(model, backend)
+    handle = offload(model, recipe=RECIPES[name])
+    assert_equal(train(model), expected)
+    check_no_graph_break()
+    stats = handle.stats()
+    assert stats.unable == {}
+    assert stats.host_bytes == 0
+    assert (Reason.RECIPE in stats.kept) == ("kept" in name or name in ("keep", "mixture"))
+    if name != "keep":
+        assert stats.inbound.count > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_one_graph_of_all_blocks_is_partitioned_by_the_recipes(backend, recipe):
+    plain = make(Tower, CPU)
+    plain.compile(backend=backend, fullgraph=True)
+    expected = train(plain)
+    torch._dynamo.reset()
+
+    moved = []
+    for given in (recipe, None):
+        model = make(Tower, CPU)
+        model.compile(backend=backend, fullgraph=True)
+        handle = offload(model, recipe=given)
+        with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
+            assert_equal(train(model), expected)
+        check_no_graph_break()
+        moved.append(handle.stats().parcels.nbytes)
+        torch._dynamo.reset()
+    assert moved[0] < moved[1]
+
+
+def test_recipes_change_between_steps():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    plain = make(Tower, CPU)
+    compile_blocks(plain, "aot_eager")
+    handle = offload(model)
+    for recipe in [*RECIPES.values(), None]:
+        handle.set_recipe(recipe)
+        assert_equal(train(model), train(plain))
+
+
+class Wide(nn.Module):
+    """Two parts with a product each, both of which the second run of a checkpoint needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self.second(functional.gelu(self.first(x)))).exp()
+
+
+class Two(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators_are_limited_to_modules_in_a_compiled_block(backend):
+    saves = {}
+    for name in ("attention", "matmul@first", "matmul@second", "matmul"):
+        torch._dynamo.reset()
+        model = make(Two, CPU)
+        compile_blocks(model, backend)
+        handle = offload(model, recipe=Recipe("selective", ops=name))
+        finish(model(tokens(CPU)), model)
+        stats = handle.stats()
+        saves[name] = stats.parcels.count + stats.shared.count
+    assert saves["matmul@first"] == saves["matmul@second"] == saves["attention"] + 3
+    assert saves["matmul"] == saves["attention"] + 6
+
+
+def test_numbered_calls_are_refused_in_a_compiled_block():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    offload(model, recipe=Recipe("selective", sites=(0,)))
+    with pytest.raises(Exception, match="this region is compiled: choose with ops="):
+        model(tokens(CPU))

@@ -78,6 +78,31 @@ def _demo(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("E8-bits", float(same[0] != same[1]), 0, "runs of the demo whose losses differ")
 
 
+def _recipes(result: dict[str, Any]) -> Iterator[Bar]:
+    modes = result["modes"]
+    ours, inputs_kept, checkpoint = modes["recompute"], modes["recompute, inputs kept"], modes["checkpoint"]
+    yield Bar("R3", _time_ratio(ours, checkpoint), 1.01, "x checkpointing's step: recompute, inputs offloaded")
+    lower_gib = min(checkpoint["act_peak_gib"], inputs_kept["act_peak_gib"]) - ours["act_peak_gib"]
+    share = lower_gib / result["inputs_but_the_last_gib"]
+    yield Bar("R3-peak", share, 0.95, "of the inputs' bytes off the peak", is_floor=True)
+    kept, torchs = modes["selective kept"], modes["torch selective"]
+    yield Bar("R4", _time_ratio(kept, torchs), 1.02, "x torch's selective checkpointing, the same operators kept")
+    yield Bar("R4-peak", kept["act_peak_gib"] / torchs["act_peak_gib"], 1.0, "x its peak")
+    yield Bar("R5", result["captured"]["ratio"], 1.01, "x the eager step: one captured graph, selective, offloaded")
+
+
+def _long_recipes(result: dict[str, Any]) -> Iterator[Bar]:
+    modes = result["modes"]
+    checkpoint = modes["checkpoint"]
+    for bar, mode, step, peak in (("R1", "selective", 0.90, 0.85), ("R2", "selective, feed-forward too", 0.85, 1.0)):
+        yield Bar(bar, _time_ratio(modes[mode], checkpoint), step, f"x checkpointing's step: {mode}")
+        yield Bar(f"{bar}-peak", modes[mode]["act_peak_gib"] / checkpoint["act_peak_gib"], peak, "x its peak")
+
+
+def _time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
+    return mode["step_ms"]["median"] / base["step_ms"]["median"]
+
+
 def _over_bound(result: dict[str, Any]) -> float:
     link = result["link"]  # of the same run: rates differ between machines
     ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
@@ -86,4 +111,12 @@ def _over_bound(result: dict[str, Any]) -> float:
     return ours["step_ms"]["median"] / max(plain["step_ms"]["median"], bound_ms)
 
 
-_JUDGES = {"A": _eager, "A-compiled": _compiled, "host-cost": _host_cost, "races": _races, "demo": _demo}
+_JUDGES = {
+    "A": _eager,
+    "A-compiled": _compiled,
+    "A-recipes": _recipes,
+    "B-32k-recipes": _long_recipes,
+    "host-cost": _host_cost,
+    "races": _races,
+    "demo": _demo,
+}

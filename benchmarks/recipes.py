@@ -1,27 +1,33 @@
-"""Recipes against checkpointing: the figures of bars R1 to R4, each workload's modes in one process on one model.
-
-python -m benchmarks.recipes [--workloads A B-32k] [--steps 5] [--out benchmarks/results] [--commit HASH]
-"""
+"""Recipes against checkpointing: what bars R1 to R5 are judged by, all modes of a workload in one process on one model."""
 
 import contextlib
 import functools
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import ebbtide
-from benchmarks.measure import steps
+from benchmarks.measure import one_step, spread, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
-from benchmarks.workloads import WORKLOADS, Workload, build
+from benchmarks.steady import transformers_does_not_ask
+from benchmarks.workloads import Workload, build
 
 Recipes = str | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 
-_DEAR = ("attention", "matmul")
-_PROJECTIONS = ("attention", "matmul@self_attn")
-# What waits for the link at most, and what is brought back ahead: about a region's worth at 32k tokens.
-_WINDOWS = {"A": "512MiB", "B-32k": "2GiB", "tiny": "1MiB"}
+DEAR = ("attention", "matmul")
+PROJECTIONS = ("attention", "matmul@self_attn")
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """A mode of ours."""
+
+    recipe: Recipes
+    settings: dict[str, object] = field(default_factory=dict[str, object])
 
 
 def spread_over(count: int, layers: int) -> list[int]:
@@ -29,33 +35,30 @@ def spread_over(count: int, layers: int) -> list[int]:
     return sorted({(2 * k + 1) * layers // (2 * count) for k in range(count)})
 
 
-def with_feed_forward(count: int, layers: int, kept: int = 0) -> dict[str, ebbtide.Recipe]:
-    """Attention and its projections everywhere, all matmuls in `count` regions, and in the last `kept` without moving."""
-    some = ebbtide.Recipe("selective", ops=_PROJECTIONS)
-    every = ebbtide.Recipe("selective", ops=_DEAR)
-    stays = ebbtide.Recipe("selective", ops=_DEAR, inputs="keep", outputs="keep")
-    chosen = dict.fromkeys(spread_over(count, layers - kept), every) | dict.fromkeys(
-        range(layers - kept, layers), stays
-    )
-    return {"layers.*": some, **{f"layers.{k}": recipe for k, recipe in chosen.items()}}
+def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
+    """Attention and its projections everywhere; in `count` regions, spread over the depth, all matmuls."""
+    some = ebbtide.Recipe("selective", ops=PROJECTIONS)
+    every = ebbtide.Recipe("selective", ops=DEAR)
+    return {"layers.*": some, **{f"layers.{k}": every for k in spread_over(count, layers)}}
 
 
-def recipes_of(workload: Workload) -> dict[str, Recipes]:
-    """By the name of the mode."""
-    if workload.name == "B-32k":
+def modes_of(workload: Workload) -> dict[str, Offloaded]:
+    """By name. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large."""
+    if workload.is_long:
+        # What is saved outside of the blocks (logits, loss, last norm) backward needs at once: it stays.
+        inside = {"include": "layers.*", "prefetch": "1GiB"}
+        some = ebbtide.Recipe("selective", ops=PROJECTIONS)
+        more = with_feed_forward(11 * workload.layers // 16, workload.layers)
         return {
-            "recompute": "recompute",
-            "selective": ebbtide.Recipe("selective", ops=_PROJECTIONS),
-            **{
-                f"selective+{n}+{k}": with_feed_forward(n, workload.layers, k)
-                for n, k in ((8, 1), (9, 1), (10, 1), (12, 1))
-            },
+            "recompute": Offloaded("recompute"),
+            "selective": Offloaded(some, {**inside, "window": "1280MiB"}),
+            "selective, feed-forward too": Offloaded(more, {**inside, "window": "4300MiB"}),
         }
     return {
-        "recompute": "recompute",
-        "recompute, inputs kept": ebbtide.Recipe("recompute", inputs="keep"),
-        "selective kept": ebbtide.Recipe("selective", ops=_DEAR, inputs="keep", outputs="keep"),
-        "selective": ebbtide.Recipe("selective", ops=_PROJECTIONS),
+        "recompute": Offloaded("recompute"),
+        "recompute, inputs kept": Offloaded(ebbtide.Recipe("recompute", inputs="keep")),
+        "selective kept": Offloaded(ebbtide.Recipe("selective", ops=DEAR, inputs="keep", outputs="keep")),
+        "selective": Offloaded(ebbtide.Recipe("selective", ops=PROJECTIONS)),
     }
 
 
@@ -76,6 +79,7 @@ def torch_selective() -> object:
 
 @contextlib.contextmanager
 def checkpointed(model: torch.nn.Module, context_fn: Callable[[], object] | None = None) -> Iterator[Context]:
+    """Every layer by torch's own checkpoint."""
     kwargs = {"use_reentrant": False} | ({} if context_fn is None else {"context_fn": context_fn})
     model.gradient_checkpointing_enable(kwargs)
     try:
@@ -85,8 +89,8 @@ def checkpointed(model: torch.nn.Module, context_fn: Callable[[], object] | None
 
 
 @contextlib.contextmanager
-def offloaded(model: torch.nn.Module, recipe: Recipes, window: str, **settings: object) -> Iterator[Context]:
-    handle = ebbtide.offload(model, recipe=recipe, window=window, prefetch=window, host_limit=HOST_LIMIT, **settings)
+def offloaded(model: torch.nn.Module, mode: Offloaded) -> Iterator[Context]:
+    handle = ebbtide.offload(model, recipe=mode.recipe, host_limit=HOST_LIMIT, **mode.settings)
     try:
         yield contextlib.nullcontext
     finally:
@@ -95,15 +99,15 @@ def offloaded(model: torch.nn.Module, recipe: Recipes, window: str, **settings: 
 
 
 def measure_recipes(workload: Workload, device: torch.device, count: int) -> dict[str, object]:
-    """Every mode of the workload."""
+    """Every mode of the workload, and one of them captured in a graph."""
     model, loss_of = build(workload, device)
     modes: dict[str, Callable[[], contextlib.AbstractContextManager[Context]]] = {}
-    if workload.name != "B-32k":
+    if not workload.is_long:
         modes["nothing"] = functools.partial(prepared, "nothing", model)
         modes["torch selective"] = functools.partial(checkpointed, model, torch_selective)
     modes["checkpoint"] = functools.partial(checkpointed, model)
-    for name, recipe in recipes_of(workload).items():
-        modes[name] = functools.partial(offloaded, model, recipe, "4GiB" if "+" in name else _WINDOWS[workload.name])
+    for name, mode in modes_of(workload).items():
+        modes[name] = functools.partial(offloaded, model, mode)
     measured: dict[str, object] = {}
     for name, mode in modes.items():
         with mode() as context:
@@ -111,14 +115,56 @@ def measure_recipes(workload: Workload, device: torch.device, count: int) -> dic
         print(workload.name, name, measured[name], flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    return {"modes": measured}
+    inputs_gib = workload.input_bytes / 2**30
+    result: dict[str, object] = {"modes": measured, "inputs_but_the_last_gib": inputs_gib * (1 - 1 / workload.layers)}
+    if not workload.is_long:
+        result["captured"] = measure_captured(workload, model, loss_of, count)
+        print(workload.name, "captured", result["captured"], flush=True)
+    return result
 
 
-if __name__ == "__main__":
-    import sys
+def measure_captured(
+    workload: Workload, model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], count: int
+) -> dict[str, object]:
+    """Eager steps of one recipe, and replays of one graph with the same step, in turns."""
+    mode = modes_of(workload)["selective"]
+    with transformers_does_not_ask(), offloaded(model, mode) as context:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                one_step(model, loss_of, context)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = loss_of()
+            loss.backward()
+        times: dict[str, list[float]] = {"eager": [], "replayed": []}
+        for _ in range(2 * count):
+            times["eager"].append(one_step(model, loss_of, context).step_ms)
+            times["replayed"].append(_replay(model, graph))
+        eager_loss = one_step(model, loss_of, context).loss
+        return {
+            **{f"{name}_ms": spread(values[2:]) for name, values in times.items()},
+            "ratio": statistics.median(times["replayed"][2:]) / statistics.median(times["eager"][2:]),
+            "losses": [eager_loss, loss.item()],
+        }
 
-    for which in sys.argv[1].split(","):
-        measure_recipes(WORKLOADS[which], torch.device("cuda"), int(sys.argv[2]))
-        ebbtide.release_memory()
-        gc.collect()
-        torch.cuda.empty_cache()
+
+def _replay(model: torch.nn.Module, graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of one replay."""
+    return one_step(model, lambda: _Replayed(graph), contextlib.nullcontext).step_ms
+
+
+class _Replayed:
+    """Stands for a loss whose forward and backward are one replay."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+
+    def backward(self) -> None:
+        pass
+
+    def item(self) -> float:
+        return 0.0

@@ -1,6 +1,7 @@
 """Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
 
-    python -m benchmarks.run [--workloads A A-compiled B] [--steps 5] [--out benchmarks/results] [--commit HASH]
+    python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--steps 5] [--out benchmarks/results]
+        [--commit HASH]
 
 All modes of a workload run in one process on one model, so that their ratios mean something.
 """
@@ -21,6 +22,7 @@ from benchmarks.facts import facts
 from benchmarks.host_cost import host_cost_us
 from benchmarks.measure import link_rate, one_step, steps
 from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
+from benchmarks.recipes import measure_recipes
 from benchmarks.steady import steady_state
 from benchmarks.workloads import WORKLOADS, Workload, build
 
@@ -32,20 +34,30 @@ def main() -> None:
     about = facts(" ".join(["python -m benchmarks.run", *_arguments()]), torch.cuda.get_device_name(), options.commit)
     link = link_rate()
     results: dict[str, dict[str, object]] = {"link": {**about, **link}}
-    results["host-cost"] = {**about, **host_cost_us(device)}
+    if options.workloads:
+        results["host-cost"] = {**about, **host_cost_us(device)}
     _write(options.out, results)
     for name in options.workloads:
         results[name] = {**about, "link": link, **_measure(WORKLOADS[name], device, options.steps)}
         _write(options.out, results)
-        ebbtide.release_memory()
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        _clean()
+    for name in options.recipes:
+        results[f"{name}-recipes"] = {**about, "link": link, **measure_recipes(WORKLOADS[name], device, options.steps)}
+        _write(options.out, results)
+        _clean()
+
+
+def _clean() -> None:
+    ebbtide.release_memory()
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="*", default=["A", "A-compiled", "B"], choices=sorted(WORKLOADS))
+    parser.add_argument("--recipes", nargs="*", default=["A", "B-32k"], choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")

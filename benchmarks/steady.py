@@ -19,7 +19,7 @@ def steady_state(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], co
     pinned = _pinned_allocations()
     allocated: list[int] = []
     is_quiet = True
-    with _transformers_does_not_ask():
+    with transformers_does_not_ask():
         for _ in range(STEPS):
             is_quiet = is_quiet and _is_quiet(loss_of, context)
             torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def _is_quiet(loss_of: Callable[[], torch.Tensor], context: Context) -> bool:
 
 
 @contextlib.contextmanager
-def _transformers_does_not_ask() -> Iterator[None]:
+def transformers_does_not_ask() -> Iterator[None]:
     """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not."""
     with mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None):
         yield

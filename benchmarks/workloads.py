@@ -21,6 +21,16 @@ class Workload:
     tokens: int
     is_compiled: bool = False
 
+    @property
+    def is_long(self) -> bool:
+        """Long enough for the link to carry most of what is dear."""
+        return self.batch * self.tokens >= 32768
+
+    @property
+    def input_bytes(self) -> int:
+        """Of all blocks together."""
+        return self.layers * self.batch * self.tokens * self.hidden * 2
+
 
 A = Workload("A", 2048, 8192, 16, 32, 8, 32000, batch=4, tokens=4096)
 A_COMPILED = Workload("A-compiled", 2048, 8192, 16, 32, 8, 32000, batch=4, tokens=4096, is_compiled=True)

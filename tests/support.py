@@ -89,7 +89,8 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
 
 
 def bits(t: torch.Tensor) -> bytes:
-    """The elements as bytes: NaNs compare too, and minus zero differs from zero."""
+    """The elements as bytes: NaNs compare too, and minus zero differs from zero. A boolean is true or false."""
+    t = t.detach().view(torch.uint8).ne(0) if t.dtype is torch.bool else t
     # clone, not contiguous(): one element of stride 0 is contiguous and cannot be viewed as bytes.
     plain = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return plain.view(torch.uint8).cpu().numpy().tobytes()

@@ -764,6 +764,39 @@ def test_a_whole_step_in_one_graph(kind, sizes, happens):
     assert stats.out == after.out  # replays are not counted
 
 
+@pytest.mark.parametrize(
+    ("recipe", "moves"),
+    [
+        ("recompute", True),
+        (ebbtide.Recipe("recompute", inputs="keep"), False),
+        ("selective", True),
+        (ebbtide.Recipe("selective", outputs="keep"), True),
+        ({"layers.*": "selective", "layers.0": "keep", "layers.1": "recompute"}, True),
+    ],
+    ids=str,
+)
+def test_a_whole_step_with_recipes_in_one_graph(recipe, moves):
+    model = make(Tower, GPU)
+    twin = copy.deepcopy(model)
+    handle = offload(model, recipe=recipe, prefetch="4MiB", include="layers.*")
+    recorded = Recorded(model, contextlib.nullcontext())
+    stats = handle.stats()
+    assert stats.recomputed.count > 0
+    assert (stats.host_captured_bytes > 0) == moves
+    for batch in batches(4):
+        assert_equal(recorded(batch), plain_step(twin, batch))
+
+
+def test_a_region_that_draws_does_not_run_again_in_a_graph():
+    model = make(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Dropout()) for _ in range(2))), GPU)
+    offload(model, recipe="recompute")
+    batch = torch.randn(512, 512, device=GPU)
+    with pytest.raises(ebbtide.CaptureError, match="draws random numbers"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(batch).sum().backward()
+    torch.cuda.synchronize()
+    model(batch).sum().backward()  # outside of a graph it can
+
+
 def test_replays_really_travel():
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)

@@ -9,7 +9,7 @@ from rich.console import Console
 from ebbtide._bytes import GIB, MIB
 from ebbtide.engine.ledger import Sample, Stats, Tally
 from ebbtide.reports.table import stats_table, stats_text
-from ebbtide.types import Reason
+from ebbtide.types import Reason, Unable
 
 
 @pytest.fixture
@@ -25,6 +25,9 @@ def stats() -> Stats:
         kept={Reason.SMALL: Tally(40, 7 * MIB), Reason.PARAMETER: Tally(60, 8 * MIB), Reason.BUFFER: Tally(1, 64)},
         unfreed=Tally(2, 9 * MIB),
         failed=Tally(1, 10 * MIB),
+        recomputed=Tally(500, 13 * GIB),
+        dropped=Tally(16, 4 * GIB),
+        unable={Unable.USER_CHECKPOINT: 5},
         stall_forward_s=0.0123,
         stall_backward_s=1.5,
         out_sample=Sample(29 * 10**9, 2.0),
@@ -47,6 +50,9 @@ ROWS = [
     ("buffer of the module", "1", "64 B"),
     ("freed nothing (held by others)", "2", "9.00 MiB"),
     ("failed to be written", "1", "10.00 MiB"),
+    ("saves that left nothing in forward", "500", "13.00 GiB"),
+    ("dear outputs that it is of no use to hold", "16", "4.00 GiB"),
+    ("not prepared: it is inside a checkpoint of the user's own", "5"),
     ("forward", "12.3 ms"),
     ("backward", "1500.0 ms"),
     ("out", "14.5 GB/s"),

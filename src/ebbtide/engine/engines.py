@@ -38,6 +38,13 @@ class Engines:
             engine = self._make(device)
         return engine if engine.device.is_here() else self._in_capture(device, engine)
 
+    def is_captured(self, device: torch.device) -> bool:
+        """Whether work given to `device` now goes into a graph that is being captured."""
+        engine = self._engines.get(device)
+        if engine is None:
+            engine = self._make(device)
+        return not engine.device.is_here()
+
     def close(self) -> None:
         """Free all stores. Graphs that still have parcels there can no longer run backward or be replayed."""
         with self._lock:

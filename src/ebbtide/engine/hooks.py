@@ -81,6 +81,10 @@ class Desk:
         assert isinstance(packed, Flattened)
         return self._unflatten(packed)
 
+    def is_captured(self, devices: Collection[torch.device]) -> bool:
+        """Whether work on one of `devices` goes into a graph that is being captured."""
+        return any(self._engines.is_captured(device) for device in filter(self.visit.scope.serves, devices))
+
     def expect(self, tickets: Sequence[Ticket], devices: Collection[torch.device]) -> None:
         """These are about to be read, in this order, on `devices`: bring back together what is away."""
         scope = self.visit.scope

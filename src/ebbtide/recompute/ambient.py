@@ -14,13 +14,19 @@ class Ambient:
 
     Random number generators are set back only where the first run has used them: most regions use none, and setting
     them costs more than the check. `close` has to be called where the first run ends.
+
+    Args:
+        tensors: what the region was given; the devices are theirs.
+        is_captured: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
+            whoever runs the region sees to it that it draws nothing there.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], is_captured: bool) -> None:
         self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(["cpu", *(t.device.type for t in tensors)])]
         self._attention = _attention_back_ends()
         self._device_mode = default_device_mode()
-        self._generators = [_Generator(device) for device in _devices(tensors)]
+        devices = [torch.device("cpu")] if is_captured else _devices(tensors)
+        self._generators = [_Generator(device) for device in devices]
 
     def close(self) -> None:
         """The first run has ended: forget the generators that it did not use."""

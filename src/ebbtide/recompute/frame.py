@@ -15,6 +15,7 @@ from ebbtide.engine.parcel import Ticket, check_unmodified
 from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.buffers import RegionBuffers, Snapshot
+from ebbtide.recompute.draws import NoDraws
 from ebbtide.recompute.outputs import Holding, Serving
 
 Pack = Callable[[torch.Tensor], Any]
@@ -67,18 +68,20 @@ class Frame:
     ) -> Any:
         """The region's output. `pack_input` takes the tensors passed to it; `holding` the dear outputs, if any.
 
-        Raises ModuleError if the region changes what it was given in place, or a buffer for the first time: it could
-        not run again.
+        Raises ModuleError if the region changes what it was given in place, or a buffer for the first time, and
+        CaptureError if it draws random numbers inside of a captured graph: it could not run again.
         """
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = [t._version for t in tensors]
         self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
         self._devices = {t.device for t in tensors}
-        self._ambient = Ambient(tensors)
+        is_captured = self.desk.is_captured(self._devices)
+        self._ambient = Ambient(tensors, is_captured)
         found = buffers.before()
         hooks = hook_pair(self.pack, unpack)
-        with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext():
+        no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
+        with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
             output = self._call(*args, **kwargs)
         self._ambient.close()
         self._snapshot: Snapshot | None = buffers.after(found)

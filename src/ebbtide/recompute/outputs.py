@@ -13,6 +13,7 @@ from ebbtide.engine.parcel import Ticket
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.dear import DearOps, is_collective, is_wait
+from ebbtide.recompute.draws import draws_on
 from ebbtide.types import Output, Reason
 
 RngState: TypeAlias = tuple[torch.device, torch.Tensor]
@@ -258,7 +259,7 @@ def _sequence_type(out: Any) -> type | None:
 
 def rng_before(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RngState | None:
     """The generator that a call about to be made may draw from, as it is now; None if it draws nothing."""
-    device = _draws_on(op, args, kwargs)
+    device = draws_on(op, args, kwargs)
     return None if device is None else (device, rng_state(device))
 
 
@@ -269,13 +270,3 @@ def rng_after(before: RngState | None) -> RngState | None:
     device, state = before
     after = rng_state(device)
     return None if torch.equal(state, after) else (device, after)
-
-
-def _draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """The device whose generator this call draws from; None if it draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return None
-    values = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    if values.get("dropout_p", 1.0) == 0.0:
-        return None  # attention, mostly: it can draw, and does not
-    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)

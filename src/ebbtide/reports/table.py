@@ -60,6 +60,7 @@ def _sections(stats: Stats) -> list[Section]:
     return [
         ("parcels", _parcels(stats)),
         ("saves kept on the device", _kept(stats)),
+        *_regions(stats),
         ("stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]),
         ("link", [_rate("out", stats.out_gb_per_s), _rate("in", stats.in_gb_per_s)]),
         ("store", _store(stats)),
@@ -83,6 +84,16 @@ def _parcels(stats: Stats) -> list[Row]:
 def _kept(stats: Stats) -> list[Row]:
     largest_first = sorted(stats.kept.items(), key=lambda kept: -kept[1].nbytes)
     return [_tally(reason.value, tally) for reason, tally in largest_first] or [_tally("none", Tally())]
+
+
+def _regions(stats: Stats) -> list[Section]:
+    """Of regions that run again, where there are any."""
+    rows = [
+        _tally("saves that left nothing in forward", stats.recomputed),
+        _tally("dear outputs that it is of no use to hold", stats.dropped),
+        *(Row(f"not prepared: {why.value}", str(count), "") for why, count in stats.unable.items()),
+    ]
+    return [("regions that run again", rows)] if stats.recomputed.count or stats.unable else []
 
 
 def _store(stats: Stats) -> list[Row]:

@@ -1,0 +1,48 @@
+"""Which calls of operators draw random numbers, and what becomes of them where they could not be drawn again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide._errors import CaptureError
+
+
+def draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device whose generator this call draws from; None if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return None
+    arguments = op._schema.arguments
+    # What equals its default is not passed to a mode at all.
+    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    if values.get("dropout_p") == 0.0:
+        return None  # attention, mostly: it can draw, and does not
+    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+
+
+class NoDraws(TorchDispatchMode):
+    """Around a region's first run inside of a captured graph, where a generator cannot be set back."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self._region = region
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = draws_on(op, args, kwargs)
+        if device is not None and device.type != "cpu":
+            raise CaptureError(
+                f"{self._region} draws random numbers ({op}) while a graph is captured, and could not draw the same "
+                "ones when it runs again: give it the recipe 'keep' or 'offload', or switch its dropout off"
+            )
+        return op(*args, **kwargs)

@@ -3,13 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format gpu bench clean
+.PHONY: demo test test-torch check format gpu bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+# The suite on another release of torch, in a venv of its own: make test-torch TORCH=2.12.0. Several GB, for the index
+# has other releases with CUDA only; they run without a GPU too.
+TORCH ?= 2.12.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: $(OTHER)/ready
+	$(OTHER)/bin/python -m pytest
+
+$(OTHER)/ready: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install -q torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install -q -c $(OTHER)/constraints.txt torch==$(TORCH) -e '.[dev]'
+	touch $@
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -41,4 +56,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist

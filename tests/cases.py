@@ -6,6 +6,7 @@ tests/gpu/test_gpu.py on an accelerator.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ import torch
 from support import Boom
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Door: TypeAlias = contextlib.AbstractContextManager[Any]
 Case: TypeAlias = Callable[[Door, torch.device], list[torch.Tensor]]
@@ -481,6 +482,48 @@ def reentrant_checkpoint_inside(door, device):
     return _checkpointed_layers(door, device, use_reentrant=True)
 
 
+def checkpoint_of_containers(door, device):
+    """Its tensors are in a tuple, in keywords and bound to the function; random numbers of their device are drawn."""
+    model = make(Transformer, device)
+    noise = Data(device, 1)
+    torch.manual_seed(0)
+
+    def part(pair, *, layer, scale):
+        return functional.dropout(layer(pair[0]) * scale + pair[1], 0.2)
+
+    with door:
+        x = model.embedding(tokens(device))
+        for layer in model.layers:
+            bound = functools.partial(part, scale=noise.tensor(16).exp())
+            x = checkpoint(bound, (x, x * 0.5), layer=layer, use_reentrant=False)
+        loss = model.head(x).exp().mean()
+    return finish(loss, model)
+
+
+def checkpoint_with_outputs_away(door, device):
+    """Its policy wants what is drawn and the products offloaded: torch alone runs them again."""
+    model = make(Transformer, device)
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    drawn = {torch.ops.aten.rand_like.default, torch.ops.aten.native_dropout.default}
+    torch.manual_seed(0)
+
+    def policy(ctx, op, *args, **kwargs):
+        away = op in products or op in drawn
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if away else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def part(layer, x):
+        x = functional.dropout(layer(x), 0.2)
+        return functional.dropout((x + torch.rand_like(x)).sin(), 0.2)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    with door:
+        x = model.embedding(tokens(device))
+        for layer in model.layers:
+            x = checkpoint(part, layer, x, use_reentrant=False, context_fn=contexts)
+        loss = model.head(x).exp().mean()
+    return finish(loss, model)
+
+
 def _checkpointed_layers(door, device, use_reentrant):
     model = make(Transformer, device)
     with door:
@@ -522,6 +565,7 @@ CASES: list[Case] = [
     plain_step, backward_inside, three_steps, accumulation, retained_twice, double_backward, second_order_outside,
     two_forwards_oldest_first, two_forwards_newest_first, dropped_graph, partial_backward, exception_in_forward,
     exception_in_backward, no_grad_and_eval_between, nested_doors, two_models, adversaries,
+    checkpoint_of_containers, checkpoint_with_outputs_away,
     checkpoint_inside, reentrant_checkpoint_inside, checkpoint_outside, reentrant_checkpoint_outside,
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from ebbtide.engine.scope import Visit
 from ebbtide.plan import Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.buffers import RegionBuffers
-from ebbtide.recompute.compiled import Modules, Traced
+from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
 from ebbtide.recompute.frame import Frame, Pack, hook_pair
 from ebbtide.recompute.outputs import Holding
@@ -315,6 +315,8 @@ class InnerMark(Mark):
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The compiled graph itself runs again what its policy does not hold; what it holds is saved by one node."""
+        if recipe.sites is not None:
+            raise sites_refused()  # before there is anything to undo: a policy raises in the middle of a trace
         if not session.packs_here:
             return call(*args, **kwargs)
         desk = session.desk

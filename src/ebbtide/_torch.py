@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -60,6 +61,21 @@ def top_pack_hook() -> object:
     """The pack hook that is active now; None if there is none."""
     top: Any = _autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[0]
+
+
+def top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The pair of saved-tensor hooks that is active now; None if there is none."""
+    return _autograd._top_saved_tensors_default_hooks(False)
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """The TorchDispatchModes that are active, the innermost last."""
+    return cast("list[Any]", _get_current_dispatch_mode_stack())
+
+
+def is_proxy_traced() -> bool:
+    """Whether operations are being written down for a graph (make_fx, AOTAutograd) instead of only run."""
+    return cast(Any, torch._C)._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def counting_versions() -> Any:

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch
 
-from ebbtide import _knobs
+from ebbtide import _checkpoint, _knobs
 from ebbtide._events import Listener
 from ebbtide.config import Mode, OffloadConfig, make_config
 from ebbtide.engine.engines import Engines
@@ -33,6 +33,7 @@ class OffloadActivations:
     def __enter__(self) -> "OffloadActivations":
         hooks = None
         if self._config.mode != "off" and not _knobs.is_disabled():
+            _checkpoint.install()
             desk = Desk(self._engines, self._scope.visit(""))
             hooks = desk.hooks()
             hooks.__enter__()

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from ebbtide import _knobs
+from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, Recipes, RootMark, Session, TrailMark
@@ -157,6 +157,7 @@ class OffloadHandle:
         for mark in self._all_marks():
             mark.stand_outside()  # a block may have been compiled after `offload`
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
+        _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
         desk.stays = Reason.OUTSIDE if self._config.include else None
         hooks = desk.hooks()

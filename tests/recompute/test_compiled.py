@@ -126,5 +126,5 @@ def test_numbered_calls_are_refused_in_a_compiled_block():
     model = make(Tower, CPU)
     compile_blocks(model, "aot_eager")
     offload(model, recipe=Recipe("selective", sites=(0,)))
-    with pytest.raises(Exception, match="this region is compiled: choose with ops="):
+    with pytest.raises(ebbtide.ModuleError, match="this region is compiled: choose with ops="):
         model(tokens(CPU))

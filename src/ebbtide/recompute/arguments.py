@@ -43,7 +43,7 @@ class Arguments:
             if slot == len(self._tensors):
                 self._tensors.append(leaf)
             return _Slot(slot)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.nn.Module):
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
             tree = self._take_apart(fields)
             return _Dataclass(leaf, tree) if tree.has_tensors else leaf
@@ -80,7 +80,7 @@ class _Dataclass:
     def __post_init__(self) -> None:
         shell = copy.copy(self.original)
         for f in dataclasses.fields(shell):
-            if f.name in vars(shell):
+            if hasattr(shell, f.name):  # not `in vars(shell)`: one with slots has no such dict
                 object.__setattr__(shell, f.name, None)
         object.__setattr__(self, "original", shell)
 

@@ -57,9 +57,7 @@ class Traced:
 def _policy(dear: DearOps, modules: Modules, has_sites: bool) -> Callable[..., CheckpointPolicy]:
     def policy(_context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if has_sites:
-            raise ModuleError(
-                "sites= of a selective recipe numbers calls as they run, and this region is compiled: choose with ops="
-            )
+            raise sites_refused()
         is_dear = dear.may_be(op) and dear.is_dear(op, args, kwargs, _inside(modules))
         return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -71,6 +69,12 @@ def _inside(modules: Modules) -> set[str]:
     stack: Mapping[str, Any] = tracing.current_meta.get("nn_module_stack") or {}
     ids = {key.split("@")[0] for key in stack}
     return {pattern for pattern, meant in modules.items() if meant & ids}
+
+
+def sites_refused() -> ModuleError:
+    return ModuleError(
+        "sites= of a selective recipe numbers calls as they run, and this region is compiled: choose with ops="
+    )
 
 
 def compiler_id(module: torch.nn.Module) -> str:

@@ -78,7 +78,7 @@ class DearOps:
     def _of(self, op: Any) -> tuple[_Condition, ...]:
         conditions = self._conditions.get(op)
         if conditions is None:
-            conditions = () if _returns_no_new_memory(op) else tuple(_conditions(op, self._choices))
+            conditions = () if returns_no_new_memory(op) else tuple(_conditions(op, self._choices))
             self._conditions[op] = conditions
         return conditions
 
@@ -139,7 +139,7 @@ def _asks(predicate: Predicate) -> _Condition:
     return condition
 
 
-def _returns_no_new_memory(op: Any) -> bool:
+def returns_no_new_memory(op: Any) -> bool:
     """It changes an argument or returns a view of one: a result handed out in its place would not."""
     schema = getattr(op, "_schema", None)
     return schema is not None and (schema.is_mutable or any(r.alias_info is not None for r in schema.returns))

@@ -48,7 +48,7 @@ class Frame:
     def __init__(self, name: str, call: Callable[..., Any], desk: Desk, around: Around) -> None:
         self._name = name
         self._call = call
-        self._desk = desk
+        self.desk = desk
         self._around = around
         self._holders: list[weakref.ref[Holder]] = []
         self._looks: list[_Looks] = []
@@ -76,7 +76,7 @@ class Frame:
         versions = [t._version for t in tensors]
         self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
         self._devices = {t.device for t in tensors}
-        is_captured = self._desk.is_captured(self._devices)
+        is_captured = self.desk.is_captured(self._devices)
         self._ambient = Ambient(tensors, is_captured)
         found = buffers.before()
         hooks = hook_pair(self.pack, unpack)
@@ -89,7 +89,7 @@ class Frame:
         self._held = None if holding is None else holding.held
         if self._held is not None:
             self._held.drop_modified()
-        self._desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
+        self.desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
         return output
 
     def pack(self, t: torch.Tensor) -> Holder:
@@ -125,9 +125,9 @@ class Frame:
         return value
 
     def _run_again(self) -> None:
-        again = _SecondRun(self._name, self._holders, self._looks)
-        self._desk.expect(self._tickets(), self._devices)
-        tensors = [packed_input.read(self._desk) for packed_input in self._inputs]
+        again = SecondRun(self._name, self._holders, self._looks)
+        self.desk.expect(self._tickets(), self._devices)
+        tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors
         hooks = hook_pair(again.pack, again.unpack)
@@ -149,7 +149,7 @@ class Frame:
             if self._snapshot is not None:
                 stack.enter_context(self._snapshot.restored())
             if self._held is not None:
-                stack.enter_context(Serving(self._held, self._desk))
+                stack.enter_context(Serving(self._held, self.desk))
             yield
 
     def _tickets(self) -> list[Ticket]:
@@ -190,12 +190,12 @@ class _Input(NamedTuple):
 class _EnoughError(Exception):
     """The second run has come to the last save that anybody needs."""
 
-    def __init__(self, run: "_SecondRun") -> None:
+    def __init__(self, run: "SecondRun") -> None:
         super().__init__("a region's second run ends here; code inside of it must not catch this")
         self.run = run
 
 
-class _SecondRun:
+class SecondRun:
     """Gives the saves of a second run to the holders with the same numbers."""
 
     def __init__(self, name: str, holders: list[weakref.ref[Holder]], looks: list[_Looks]) -> None:

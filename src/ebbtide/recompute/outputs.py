@@ -16,6 +16,9 @@ from ebbtide.recompute.dear import DearOps, is_collective, is_wait
 from ebbtide.recompute.draws import draws_on
 from ebbtide.types import Output, Reason
 
+RngState: TypeAlias = tuple[torch.device, torch.Tensor]
+"""A device, and the state of its generator."""
+
 
 class Held:
     """The outputs of one call of a dear operator.
@@ -33,7 +36,7 @@ class Held:
         self.parts = parts
         self.sequence = sequence
         self.site = site
-        self.rng_after: tuple[torch.device, torch.Tensor] | None = None
+        self.rng_after: RngState | None = None
 
     @property
     def is_unmodified(self) -> bool:
@@ -60,6 +63,8 @@ class HeldOutputs:
 
     def __init__(self) -> None:
         self.calls: dict[Any, list[Call]] = defaultdict(list)
+        self.devices: set[torch.device] = set()
+        """Of all that was ever held."""
         self._in_order: list[Held] = []
 
     def add(self, held: Held) -> None:
@@ -68,6 +73,10 @@ class HeldOutputs:
     def tickets(self) -> list[Ticket]:
         """Of what is held and travels, in the order in which it was produced."""
         return [ticket for held in self._in_order for ticket in held.tickets()]
+
+    def devices_drawn_on(self) -> set[torch.device]:
+        """Those whose random numbers calls of what is held have drawn."""
+        return {held.rng_after[0] for held in self._in_order if held.rng_after is not None}
 
     def drop_modified(self) -> None:
         """Let go of what was changed in place since: the operator will run again instead."""
@@ -94,6 +103,64 @@ class HeldOutputs:
         self._in_order = [other for other in self._in_order if other is not held]
 
 
+class Intake:
+    """Packs outputs of operators as they come, call by call.
+
+    Every call of an operator that may be held has to be counted, one that raises too: it is known by its number.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.held = HeldOutputs()
+        self._desk = desk
+        self._pending: list[tuple[torch.Tensor, Any, int, Reason | None]] = []
+
+    def count(self, op: Any) -> None:
+        """A call is made: unless `take` follows, it will run again."""
+        self.held.calls[op].append(None)
+
+    def take(self, op: Any, out: Any, stays: Reason | None, rng_after: RngState | None = None) -> None:
+        """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`."""
+        number = len(self.held.calls[op]) - 1
+        if is_collective(op):
+            self._pending.append((out, op, number, stays))  # its bytes are there when somebody has waited for them
+            return
+        held = self._hold(op, number, out, stays)
+        if held is not None:
+            held.rng_after = rng_after
+
+    def note_wait(self, op: Any, out: Any) -> None:
+        """A call of some other operator returned `out`: if it is a collective that somebody waited for, hold it now."""
+        if not self._pending or not is_wait(op):
+            return
+        for entry in self._pending:
+            result, collective, number, stays = entry
+            if result is out or result.untyped_storage()._cdata == out.untyped_storage()._cdata:
+                self._pending.remove(entry)
+                self._hold(collective, number, result, stays)
+                return
+
+    def _hold(self, op: Any, number: int, out: Any, stays: Reason | None) -> Held | None:
+        sequence = _sequence_type(out)
+        outputs: list[Any] = [out] if sequence is None else list(out)
+        visit = self._desk.visit
+        site = visit.site(visit.next_index)
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
+            return None  # lists in lists: no operator of the classes, and run again it is right too
+        if site.output is not None:
+            visit.next_index += len(tensors)  # numbers stay what they are
+            visit.scope.ledger.stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
+            self.held.calls[op][number] = site
+            return None
+        with counting_versions():
+            parts: list[Any] = [self._desk.pack_as(t, stays) if isinstance(t, torch.Tensor) else t for t in outputs]
+        held = Held(parts, sequence, site)
+        self.held.devices.update(t.device for t in tensors)
+        self.held.calls[op][number] = held
+        self.held.add(held)
+        return held
+
+
 class Holding(TorchDispatchMode):
     """Around a region's forward: packs the outputs of dear operators as they come.
 
@@ -108,15 +175,14 @@ class Holding(TorchDispatchMode):
 
     def __init__(self, desk: Desk, dear: DearOps, stays: Reason | None, sites: tuple[int, ...] | None) -> None:
         super().__init__()
-        self.held = HeldOutputs()
+        self._intake = Intake(desk)
+        self.held = self._intake.held
         self.inside: Counter[str] = Counter()
         """How deep the forward is inside the modules that some of `dear` are limited to."""
-        self._desk = desk
         self._dear = dear
         self._stays = stays
         self._sites = None if sites is None else frozenset(sites)
         self._dear_calls = 0
-        self._pending: list[tuple[torch.Tensor, Any, int]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,62 +195,19 @@ class Holding(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._dear.may_be(op):
             out = op(*args, **kwargs)
-            if self._pending and is_wait(op):
-                self._hold_awaited(out)
+            self._intake.note_wait(op, out)
             return out
-        calls = self.held.calls[op]
+        self._intake.count(op)
         if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
-            calls.append(None)
             return op(*args, **kwargs)
-        device = draws_on(op, args, kwargs)
-        before = None if device is None else rng_state(device)
+        before = rng_before(op, args, kwargs)
         out = op(*args, **kwargs)
-        calls.append(None)
-        if is_collective(op):
-            self._pending.append((out, op, len(calls) - 1))  # its bytes are there when somebody has waited for them
-            return out
-        held = self._hold(op, len(calls) - 1, out)
-        if held is not None and device is not None:
-            after = rng_state(device)
-            held.rng_after = None if before is None or torch.equal(before, after) else (device, after)
+        self._intake.take(op, out, self._stays, rng_after(before))
         return out
 
     def _is_chosen(self) -> bool:
         self._dear_calls += 1
         return self._sites is None or self._dear_calls - 1 in self._sites
-
-    def _hold(self, op: Any, number: int, out: Any) -> Held | None:
-        sequence = _sequence_type(out)
-        outputs: list[Any] = [out] if sequence is None else list(out)
-        visit = self._desk.visit
-        site = visit.site(visit.next_index)
-        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-        if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
-            return None  # lists in lists: no operator of the classes, and run again it is right too
-        if site.output is not None:
-            visit.next_index += len(tensors)  # numbers stay what they are
-            visit.scope.ledger.stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
-            self.held.calls[op][number] = site
-            return None
-        with counting_versions():
-            parts: list[Any] = [
-                self._desk.pack_as(t, self._stays) if isinstance(t, torch.Tensor) else t for t in outputs
-            ]
-        held = Held(parts, sequence, site)
-        self.held.calls[op][number] = held
-        self.held.add(held)
-        return held
-
-    def _part(self, output: Any) -> Any:
-        return self._desk.pack_as(output, self._stays) if isinstance(output, torch.Tensor) else output
-
-    def _hold_awaited(self, out: torch.Tensor) -> None:
-        for entry in self._pending:
-            result, op, number = entry
-            if result is out or result.untyped_storage()._cdata == out.untyped_storage()._cdata:
-                self._pending.remove(entry)
-                self._hold(op, number, result)
-                return
 
 
 class Serving(TorchDispatchMode):
@@ -232,3 +255,18 @@ class Serving(TorchDispatchMode):
 
 def _sequence_type(out: Any) -> type | None:
     return next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
+
+
+def rng_before(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RngState | None:
+    """The generator that a call about to be made may draw from, as it is now; None if it draws nothing."""
+    device = draws_on(op, args, kwargs)
+    return None if device is None else (device, rng_state(device))
+
+
+def rng_after(before: RngState | None) -> RngState | None:
+    """The same generator behind the call, if it did draw."""
+    if before is None:
+        return None
+    device, state = before
+    after = rng_state(device)
+    return None if torch.equal(state, after) else (device, after)

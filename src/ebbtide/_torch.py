@@ -70,6 +70,14 @@ def default_device_mode() -> Any:
     return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
+def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an in-place change of one is seen on the other. Looked at by making one change and taking it back."""
+    before = a._version
+    with cast(Any, torch.autograd)._unsafe_preserve_version_counter(b):
+        torch.autograd.graph.increment_version(b)
+        return a._version != before
+
+
 def storage_offset(t: torch.Tensor) -> int:
     return cast(int, t.storage_offset())
 

@@ -80,7 +80,7 @@ class _Dataclass:
     def __post_init__(self) -> None:
         shell = copy.copy(self.original)
         for f in dataclasses.fields(shell):
-            if f.name in vars(shell):
+            if hasattr(shell, f.name):
                 object.__setattr__(shell, f.name, None)
         object.__setattr__(self, "original", shell)
 

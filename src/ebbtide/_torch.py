@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,10 +65,15 @@ def counting_versions() -> Any:
     return cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
-def default_device_mode() -> Any:
-    """The `with torch.device(...)` that is active, or None."""
+def default_device() -> torch.device | None:
+    """Of the `with torch.device(...)` that is active, or None."""
     modes = reversed(_get_current_function_mode_stack())
-    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """The TorchDispatchModes that are active, innermost last."""
+    return cast("list[Any]", _get_current_dispatch_mode_stack())
 
 
 def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -234,6 +234,17 @@ def in_place_operations(door, device):
     return finish(loss, x, w)
 
 
+def parts_changed_apart(door, device):
+    """Each part counts its changes for itself, over memory that all share: what gates of recurrent cells do."""
+    data = Data(device)
+    x, w = data.leaf(6, 8), data.leaf(8, 16)
+    with door:
+        a, b, c, d = torch.unsafe_chunk(x @ w, 4, -1)
+        loss = (a.sigmoid_() * b.tanh_() + c.sigmoid_() * d.mul_(0.5).exp_()).sin().sum()
+        del a, b, c, d
+    return finish(loss, x, w)
+
+
 def batch_norm(door, device):
     net = make(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)), device)
     with door:
@@ -560,8 +571,8 @@ def _checkpointed_door(door, device, use_reentrant):
 
 CASES: list[Case] = [
     one_input_of_three, chunked_qkv, expanded, column_of_a_wide_matrix, transposed, channels_last, offset_views,
-    complex_numbers, dropout, masks, in_place_operations, batch_norm, weights_and_transposes, tied_weights,
-    bfloat16_autocast, saved_attributes_read_twice,
+    complex_numbers, dropout, masks, in_place_operations, parts_changed_apart, batch_norm, weights_and_transposes,
+    tied_weights, bfloat16_autocast, saved_attributes_read_twice,
     plain_step, backward_inside, three_steps, accumulation, retained_twice, double_backward, second_order_outside,
     two_forwards_oldest_first, two_forwards_newest_first, dropped_graph, partial_backward, exception_in_forward,
     exception_in_backward, no_grad_and_eval_between, nested_doors, two_models, adversaries,

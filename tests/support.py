@@ -17,6 +17,7 @@ from ebbtide.devices.sim import SimDevice
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.scope import Limits, Scope
+from ebbtide.module import OffloadHandle
 from ebbtide.stores.host import HostStore
 from ebbtide.types import StoreFactory
 
@@ -65,6 +66,28 @@ class Rig:
         """Without what graphs that were captured keep for ever."""
         stats = engine.store_stats()
         return stats.used_bytes - stats.captured_bytes
+
+
+class HandleRig(Rig):
+    """The same for the door with a model: handles over one device and store."""
+
+    def __init__(self, device=None, **settings) -> None:
+        small = {"make_store": lambda own: HostStore(own, 2**24, smallest_slab_bytes=2**14)}
+        super().__init__(device, **(small | settings))
+        self.handles: list[OffloadHandle] = []
+
+    def offload(self, module: torch.nn.Module, recipe=None) -> OffloadHandle:
+        """Everything may move, as with `ebbtide.offload`."""
+        handle = OffloadHandle(module, OffloadConfig(), self.engines, Scope(self.scope.limits, lambda _: True))
+        handle.install()
+        handle.set_recipe(recipe)
+        self.handles.append(handle)
+        return handle
+
+    def check_no_races(self) -> None:
+        if isinstance(self.device, SimDevice):
+            self.device.finish()
+            assert self.device.faults == []
 
 
 def leaves(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -421,13 +421,14 @@ class _PolicyHolding(TorchDispatchMode):
                 self._intake.count(op)  # torch will let this call through in the second run
         if answer in _AWAY and not returns_no_new_memory(op):
             self._outputs.held = self._intake.held
-            self._intake.take(op, out, self._outputs.desk.stays, rng_after(before))
-        self._intake.note_wait(op, out)
+            self._intake.take(op, args, out, self._outputs.desk.stays, rng_after(before))
+        self._intake.follow(op, args, out)
         return out
 
     def close(self) -> None:
         """The forward is over."""
         self._selective.policy_fn = self._policy
+        self._intake.close()
         self._intake.held.drop_modified()
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:

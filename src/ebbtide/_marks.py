@@ -26,11 +26,11 @@ from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
 from ebbtide.plan import Recipe
 from ebbtide.recompute.arguments import Arguments
-from ebbtide.recompute.buffers import RegionBuffers
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
 from ebbtide.recompute.frame import Frame, Pack, hook_pair
 from ebbtide.recompute.outputs import Holding
+from ebbtide.recompute.state import RegionState
 from ebbtide.types import Reason, Unable
 
 Recipes = Mapping[str, Recipe]
@@ -269,13 +269,17 @@ class InnerMark(Mark):
         self._region = region
         self._traced.follow(recipe, dear, modules)
         if self._forward is None:
-            self._buffers = RegionBuffers(self._module)
+            self._state = RegionState(self._name, self._module)
             self._forward = _RegionForward(self, self._module, self._traced)
 
     def remove(self) -> None:
         super().remove()
         if self._forward is not None:
             self._forward.remove()
+
+    def standing_again(self) -> contextlib.AbstractContextManager[object]:
+        """After `remove`, for the second run of a region around this one, which counts on it."""
+        return contextlib.nullcontext() if self._forward is None else self._forward.in_place()
 
     @property
     def _name(self) -> str:
@@ -309,7 +313,7 @@ class InnerMark(Mark):
                 return self._handle.second_run(visit, recipes, pack_hook)
             return session.inside(pack_hook, holding)
 
-        return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._buffers)
+        return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
 
     def _run_partitioned(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -371,9 +375,21 @@ class _RegionForward:
         module.forward = forward
 
     def remove(self) -> None:
-        if self._module.__dict__.get("forward") is not self._forward:
-            return  # somebody has wrapped it since; without a session ours does nothing
-        if self._was is not None:
-            self._module.forward = self._was
+        if self._module.__dict__.get("forward") is self._forward:
+            self._put(self._was)
+        # else somebody has wrapped it since; without a session ours does nothing
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None, None, None]:
+        now = cast("Callable[..., Any] | None", self._module.__dict__.get("forward"))
+        self._put(self._forward)
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def _put(self, forward: Callable[..., Any] | None) -> None:
+        if forward is not None:
+            self._module.forward = forward
         else:
-            del self._module.forward
+            self._module.__dict__.pop("forward", None)

@@ -68,11 +68,6 @@ def top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
-def dispatch_mode_stack() -> list[Any]:
-    """The TorchDispatchModes that are active, the innermost last."""
-    return cast("list[Any]", _get_current_dispatch_mode_stack())
-
-
 def is_proxy_traced() -> bool:
     """Whether operations are being written down for a graph (make_fx, AOTAutograd) instead of only run."""
     return cast(Any, torch._C)._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
@@ -86,10 +81,23 @@ def counting_versions() -> Any:
     return cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
-def default_device_mode() -> Any:
-    """The `with torch.device(...)` that is active, or None."""
+def default_device() -> torch.device | None:
+    """Of the `with torch.device(...)` that is active, or None."""
     modes = reversed(_get_current_function_mode_stack())
-    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def dispatch_mode_stack() -> list[Any]:
+    """The TorchDispatchModes that are active, innermost last."""
+    return cast("list[Any]", _get_current_dispatch_mode_stack())
+
+
+def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an in-place change of one is seen on the other. Looked at by making one change and taking it back."""
+    before = a._version
+    with cast(Any, torch.autograd)._unsafe_preserve_version_counter(b):
+        torch.autograd.graph.increment_version(b)
+        return a._version != before
 
 
 def is_called_from(function: Callable[..., Any]) -> bool:

@@ -49,6 +49,7 @@ class OffloadHandle:
         self._root_mark: RootMark | None = None
         self._marks: dict[torch.nn.Module, InnerMark] = {}
         self._trails: list[TrailMark] = []
+        self._former_marks: list[InnerMark] = []
         self._recipes: Recipes = {}
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self.regions = find_regions(module)
@@ -71,6 +72,7 @@ class OffloadHandle:
         for mark in self._all_marks():
             mark.remove()
         self._root_mark = None
+        self._former_marks += self._marks.values()
         self._marks.clear()
         self._trails.clear()
         if self._module.__dict__.get(_ATTRIBUTE) is self:
@@ -139,11 +141,14 @@ class OffloadHandle:
     def second_run(self, visit: Visit, recipes: Recipes, pack_hook: object) -> Generator[None, None, None]:
         """A region runs again in backward, in the thread that backward runs in."""
         desk = Desk(self._engines, visit)
-        self._stack().append(Session(desk, recipes, pack_hook))
-        try:
-            yield
-        finally:
-            self._stack().pop()
+        with contextlib.ExitStack() as stack:
+            for mark in self._former_marks:  # removed since: a graph under way goes by what its forward went by
+                stack.enter_context(mark.standing_again())
+            self._stack().append(Session(desk, recipes, pack_hook))
+            try:
+                yield
+            finally:
+                self._stack().pop()
 
     def session(self) -> Session | None:
         stack = self._stack()

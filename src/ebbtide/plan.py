@@ -36,8 +36,8 @@ class Recipe:
         outputs: for selective: the same for the outputs of dear operators.
         ops: for selective: which operators are dear. A class of OP_CLASSES ("matmul"), a class inside some of the
             region's modules ("matmul@self_attn", with a name or pattern as in `include`), or a function
-            `predicate(op, *args, **kwargs) -> bool`. Operators that change an argument or return a view of one are
-            never dear.
+            `predicate(op, *args, **kwargs) -> bool`. Casts are never dear, nor are operators that change an argument
+            or return a view of one.
         sites: for offload: the indices of the saves in the region that travel, the others stay; None: all that may.
             For selective: the same of the dear outputs, the others are computed again.
 

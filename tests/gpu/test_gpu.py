@@ -23,13 +23,15 @@ from cases import (
     tokens,
     unpacked_layout,
 )
+from recipe_cases import CASES as RECIPE_CASES
+from recipe_cases import RECIPES, Simple, Stack, train
 from support import assert_equal, bits
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ebbtide
-from ebbtide import What
+from ebbtide import Recipe, What
 from ebbtide.types import Reason
 
 if not torch.cuda.is_available():
@@ -119,6 +121,40 @@ def test_case_equals_its_plain_twin(case, window):
     assert context.stats().out.count > 0
     if window == 1:
         check_moved(context.stats())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", RECIPE_CASES, ids=lambda case: case.__name__)
+def test_regions_that_run_again_equal_the_plain_run(case, recipe):
+    plain = case(lambda model: None, GPU)
+    handles = []
+    ours = case(lambda model: handles.append(offload(model, recipe=RECIPES[recipe])), GPU)
+    torch.cuda.synchronize()
+    assert_equal(ours, plain)
+    del ours
+    gc.collect()
+    assert all(handle.stats().recomputed.count > 0 for handle in handles)
+    assert all(handle.stats().host_bytes == 0 for handle in handles)
+
+
+def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_in_step():
+    class Attends(Simple):
+        def forward(self, x):
+            q, k = (part(x).view(2, 64, 4, 32).transpose(1, 2).half() for part in (self.first, self.second))
+            mixed = functional.scaled_dot_product_attention(q, k, q * k, dropout_p=0.2)
+            return functional.dropout(mixed.transpose(1, 2).reshape(128, 128).float(), 0.3).sin() + x
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        results = []
+        for recipe in (None, "selective", Recipe("selective", ops=("attention",), outputs="keep"), "recompute"):
+            model = make(lambda: Stack(lambda: Attends(128)), GPU)
+            handle = offload(model, recipe=recipe) if recipe is not None else None
+            with sdpa_kernel(backend):
+                results.append(train(model, lambda data: data.tensor(128, 128), GPU))
+            if handle is not None:
+                assert handle.stats().recomputed.count > 0
+        for other in results[1:]:
+            assert_equal(other, results[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

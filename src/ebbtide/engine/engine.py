@@ -23,7 +23,7 @@ import torch
 
 from ebbtide._errors import CaptureError, StoreError
 from ebbtide._events import What
-from ebbtide._torch import current_node_name, graph_task_id, keeps_graph
+from ebbtide._torch import current_node_name, graph_task_id, keeps_graph, share_version_counter
 from ebbtide.engine.lane import Inbound, Outbound
 from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, condense, geometry_of, odometer, span_of
 from ebbtide.engine.scope import Limits, Visit
@@ -84,7 +84,8 @@ class Engine:
             span = span_of(t, storage.nbytes())
             counter = odometer(t)
             claim = self._find(storage, t._version, span)
-            if claim is None:
+            # Equal versions of two counters say nothing: unsafe_chunk() gives each part one of its own.
+            if claim is None or (t._version > 0 and not share_version_counter(claim.parcel.counter, t)):
                 made = self._make(t, storage, span, counter, visit, visit.site(index))
                 if isinstance(made, Reason):
                     return made

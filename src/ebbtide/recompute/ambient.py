@@ -1,31 +1,31 @@
 """What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
 
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ebbtide._torch import default_device_mode
+from ebbtide._torch import default_device
 
 
 class Ambient:
     """Taken where a region's forward begins; `restored` is the same surroundings for its second run.
 
-    Random number generators are set back only where the first run has used them: most regions use none, and setting
-    them costs more than the check. `close` has to be called where the first run ends.
-
-    Args:
-        tensors: what the region was given; the devices are theirs.
-        is_captured: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
-            whoever runs the region sees to it that it draws nothing there.
+    `used` are the devices that the region works with. Random number generators are set back only where the first run
+    has used them: most regions use none, and setting them costs more than the check. `close` has to be called where
+    the first run ends.
+    `is_captured`: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
+    whoever runs the region sees to it that it draws nothing there.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], is_captured: bool) -> None:
-        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(["cpu", *(t.device.type for t in tensors)])]
+    def __init__(self, used: Iterable[torch.device], is_captured: bool) -> None:
+        devices = _devices(used)
+        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(device.type for device in devices)]
         self._attention = _attention_back_ends()
-        self._device_mode = default_device_mode()
-        devices = [torch.device("cpu")] if is_captured else _devices(tensors)
+        self._default_device = default_device()
+        if is_captured:
+            devices = [device for device in devices if device.type == "cpu"]
         self._generators = [_Generator(device) for device in devices]
 
     def close(self) -> None:
@@ -42,8 +42,8 @@ class Ambient:
                 stack.enter_context(autocast.restored())
             if self._attention != _attention_back_ends():
                 stack.enter_context(_attention_restored(self._attention))
-            if self._device_mode is not None:
-                stack.enter_context(self._device_mode)
+            if self._default_device != default_device():
+                stack.enter_context(self._default_device or torch.device("cpu"))
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -96,9 +96,9 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     _set_state(device, state)
 
 
-def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    """The CPU, the devices of `tensors`, and the current accelerator if it is in use."""
-    devices = [torch.device("cpu"), *(t.device for t in tensors if t.device.type not in ("cpu", "meta"))]
+def _devices(used: Iterable[torch.device]) -> list[torch.device]:
+    """The CPU, those that are `used`, and the current accelerator if it is in use."""
+    devices = [torch.device("cpu"), *(device for device in used if device.type not in ("cpu", "meta"))]
     if torch.accelerator.is_available():
         kind = cast(torch.device, torch.accelerator.current_accelerator()).type
         if torch.get_device_module(kind).is_initialized():
@@ -119,27 +119,36 @@ def _set_state(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device.type).set_rng_state(state, device)
 
 
-_Flags = tuple[bool, bool, bool, bool]
+class _AttentionBackEnds(NamedTuple):
+    """Which implementations scaled_dot_product_attention may choose, best first: sdpa_kernel() sets them."""
+
+    is_enabled: tuple[bool, ...]
+    priority: tuple[int, ...]
 
 
-def _attention_back_ends() -> _Flags:
-    """Which implementations scaled_dot_product_attention may choose: sdpa_kernel() around a forward sets them."""
-    cuda = cast(Any, torch.backends.cuda)
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+_ATTENTION_BACK_ENDS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+
+
+def _attention_back_ends() -> _AttentionBackEnds:
+    c = cast(Any, torch._C)
+    return _AttentionBackEnds(
+        tuple(getattr(c, f"_get_{name}_sdp_enabled")() for name in _ATTENTION_BACK_ENDS),
+        tuple(c._get_sdp_priority_order()),
+    )
 
 
 @contextlib.contextmanager
-def _attention_restored(flags: _Flags) -> Generator[None, None, None]:
+def _attention_restored(found: _AttentionBackEnds) -> Generator[None, None, None]:
     before = _attention_back_ends()
-    _set_attention_back_ends(flags)
+    _set_attention_back_ends(found)
     try:
         yield
     finally:
         _set_attention_back_ends(before)
 
 
-def _set_attention_back_ends(flags: _Flags) -> None:
-    cuda = cast(Any, torch.backends.cuda)
-    setters = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
-    for setter, is_enabled in zip(setters, flags, strict=True):
-        setter(is_enabled)
+def _set_attention_back_ends(back_ends: _AttentionBackEnds) -> None:
+    c = cast(Any, torch._C)
+    for name, is_enabled in zip(_ATTENTION_BACK_ENDS, back_ends.is_enabled, strict=True):
+        getattr(c, f"_set_sdp_use_{name}")(is_enabled)
+    c._set_sdp_priority_order(list(back_ends.priority))

@@ -1,6 +1,7 @@
 """Which operators are dear. Pure: looks at an operator, calls nothing."""
 
 import fnmatch
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -55,6 +56,13 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+_HIDDEN_VIEWS = {
+    "aten::_unsafe_view",  # the end of every product of more than two dimensions
+    "aten::unsafe_chunk",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+}
+
 _Condition = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Collection[str]], bool]
 
 
@@ -78,7 +86,7 @@ class DearOps:
     def _of(self, op: Any) -> tuple[_Condition, ...]:
         conditions = self._conditions.get(op)
         if conditions is None:
-            conditions = () if returns_no_new_memory(op) else tuple(_conditions(op, self._choices))
+            conditions = () if _is_never_dear(op) else tuple(_conditions(op, self._choices))
             self._conditions[op] = conditions
         return conditions
 
@@ -90,6 +98,12 @@ def is_collective(op: Any) -> bool:
 
 def is_wait(op: Any) -> bool:
     return op_name(op) == "_c10d_functional::wait_tensor"
+
+
+@functools.cache
+def is_hidden_view(op: Any) -> bool:
+    """It returns a view of its first argument and does not say so: changes are counted for each of them alone."""
+    return op_name(op) in _HIDDEN_VIEWS
 
 
 def op_name(op: Any) -> str:
@@ -142,7 +156,14 @@ def _asks(predicate: Predicate) -> _Condition:
 def returns_no_new_memory(op: Any) -> bool:
     """It changes an argument or returns a view of one: a result handed out in its place would not."""
     schema = getattr(op, "_schema", None)
-    return schema is not None and (schema.is_mutable or any(r.alias_info is not None for r in schema.returns))
+    if schema is None:
+        return False
+    return schema.is_mutable or any(r.alias_info is not None for r in schema.returns) or is_hidden_view(op)
+
+
+def _is_never_dear(op: Any) -> bool:
+    """Nor are casts: autocast remembers those of leaves, so a second run may have fewer of them, or more."""
+    return returns_no_new_memory(op) or op_name(op) == "aten::_to_copy"
 
 
 def _strings(choices: tuple[OpChoice, ...]) -> list[str]:

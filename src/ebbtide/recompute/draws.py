@@ -7,19 +7,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide._errors import CaptureError
+from ebbtide.recompute.dear import op_name
 
 
 def draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """The device whose generator this call draws from; None if it draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+    """The device whose generator this call may draw from; None if it draws none."""
+    schema = getattr(op, "_schema", None)
+    # Operators of other packages carry no tag.
+    if schema is None or not (is_tagged(op) or not op_name(op).startswith("aten::")):
         return None
-    arguments = op._schema.arguments
     # What equals its default is not passed to a mode at all.
-    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    values |= dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
     if values.get("dropout_p") == 0.0:
         return None  # attention, mostly: it can draw, and does not
-    return next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+    tensors = (value.device for value in values.values() if isinstance(value, torch.Tensor))
+    return next(tensors, torch.device(values.get("device") or "cpu"))
+
+
+def is_tagged(op: Any) -> bool:
+    """Whether torch says of `op` that it draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 class NoDraws(TorchDispatchMode):
@@ -39,7 +47,7 @@ class NoDraws(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = draws_on(op, args, kwargs)
+        device = draws_on(op, args, kwargs) if is_tagged(op) else None
         if device is not None and device.type != "cpu":
             raise CaptureError(
                 f"{self._region} draws random numbers ({op}) while a graph is captured, and could not draw the same "

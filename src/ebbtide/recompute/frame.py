@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ebbtide._errors import ModuleError, RecomputeError
-from ebbtide._torch import graph_task_id, hidden_from_compiler, keeps_graph
+from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, keeps_graph
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.parcel import Ticket, check_unmodified
 from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
-from ebbtide.recompute.buffers import RegionBuffers, Snapshot
 from ebbtide.recompute.draws import NoDraws
-from ebbtide.recompute.outputs import Holding, Serving
+from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
+from ebbtide.recompute.state import RegionState
 
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[object]]
@@ -53,6 +53,7 @@ class Frame:
         self._holders: list[weakref.ref[Holder]] = []
         self._looks: list[_Looks] = []
         self._lock = threading.RLock()
+        self._is_whole = False
         self._was_run_again = False
         self._dropped_bytes = 0
 
@@ -64,31 +65,43 @@ class Frame:
         kwargs: dict[str, Any],
         pack_input: Pack,
         holding: Holding | None,
-        buffers: RegionBuffers,
+        state: RegionState,
     ) -> Any:
         """The region's output. `pack_input` takes the tensors passed to it; `holding` the dear outputs, if any.
 
-        Raises ModuleError if the region changes what it was given in place, or a buffer for the first time, and
-        CaptureError if it draws random numbers inside of a captured graph: it could not run again.
+        Raises ModuleError if the region changes what it was given in place, a parameter, or a buffer for the first
+        time, and CaptureError if it draws random numbers inside of a captured graph: it could not run again.
         """
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = [t._version for t in tensors]
         self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
-        self._devices = {t.device for t in tensors}
+        # All that a second run needs, before the first: region code may ask for gradients, and what it has saved before
+        # it fails may be all that somebody wants.
+        with numbering_paused():  # copies of buffers are no calls of the region around this one
+            self._found = state.find()
+        self._devices = {*self._found.devices, *(t.device for t in tensors)}
         is_captured = self.desk.is_captured(self._devices)
-        self._ambient = Ambient(tensors, is_captured)
-        found = buffers.before()
+        self._ambient = Ambient(self._devices, is_captured)
+        self._held = None if holding is None else holding.held
         hooks = hook_pair(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
-        with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
-            output = self._call(*args, **kwargs)
-        self._ambient.close()
-        self._snapshot: Snapshot | None = buffers.after(found)
+        if holding is not None:
+            holding.follows_draws = not is_captured
+        try:
+            with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
+                output = self._call(*args, **kwargs)
+        finally:
+            self._ambient.close()
+            self._found.close()
+            if holding is not None:
+                holding.close()
+        with numbering_paused():
+            self._found.learn()
         self._check_inputs(tensors, versions)
-        self._held = None if holding is None else holding.held
         if self._held is not None:
             self._held.drop_modified()
+        self._is_whole = True
         self.desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
         return output
 
@@ -96,7 +109,7 @@ class Frame:
         """Autograd saves `t` inside of the region: only its place is noted."""
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        self._looks.append(_Looks(t.dtype, t.shape, t.device))
+        self._looks.append(_looks(t))
         self._dropped_bytes += t.numel() * t.element_size()
         return holder
 
@@ -138,16 +151,17 @@ class Frame:
                 if enough.run is not again:
                     raise
         again.check()
-        if self._held is not None and not self._was_run_again and graph_task_id() != -1 and not keeps_graph():
-            self._held.learn_unasked()
-        self._was_run_again = True
+        if self._held is not None and self._is_whole and graph_task_id() != -1 and not keeps_graph():
+            if not self._was_run_again:
+                self._held.learn_unasked()
+            self._was_run_again = True
 
     @contextlib.contextmanager
     def _surroundings(self) -> Generator[None, None, None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(numbering_paused())
             stack.enter_context(self._ambient.restored())
-            if self._snapshot is not None:
-                stack.enter_context(self._snapshot.restored())
+            stack.enter_context(self._found.restored())
             if self._held is not None:
                 stack.enter_context(Serving(self._held, self.desk))
             yield
@@ -169,9 +183,25 @@ class _Looks(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     device: torch.device
+    origin: str
+    """Class of the node that made it; "" for leaves, and the region's inputs are leaves in its second run."""
+    is_under_modes: bool
+    """Composite operators take other ways under dispatch modes, of ours or of the user's."""
 
     def __str__(self) -> str:
-        return f"{self.dtype} {tuple(self.shape)} on {self.device}"
+        origin = f" from {self.origin}" if self.origin else ""
+        return f"{self.dtype} {tuple(self.shape)} on {self.device}{origin}"
+
+    def fits(self, first: "_Looks") -> bool:
+        if self[:3] != first[:3]:
+            return False
+        is_comparable = self.origin and first.origin and self.is_under_modes == first.is_under_modes
+        return not is_comparable or self.origin == first.origin
+
+
+def _looks(t: torch.Tensor) -> _Looks:
+    node = t.grad_fn
+    return _Looks(t.dtype, t.shape, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0)
 
 
 class _Input(NamedTuple):
@@ -231,8 +261,8 @@ class SecondRun:
             )
 
     def _check_looks(self, number: int, t: torch.Tensor) -> None:
-        first, second = self._looks[number], _Looks(t.dtype, t.shape, t.device)
-        if first != second:
+        first, second = self._looks[number], _looks(t)
+        if not second.fits(first):
             raise RecomputeError(
                 f"{self._name} saved {first} in forward and {second} in its place when it ran again in "
                 f"backward{_ADVICE}"

@@ -1,18 +1,19 @@
 """What a selective recipe holds: outputs of dear operators, taken as they come, handed out in the second run."""
 
+import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide._torch import counting_versions, graph_task_id, keeps_graph
+from ebbtide._torch import counting_versions, dispatch_mode_stack, graph_task_id, keeps_graph, without_dispatch
 from ebbtide.engine.hooks import Desk, is_unmodified
-from ebbtide.engine.parcel import Ticket
+from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.ambient import rng_state, set_rng_state
-from ebbtide.recompute.dear import DearOps, is_collective, is_wait
+from ebbtide.recompute.dear import DearOps, is_collective, is_hidden_view, is_wait
 from ebbtide.recompute.draws import draws_on
 from ebbtide.types import Output, Reason
 
@@ -24,23 +25,28 @@ class Held:
     """The outputs of one call of a dear operator.
 
     Attributes:
+        asked: what the arguments looked like.
         parts: each output as the desk packed it; what is no tensor, as it is.
         sequence: tuple or list if the operator returns several, None if one.
         site: where the first was packed; what is learned about the call is written there.
+        watched: counters of views of the outputs that count changes for themselves, and what they read.
         rng_after: of a call that drew random numbers: the device, and the generator's state behind it.
     """
 
-    __slots__ = ("parts", "rng_after", "sequence", "site")
+    __slots__ = ("asked", "parts", "rng_after", "sequence", "site", "watched")
 
-    def __init__(self, parts: list[Any], sequence: type | None, site: Site) -> None:
+    def __init__(self, asked: "_Asked", parts: list[Any], sequence: type | None, site: Site) -> None:
+        self.asked = asked
         self.parts = parts
         self.sequence = sequence
         self.site = site
+        self.watched: list[tuple[torch.Tensor, int]] = []
         self.rng_after: RngState | None = None
 
     @property
     def is_unmodified(self) -> bool:
-        return all(map(is_unmodified, self.parts))
+        are_views = all(counter._version == version for counter, version in self.watched)
+        return are_views and all(map(is_unmodified, self.parts))
 
     def tickets(self) -> Iterator[Ticket]:
         return (part for part in self.parts if type(part) is Ticket)
@@ -52,6 +58,8 @@ class Held:
             outputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in map(desk.unpack_part, self.parts)]
         return outputs[0] if self.sequence is None else self.sequence(outputs)
 
+
+_Asked: TypeAlias = "tuple[Any, ...]"
 
 Call: TypeAlias = "Held | Site | None"
 """What there is of one call: its outputs; the site where they would be, had it not been learned that holding them is
@@ -65,10 +73,10 @@ class HeldOutputs:
         self.calls: dict[Any, list[Call]] = defaultdict(list)
         self.devices: set[torch.device] = set()
         """Of all that was ever held."""
-        self._in_order: list[Held] = []
+        self._in_order: dict[Held, None] = {}
 
     def add(self, held: Held) -> None:
-        self._in_order.append(held)
+        self._in_order[held] = None
 
     def tickets(self) -> list[Ticket]:
         """Of what is held and travels, in the order in which it was produced."""
@@ -100,7 +108,38 @@ class HeldOutputs:
         self.forget(held)
 
     def forget(self, held: Held) -> None:
-        self._in_order = [other for other in self._in_order if other is not held]
+        self._in_order.pop(held, None)
+
+
+class _Numbering(TorchDispatchMode):
+    """Numbers the calls of operators. While another region runs again inside, they are none of its business."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside of a region stays compiled."""
+        return True
+
+
+@contextlib.contextmanager
+def numbering_paused() -> Generator[None, None, None]:
+    """Around what is our own doing, inside of the first or second run of another region.
+
+    And around second runs: region code that asks for gradients has one inside of its own first run.
+    """
+    modes = [mode for mode in dispatch_mode_stack() if isinstance(mode, _Numbering) and not mode.is_paused]
+    for mode in modes:
+        mode.is_paused = True
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.is_paused = False
 
 
 class Intake:
@@ -112,34 +151,40 @@ class Intake:
     def __init__(self, desk: Desk) -> None:
         self.held = HeldOutputs()
         self._desk = desk
-        self._pending: list[tuple[torch.Tensor, Any, int, Reason | None]] = []
+        self._pending: list[_Pending] = []
+        self._by_memory: dict[int, Held] = {}
 
     def count(self, op: Any) -> None:
         """A call is made: unless `take` follows, it will run again."""
         self.held.calls[op].append(None)
 
-    def take(self, op: Any, out: Any, stays: Reason | None, rng_after: RngState | None = None) -> None:
+    def take(
+        self, op: Any, args: tuple[Any, ...], out: Any, stays: Reason | None, rng_after: RngState | None = None
+    ) -> None:
         """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`."""
         number = len(self.held.calls[op]) - 1
-        if is_collective(op):
-            self._pending.append((out, op, number, stays))  # its bytes are there when somebody has waited for them
+        if is_collective(op):  # its bytes are there when somebody has waited for them
+            self._pending.append(_Pending(out, op, number, _asked(args), stays))
             return
-        held = self._hold(op, number, out, stays)
+        held = self._hold(op, number, out, _asked(args), stays)
         if held is not None:
             held.rng_after = rng_after
 
-    def note_wait(self, op: Any, out: Any) -> None:
-        """A call of some other operator returned `out`: if it is a collective that somebody waited for, hold it now."""
-        if not self._pending or not is_wait(op):
-            return
-        for entry in self._pending:
-            result, collective, number, stays = entry
-            if result is out or result.untyped_storage()._cdata == out.untyped_storage()._cdata:
-                self._pending.remove(entry)
-                self._hold(collective, number, result, stays)
-                return
+    def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
+        """A call of another operator returned `out`: it may say more about the output of one that is held."""
+        if self._pending and is_wait(op):
+            self._hold_awaited(out)
+        elif self._by_memory and is_hidden_view(op):
+            held = self._by_memory.get(_memory(args[0]))
+            if held is not None:
+                held.watched += [(_counter(t), t._version) for t in ([out] if _sequence_type(out) is None else out)]
 
-    def _hold(self, op: Any, number: int, out: Any, stays: Reason | None) -> Held | None:
+    def close(self) -> None:
+        """The forward has ended: from here on only `held` holds outputs, until they are handed out."""
+        self._by_memory.clear()
+        self._pending.clear()
+
+    def _hold(self, op: Any, number: int, out: Any, asked: "_Asked", stays: Reason | None) -> Held | None:
         sequence = _sequence_type(out)
         outputs: list[Any] = [out] if sequence is None else list(out)
         visit = self._desk.visit
@@ -154,14 +199,33 @@ class Intake:
             return None
         with counting_versions():
             parts: list[Any] = [self._desk.pack_as(t, stays) if isinstance(t, torch.Tensor) else t for t in outputs]
-        held = Held(parts, sequence, site)
+        held = Held(asked, parts, sequence, site)
+        self._by_memory.update((_memory(t), held) for t in tensors)
         self.held.devices.update(t.device for t in tensors)
         self.held.calls[op][number] = held
         self.held.add(held)
         return held
 
+    def _hold_awaited(self, out: torch.Tensor) -> None:
+        for entry in self._pending:
+            if entry.result is out or _memory(entry.result) == _memory(out):
+                self._pending.remove(entry)
+                # `out`, not the result: changes from here on are counted there.
+                self._hold(entry.op, entry.number, out, entry.asked, entry.stays)
+                return
 
-class Holding(TorchDispatchMode):
+
+class _Pending(NamedTuple):
+    """A collective that nobody has waited for yet."""
+
+    result: torch.Tensor
+    op: Any
+    number: int
+    asked: "_Asked"
+    stays: Reason | None
+
+
+class Holding(_Numbering):
     """Around a region's forward: packs the outputs of dear operators as they come.
 
     Args:
@@ -171,38 +235,36 @@ class Holding(TorchDispatchMode):
         sites: the numbers of the dear calls whose outputs are held; None: all.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, desk: Desk, dear: DearOps, stays: Reason | None, sites: tuple[int, ...] | None) -> None:
         super().__init__()
         self._intake = Intake(desk)
         self.held = self._intake.held
+        self.close = self._intake.close
         self.inside: Counter[str] = Counter()
         """How deep the forward is inside the modules that some of `dear` are limited to."""
         self._dear = dear
         self._stays = stays
         self._sites = None if sites is None else frozenset(sites)
         self._dear_calls = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside of a region stays compiled."""
-        return True
+        self.follows_draws = True
+        """Whether generators can be asked: not inside of a captured graph."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return op(*args, **kwargs)
         if not self._dear.may_be(op):
             out = op(*args, **kwargs)
-            self._intake.note_wait(op, out)
+            self._intake.follow(op, args, out)
             return out
         self._intake.count(op)
         if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
             return op(*args, **kwargs)
-        before = rng_before(op, args, kwargs)
+        before = rng_before(op, args, kwargs) if self.follows_draws else None
         out = op(*args, **kwargs)
-        self._intake.take(op, out, self._stays, rng_after(before))
+        self._intake.take(op, args, out, self._stays, rng_after(before))
         return out
 
     def _is_chosen(self) -> bool:
@@ -210,10 +272,8 @@ class Holding(TorchDispatchMode):
         return self._sites is None or self._dear_calls - 1 in self._sites
 
 
-class Serving(TorchDispatchMode):
+class Serving(_Numbering):
     """Around a region's second run: hands out what is held instead of running the operator."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, held: HeldOutputs, desk: Desk) -> None:
         super().__init__()
@@ -221,20 +281,18 @@ class Serving(TorchDispatchMode):
         self._desk = desk
         self._numbers: Counter[Any] = Counter()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        calls = self._held.calls.get(op)
+        calls = None if self.is_paused else self._held.calls.get(op)
         if calls is None:
             return op(*args, **kwargs)
         number = self._numbers[op]
         self._numbers[op] += 1
         call = calls[number] if number < len(calls) else None
+        if isinstance(call, Held) and call.asked != _asked(args):
+            return op(*args, **kwargs)  # it comes in another order now: what is held is of another call
         if isinstance(call, Held):
             if call.is_unmodified:
                 return self._hand_out(call, calls, number)
@@ -253,8 +311,30 @@ class Serving(TorchDispatchMode):
         return out
 
 
+def _asked(args: tuple[Any, ...]) -> _Asked:
+    """What tells most calls of an operator apart, without a look at the bytes."""
+    return tuple(
+        (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a if isinstance(a, int | float | str) else None
+        for a in args
+    )
+
+
 def _sequence_type(out: Any) -> type | None:
     return next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
+
+
+def _memory(t: torch.Tensor) -> int:
+    """What two views have in common. After its end it may name another tensor: at worst one is not held then."""
+    return t.untyped_storage()._cdata if type(t) is torch.Tensor else id(t)
+
+
+def _counter(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that counts the changes of `t` and holds none of its memory."""
+    with counting_versions():
+        if type(t) is torch.Tensor:
+            return odometer(t)
+        with without_dispatch():
+            return torch.Tensor.detach(t)
 
 
 def rng_before(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RngState | None:

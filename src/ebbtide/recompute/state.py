@@ -1,0 +1,238 @@
+"""What a region's modules hold and a forward may change: its second run reads what the first one read, changes nothing.
+
+Note [State of a region]
+~~~~~~~~~~~~~~~~~~~~~~~~
+1. Buffers. BatchNorm's running statistics are the common case: without this they would be updated twice a step, and
+   nothing would say so until evaluation. Which buffers change is learned. In the first forward of a mode (training or
+   not) all are copied and compared afterwards, bytes and all: kernels of normalisation write without counting a
+   version, and so does code that goes through `.data`. One that did not change is not copied any more; should it
+   change later, which its version tells, what it held is gone and the user is told.
+2. Plain attributes: numbers, words and tensors that a forward sets (a counter, what it made at its first call), and
+   the training flags. They are put back for the second run.
+3. Parameters are the user's. One that was changed in place before the second run makes it impossible, as stock
+   autograd says too.
+What a region keeps elsewhere (a list it appends to, a global) is out of sight.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn import Module
+
+from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
+
+_Key: TypeAlias = tuple[int, str, bool]
+"""A buffer: its module, its name, and whether the module is in training mode."""
+
+_ABSENT: Any = object()
+_RESTORABLE = (bool, int, float, str, type(None), torch.Tensor)
+
+
+class RegionState:
+    """The modules of one region, and what is known about their buffers."""
+
+    def __init__(self, name: str, region: Module) -> None:
+        self.name = name
+        self.steady: set[_Key] = set()
+        """Buffers that a forward leaves alone."""
+        self.changing: set[_Key] = set()
+        """Buffers that a forward was seen to change."""
+        self._region = region
+
+    def find(self) -> "Found":
+        """To be called where a forward begins."""
+        return Found(self, list(self._modules()))
+
+    def _modules(self) -> Iterator[Module]:
+        """As they are now: adapters and wrappers come and go. In a plain loop, for this runs at every forward."""
+        seen: set[Module] = set()
+        stack: list[Module | None] = [self._region]
+        while stack:
+            module = stack.pop()
+            if module is not None and module not in seen:
+                seen.add(module)
+                stack.extend(module._modules.values())
+                yield module
+
+
+class Found:
+    """What one forward found in its region. `close` is called where that ends, whichever way, then `learn` if it ended
+    well; `restored` may be called before."""
+
+    def __init__(self, state: RegionState, modules: list[Module]) -> None:
+        self._state = state
+        self._modules = modules
+        self._training = [module.training for module in modules]
+        self._buffers = {
+            module: {name: self._buffer(module, name, buffer) for name, buffer in module._buffers.items()}
+            for module in modules
+            if module._buffers
+        }
+        self._parameters = [(p, p._version) for module in modules for p in module._parameters.values() if p is not None]
+        self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
+        self._names: list[tuple[str, ...]] = []
+        self._attributes: list[tuple[Module, str, Any]] = []
+        self._is_closed = False
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the parameters are."""
+        return {p.device for p, _ in self._parameters}
+
+    def close(self) -> None:
+        """The forward has ended: let go of what it did not change."""
+        self._attributes = self._changed_attributes()
+        self._values.clear()
+        self._is_closed = True
+
+    def learn(self) -> None:
+        """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""
+        for p, version in self._parameters:
+            if p._version != version:
+                raise ModuleError(
+                    f"{self._state.name} changes a parameter of its own in place in its forward "
+                    f"({p.dtype} {tuple(p.shape)}): it cannot run again. Give it the recipe 'keep' or 'offload'"
+                )
+        for module, buffers in self._buffers.items():
+            for name, buffer in buffers.items():
+                buffers[name] = self._learned(module, name, buffer)
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        """The modules as they were found; as they are now, again, afterwards. Raises ModifiedError, RecomputeError."""
+        self._check_parameters()
+        with contextlib.ExitStack() as stack:
+            for module, was_training in zip(self._modules, self._training, strict=True):
+                if module.training is not was_training:
+                    stack.enter_context(_attribute_set(module, "training", was_training))
+            for module in self._modules:
+                if module._buffers or module in self._buffers:
+                    stack.enter_context(_buffers_set(module, self._buffers_as_found(module)))
+            for module, name, value in self._attributes if self._is_closed else self._changed_attributes():
+                stack.enter_context(_attribute_set(module, name, value))
+            yield
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _buffer(self, module: Module, name: str, buffer: torch.Tensor | None) -> "_Buffer":
+        if buffer is None:
+            return _Buffer(None, 0, None)
+        is_steady = (id(module), name, module.training) in self._state.steady
+        return _Buffer(buffer, buffer._version, None if is_steady else buffer.detach().clone())
+
+    def _learned(self, module: Module, name: str, buffer: "_Buffer") -> "_Buffer":
+        """`buffer` with the copy that the second run needs, if any."""
+        key = id(module), name, module.training
+        is_same = buffer.is_same(module._buffers.get(name))
+        if is_same and key not in self._state.changing and buffer.has_same_bytes():
+            self._state.steady.add(key)
+            return buffer._replace(copy=None)
+        self._state.steady.discard(key)
+        self._state.changing.add(key)
+        if not is_same and buffer.tensor is not None and buffer.copy is None:
+            raise ModuleError(
+                f"{self._state.name}: {type(module).__name__} changed its buffer {name!r} in a forward that is to run "
+                "again in backward, after leaving it alone in the ones before: what it held is gone. Give its "
+                "region the recipe 'keep' or 'offload'"
+            )
+        return buffer
+
+    def _buffers_as_found(self, module: Module) -> dict[str, torch.Tensor | None]:
+        return {name: self._as_found(name, buffer) for name, buffer in self._buffers.get(module, {}).items()}
+
+    def _as_found(self, name: str, buffer: "_Buffer") -> torch.Tensor | None:
+        if buffer.copy is not None:
+            return buffer.copy.clone()
+        if buffer.tensor is not None and buffer.tensor._version != buffer.version:
+            raise RecomputeError(
+                f"buffer {name!r} of {self._state.name} was changed in place after a forward that has to run again "
+                "now: do not change it between forward and backward, or give the region the recipe 'keep' or 'offload'"
+            )
+        return buffer.tensor
+
+    # -- parameters and attributes ---------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        for p, version in self._parameters:
+            if p._version != version:
+                raise ModifiedError(
+                    f"a parameter of {self._state.name} ({p.dtype} {tuple(p.shape)}) was changed in place between "
+                    "forward and backward, and the region has to run again with what it was: call backward before "
+                    "optimizer.step(), or give the region the recipe 'keep' or 'offload'"
+                )
+
+    def _changed_attributes(self) -> list[tuple[Module, str, Any]]:
+        """What has been set since, with the value it had before."""
+        changed: list[tuple[Module, str, Any]] = []
+        for module, before in zip(self._modules, self._values, strict=True):
+            now = module.__dict__
+            if len(now) == len(before) and all(map(is_, now.values(), before)):
+                continue
+            # Names keep their order, and new ones come last.
+            values = [*before, *([_ABSENT] * (len(now) - len(before)))]
+            changed += [
+                (module, name, _without_graph(value))
+                for (name, current), value in zip(now.items(), values, strict=False)
+                if current is not value
+                and isinstance(current, _RESTORABLE)
+                and (value is _ABSENT or isinstance(value, _RESTORABLE))
+            ]
+        return changed
+
+
+class _Buffer(NamedTuple):
+    """A buffer as a forward found it."""
+
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+    """None: no forward has changed it so far."""
+
+    def is_same(self, now: torch.Tensor | None) -> bool:
+        return now is self.tensor and (now is None or now._version == self.version)
+
+    def has_same_bytes(self) -> bool:
+        """Where that is not known already. Waits for the device: in the first forward only."""
+        if self.tensor is None or self.copy is None or type(self.tensor) is not torch.Tensor:
+            return True
+        return torch.equal(self.tensor, self.copy)
+
+
+@contextlib.contextmanager
+def _attribute_set(module: Module, name: str, value: Any) -> Generator[None, None, None]:
+    """Without module.__setattr__, which looks for parameters in the value."""
+    attributes = module.__dict__
+    now = attributes.get(name, _ABSENT)
+    _put(attributes, name, value)
+    try:
+        yield
+    finally:
+        _put(attributes, name, now)
+
+
+def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
+
+
+@contextlib.contextmanager
+def _buffers_set(module: Module, found: dict[str, torch.Tensor | None]) -> Generator[None, None, None]:
+    buffers = module._buffers
+    now = dict(buffers)
+    try:
+        buffers.clear()
+        buffers.update(found)
+        yield
+    finally:
+        buffers.clear()
+        buffers.update(now)
+
+
+def _without_graph(value: Any) -> Any:
+    """A graph that an attribute of the last forward holds must not live as long as this one's."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value

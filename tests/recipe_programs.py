@@ -1,0 +1,241 @@
+"""Random training programs with random recipes, nested too: on the simulator, compared with their plain twins."""
+
+import contextlib
+import random
+import warnings
+from typing import Any
+
+import torch
+from cases import Explode
+from recipe_cases import (
+    EVERY,
+    ROWS,
+    WIDTH,
+    Attention,
+    AttentionWithDropout,
+    AutocastInside,
+    Averages,
+    CastsOften,
+    CatchesAll,
+    CustomFunctions,
+    Dropouts,
+    GradientInside,
+    InPlace,
+    Mixed,
+    RandomOperators,
+    Simple,
+    Views,
+    every_second_random_op,
+)
+from support import Boom, HandleRig, bits
+from torch import nn
+from torch.nn import functional
+
+from ebbtide import Recipe
+from ebbtide.devices.sim import SimDevice
+from ebbtide.stores.host import HostStore
+
+CPU = torch.device("cpu")
+_BLOCKS = [
+    Attention, AttentionWithDropout, AutocastInside, Averages, CastsOften, CatchesAll, CustomFunctions, Dropouts,
+    GradientInside, InPlace, Mixed, RandomOperators, Views,
+]  # fmt: skip
+_RECIPES: list[Any] = [
+    None, "keep", "offload", "recompute", "recompute", "selective", "selective", EVERY,
+    Recipe("recompute", inputs="keep"),
+    Recipe("selective", outputs="keep", ops=("matmul", "attention")),
+    Recipe("selective", inputs="keep", outputs="keep", ops=EVERY.ops),
+    Recipe("selective", ops=(every_second_random_op, "matmul")),
+    Recipe("selective", ops=EVERY.ops, sites=(0, 2, 3, 5)),
+]  # fmt: skip
+
+
+class Around(Simple):
+    """A block inside of a block."""
+
+    def __init__(self, inner: nn.Module, twice: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.times = 2 if twice else 1
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        for _ in range(self.times):
+            y = self.inner(y)
+        return self.second(functional.dropout(y, 0.1).tanh()) + x
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: list[nn.Module], order: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+        self.order = order
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.layers[number](x)
+            x = x.float() / (1.0 + x.detach().float().abs().mean())
+        return x.square().mean()
+
+
+class RecipeProgram:
+    """The same model, recipes and steps for one seed. `run(rig)` runs it with recipes, `run(None)` without."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._depths = [self._random.choice([0, 0, 1, 2]) for _ in range(self._random.randint(2, 3))]
+        self._kinds = [self._random.choice(_BLOCKS) for _ in self._depths]
+        self._twice = [self._random.random() < 0.3 for _ in self._depths]
+        self._order = [*range(len(self._depths)), *([0] if self._random.random() < 0.3 else [])]
+        self._recipes = [self._some_recipes() for _ in range(2)]
+        self._steps = [self._random.choice(_STEPS) for _ in range(3)]
+        self._is_autocast = self._random.random() < 0.3
+
+    def __str__(self) -> str:
+        blocks = ", ".join(f"{kind.__name__} in {depth}" for kind, depth in zip(self._kinds, self._depths, strict=True))
+        recipes = [{name: str(recipe) for name, recipe in each.items()} for each in self._recipes]
+        return f"seed {self._seed}: [{blocks}], {recipes}, [{', '.join(step.__name__ for step in self._steps)}]"
+
+    def _some_recipes(self) -> dict[str, Any]:
+        names = [
+            f"layers.{number}" + ".inner" * depth
+            for number, deepest in enumerate(self._depths)
+            for depth in range(deepest + 1)
+        ]
+        chosen = {name: self._random.choice(_RECIPES) for name in names}
+        return {name: recipe for name, recipe in chosen.items() if recipe is not None}
+
+    def _model(self) -> Tower:
+        blocks = []
+        for kind, depth, twice in zip(self._kinds, self._depths, self._twice, strict=True):
+            block = kind()
+            for _ in range(depth):
+                block = Around(block, twice)
+            blocks.append(block)
+        return Tower(blocks, self._order)
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.randn(ROWS, WIDTH, generator=self._data) if x is None else x
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._is_autocast):
+            return self.model(x)
+
+    def run(self, rig: HandleRig | None) -> list[object]:
+        torch.manual_seed(self._seed)
+        self._data = torch.Generator().manual_seed(self._seed)
+        self.model = self._model()
+        handle = None if rig is None else rig.offload(self.model, self._recipes[0])
+        results: list[object] = []
+        for number, step in enumerate(self._steps):
+            if handle is not None and number == 2:
+                handle.set_recipe(self._recipes[1])
+            step(self, results)
+            results += [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+            results += [buffer.clone() for buffer in self.model.buffers()]
+            results.append(torch.get_rng_state())
+            self.model.zero_grad()
+        return results
+
+
+def _plain(program, results):
+    loss = program.forward()
+    loss.backward()
+    results.append(loss.detach())
+
+
+def _accumulate(program, results):
+    for _ in range(2):
+        _plain(program, results)
+
+
+def _retained(program, results):
+    loss = program.forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _first_in_first_out(program, results):
+    losses = [program.forward() for _ in range(3)]
+    while losses:
+        losses.pop(0).backward()
+
+
+def _last_in_first_out(program, results):
+    losses = [program.forward() for _ in range(2)]
+    while losses:
+        losses.pop().backward()
+
+
+def _dropped(program, results):
+    program.forward()
+    _plain(program, results)
+
+
+def _partial(program, results):
+    x = torch.randn(ROWS, WIDTH, generator=program._data, requires_grad=True)
+    loss = program.forward(x)
+    results += torch.autograd.grad(loss, list(program.model.layers[-1].parameters()), retain_graph=True)
+    results += torch.autograd.grad(loss, [x])
+
+
+def _evaluated(program, results):
+    loss = program.forward()
+    program.model.eval()
+    with torch.no_grad() if GradientInside not in program._kinds else torch.enable_grad():
+        results.append(program.forward().detach())
+    loss.backward()
+    program.model.train()
+
+
+def _explodes_in_forward(program, results):
+    hook = program.model.layers[-1].register_forward_hook(_raise)
+    with contextlib.suppress(Boom):
+        program.forward()
+    hook.remove()
+
+
+def _explodes_in_backward(program, results):
+    hook = program.model.layers[-1].register_forward_pre_hook(lambda module, args: Explode.apply(*args))
+    with contextlib.suppress(Boom):
+        program.forward().backward()
+    hook.remove()
+    _plain(program, results)
+
+
+def _raise(*_):
+    raise Boom
+
+
+_STEPS = [
+    _plain, _plain, _accumulate, _retained, _first_in_first_out, _last_in_first_out, _dropped, _partial, _evaluated,
+    _explodes_in_forward, _explodes_in_backward,
+]  # fmt: skip
+
+
+def explore_recipes(seed: int) -> str | None:
+    """Run program `seed` on the simulator and compare with its plain twin. None, or what went wrong."""
+    program = RecipeProgram(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a chosen model may keep everything
+        plain = program.run(None)
+        choose = random.Random(~seed)
+        device = SimDevice(seed, choose.choice(["late", "early", "shuffled"]))
+        rig = HandleRig(
+            device,
+            make_store=lambda own: HostStore(own, 2**24, smallest_slab_bytes=2**14),
+            window=choose.choice([1, 200, 1000, 10**6]),
+            prefetch=choose.choice([1, 500, 3000, 10**6]),
+            min_bytes=choose.choice([1, 1, 1, 250]),
+        )
+        ours = program.run(rig)
+    device.finish()
+    if device.faults:
+        return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
+    if len(ours) != len(plain):
+        return f"{program}: {len(ours)} results, {len(plain)} in the plain run"
+    for at, (mine, twin) in enumerate(zip(ours, plain, strict=True)):
+        if (mine is None) != (twin is None) or (mine is not None and bits(mine) != bits(twin)):
+            return f"{program}: result {at} of {len(plain)} differs from the plain run"
+    torch.ones((), requires_grad=True).exp().backward()  # until the next one torch holds the graph of one that failed
+    rig.check_at_rest()
+    return None

@@ -1,0 +1,106 @@
+"""Random programs with random recipes on the adversarial simulator, and proof that they notice what they are there for.
+
+Each mutation takes out of the second run one thing that makes it the first one over again. Some program has to fail.
+"""
+
+import contextlib
+
+import pytest
+from recipe_programs import explore_recipes
+
+from ebbtide import EbbtideError
+from ebbtide.recompute import ambient, dear, frame, outputs
+from ebbtide.recompute.state import Found
+
+SEEDS = 200
+CHUNK = 50
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_programs_equal_their_plain_twins_and_race_nowhere(first):
+    assert [found for seed in range(first, first + CHUNK) if (found := explore_recipes(seed))] == []
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------------
+
+
+def random_numbers_go_on(patch):
+    patch(ambient._Generator, "restored", lambda self: contextlib.nullcontext())
+
+
+def held_random_operators_draw_nothing(patch):
+    patch(outputs, "set_rng_state", lambda device, state: None)
+
+
+def operators_without_tensors_draw_nothing(patch):
+    draws_on = outputs.draws_on
+
+    def mutant(op, args, kwargs):
+        has_tensor = any(hasattr(value, "dtype") for value in (*args, *kwargs.values()))
+        return draws_on(op, args, kwargs) if has_tensor else None
+
+    patch(outputs, "draws_on", mutant)
+
+
+def autocast_is_off(patch):
+    patch(ambient._Autocast, "restored", lambda self: contextlib.nullcontext())
+
+
+def outputs_are_handed_out_whatever_became_of_them(patch):
+    patch(outputs.Held, "is_unmodified", property(lambda self: True))
+
+
+def hidden_views_are_not_watched(patch):
+    patch(outputs.Intake, "follow", lambda self, op, args, out: None)
+
+
+def views_without_notice_are_held(patch):
+    patch(dear, "is_hidden_view", lambda op: False)
+
+
+def casts_are_held(patch):
+    is_never_dear = dear._is_never_dear
+    patch(dear, "_is_never_dear", lambda op: "_to_copy" not in str(op) and is_never_dear(op))
+
+
+def regions_inside_are_numbered_too(patch):
+    patch(frame, "numbering_paused", contextlib.nullcontext)
+
+
+def state_is_as_it_is_now(patch):
+    patch(Found, "restored", lambda self: contextlib.nullcontext())
+
+
+def buffers_are_believed_to_count(patch):
+    from ebbtide.recompute import state
+
+    patch(state._Buffer, "has_same_bytes", lambda self: True)
+
+
+MUTATIONS = [
+    random_numbers_go_on,
+    held_random_operators_draw_nothing,
+    operators_without_tensors_draw_nothing,
+    autocast_is_off,
+    outputs_are_handed_out_whatever_became_of_them,
+    hidden_views_are_not_watched,
+    views_without_notice_are_held,
+    casts_are_held,
+    regions_inside_are_numbered_too,
+    state_is_as_it_is_now,
+    buffers_are_believed_to_count,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutation_is_caught(mutate, monkeypatch):
+    mutate(monkeypatch.setattr)
+    caught = None
+    for seed in range(SEEDS):
+        try:
+            caught = explore_recipes(seed)
+        except (EbbtideError, RuntimeError, AssertionError) as error:  # our own checks count too
+            caught = repr(error)
+        if caught:
+            break
+    assert caught, f"{mutate.__name__} went unnoticed in {SEEDS} programs"

@@ -1,0 +1,229 @@
+"""Buffers, attributes and weights that change: the second run finds what the first found, or says that it cannot."""
+
+import pytest
+import torch
+from cases import make
+from recipe_cases import WIDTH, Mixed, Simple, Stack, batch, observed
+from support import HandleRig, assert_equal
+from torch.nn import functional
+
+from ebbtide import ModifiedError, ModuleError, RecomputeError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rig():
+    rig = HandleRig()
+    yield rig
+    rig.check_at_rest()
+
+
+def both(kind):
+    return make(lambda: Stack(kind), CPU), make(lambda: Stack(kind), CPU)
+
+
+def steps(model, count=3):
+    torch.manual_seed(5)
+    results = []
+    for number in range(count):
+        loss = model(batch(CPU, number))
+        loss.backward()
+        results += [loss.detach(), *observed(model, CPU)]
+    return results
+
+
+class ChangesLate(Simple):
+    """Its buffer changes in the third forward for the first time."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls >= 3:
+            self.scale.mul_(1.5)
+        return self.second(self.first(x).sin() * self.scale)
+
+
+def test_a_buffer_that_changes_late_is_an_error_once_and_right_from_then_on(rig):
+    model, twin = both(ChangesLate)
+    rig.offload(model, "recompute")
+    assert_equal(steps(model, 2), steps(twin, 2))
+    with pytest.raises(ModuleError, match=r"layers\.0: ChangesLate changed its buffer 'scale'.*'keep' or 'offload'"):
+        model(batch(CPU))
+    for layer in [*model.layers, *twin.layers]:
+        layer.calls = 10
+        layer.scale.fill_(2.0)
+    for layer in model.layers[1:]:
+        with pytest.raises(ModuleError, match="changed its buffer"):
+            model(batch(CPU))
+        layer.scale.fill_(2.0)
+    for layer in model.layers:
+        layer.scale.fill_(2.0)
+    model.zero_grad()
+    twin.zero_grad()
+    assert_equal(steps(model), steps(twin))
+
+
+def test_a_buffer_changed_between_forward_and_backward(rig):
+    class Scaled(ChangesLate):
+        def forward(self, x):
+            return self.second(self.first(x).sin()) * self.scale.exp() + x
+
+    model, _ = both(Scaled)
+    rig.offload(model, "recompute")
+    for _ in range(2):
+        loss = model(batch(CPU))
+        model.layers[1].scale.add_(1.0)
+        with pytest.raises(RecomputeError, match=r"buffer 'scale' of layers\.1 was changed in place after"):
+            loss.backward()
+        del loss
+
+
+def test_a_buffer_put_anew_between_forward_and_backward(rig):
+    class Scaled(ChangesLate):
+        def forward(self, x):
+            return self.second(self.first(x).sin()) * self.scale.exp() + x
+
+    results = []
+    for model in both(Scaled):
+        if not results:
+            rig.offload(model, "recompute")
+        results.append([])
+        for number in range(3):
+            loss = model(batch(CPU, number))
+            model.layers[1].scale = model.layers[1].scale + 1.0
+            loss.backward()
+            results[-1] += observed(model, CPU)
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_a_weight_changed_between_forward_and_backward(rig, recipe):
+    model, _ = both(Mixed)
+    rig.offload(model, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(batch(CPU))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(ModifiedError, match=r"layers\.2.*was changed in place between forward and backward"):
+        loss.backward()
+
+
+def test_a_weight_changed_in_forward(rig):
+    class Clamps(Simple):
+        def forward(self, x):
+            with torch.no_grad():
+                self.first.weight.mul_(0.5)
+            return self.second(self.first(x).sin())
+
+    model, _ = both(Clamps)
+    rig.offload(model, "recompute")
+    with pytest.raises(ModuleError, match=r"layers\.0 changes a parameter of its own"):
+        model(batch(CPU))
+
+
+def test_training_mode_of_forward_holds_in_the_second_run(rig):
+    results = []
+    for model in both(Mixed):
+        if not results:
+            rig.offload(model, "recompute")
+        torch.manual_seed(5)
+        results.append([])
+        for number in range(4):
+            model.train(number != 2)
+            loss = model(batch(CPU, number))
+            model.train(number == 2)
+            loss.backward()
+            assert all(module.training is (number == 2) for module in model.modules())
+            results[-1] += observed(model, CPU)
+    assert_equal(*results)
+
+
+class Remembers(Simple):
+    """Counts its calls, keeps what it made at the first, and what it made last; by all of it goes what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.last = None
+        self.name = ""
+
+    def forward(self, x):
+        self.calls += 1
+        if not hasattr(self, "mask"):
+            self.mask = (self.first.weight.detach() @ x.detach().t())[:, :1].t() > 0.0
+        y = self.first(x) * self.calls
+        if self.last is not None:
+            y = y + self.last.detach().mean(0)
+        self.last = self.second(y.sin()).masked_fill(self.mask, 0.1)
+        self.name += "x"
+        return functional.dropout(self.last, 0.1) * len(self.name) + x
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_attributes_that_a_forward_sets(rig, recipe):
+    model, twin = both(Remembers)
+    rig.offload(model, recipe)
+    assert_equal(steps(model, 4), steps(twin, 4))
+    for mine, other in zip(model.layers, twin.layers, strict=True):
+        assert (mine.calls, mine.name) == (other.calls, other.name) == (4, "xxxx")
+        assert_equal([mine.last, mine.mask], [other.last, other.mask])
+        assert mine.last.grad_fn is not None
+        mine.last = None  # the graph of the last forward
+
+
+def test_graphs_that_attributes_hold_do_not_pile_up(rig):
+    model, _ = both(Remembers)
+    rig.offload(model, "recompute")
+    held = []
+    for number in range(4):
+        model(batch(CPU, number))  # and no backward
+        held.append(rig.engine.store_stats().used_bytes)
+    assert held[1] == held[3] > 0
+    for layer in model.layers:
+        layer.last = None
+
+
+# -- what is out of sight ----------------------------------------------------------------------------------------------
+
+
+class Changeable(Simple):
+    """What it does goes by a number out of our sight."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode = [0]
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.mode[0] == 1:
+            y = y.sin()  # saves more
+        elif self.mode[0] == 2:
+            return y  # saves less
+        elif self.mode[0] == 3:
+            y = torch.cat([y, y])[: len(y) + 1]  # saves another shape
+        elif self.mode[0] == 4:
+            y = y.double().float()  # the same saves of the same shapes
+        elif self.mode[0] == 5:
+            y = y.exp()
+        return self.second(y.cos()).sum() + x.sum()
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+@pytest.mark.parametrize(("before", "now"), [(1, 0), (0, 2), (1, 2), (0, 3), (3, 0), (0, 1), (1, 5)])
+def test_a_second_run_that_takes_another_way_is_an_error(rig, recipe, before, now):
+    class One(Stack):
+        def forward(self, x):
+            return self.layers[0](x * 2.0)
+
+    model = make(lambda: One(Changeable), CPU)
+    rig.offload(model, recipe)
+    model.layers[0].mode[0] = before
+    loss = model(batch(CPU))
+    model.layers[0].mode[0] = now
+    with pytest.raises(RecomputeError, match=r"layers\.0 saved .*'keep' or 'offload'"):
+        loss.backward()

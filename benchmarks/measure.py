@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,11 @@ class Measured:
             "loss": self.steps[-1].loss,
             "grad_checksum": self.grad_checksum,
         }
+
+
+def merged(parts: Sequence[Measured]) -> Measured:
+    """Several rounds of one mode as one."""
+    return Measured([step for part in parts for step in part.steps], parts[-1].grad_checksum)
 
 
 def spread(values: list[float]) -> dict[str, float]:

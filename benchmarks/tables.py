@@ -24,7 +24,7 @@ NAMES = {
     "recompute, inputs kept": "**recompute**, inputs kept",
     "selective kept": "**selective**, attention and matmuls kept",
     "selective": "**selective**, attention and its projections offloaded",
-    "selective, feed-forward too": "**selective**, feed-forward matmuls of 11 blocks offloaded too",
+    "selective, feed-forward too": "**selective**, feed-forward matmuls of 12 blocks offloaded too",
 }
 TITLES = {
     "A": "Llama 1B shapes, batch 4 x 4096, bf16, eager",

@@ -28,7 +28,7 @@ class Data:
         self._generator = torch.Generator().manual_seed(seed)
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device)
+        return torch.randn(shape, generator=self._generator, device="cpu").to(self._device)
 
     def leaf(self, *shape: int) -> torch.Tensor:
         return self.tensor(*shape).requires_grad_()

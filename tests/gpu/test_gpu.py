@@ -29,6 +29,7 @@ from support import assert_equal, bits
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 import ebbtide
 from ebbtide import Recipe, What
@@ -155,6 +156,35 @@ def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_
                 assert handle.stats().recomputed.count > 0
         for other in results[1:]:
             assert_equal(other, results[0])
+
+
+class Flexible(nn.Module):
+    """Attention that is written as a function."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        q, k = (part(x).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.q, self.k))
+        mixed = flex_attention(q, k, q * k, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.01)
+        return self.out(mixed.transpose(1, 2).flatten(2)) + x
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_flex_attention_is_held(is_compiled):
+    results, saves = [], []
+    for ops in (None, ("convolution",), ("attention",)):
+        torch._dynamo.reset()
+        model = make(lambda: Stack(Flexible), GPU)
+        handle = None if ops is None else offload(model, recipe=Recipe("selective", ops=ops))
+        for layer in model.layers if is_compiled else ():
+            layer.compile()
+        results.append(train(model, lambda data: data.tensor(4, 256, 256), GPU))
+        saves.append(0 if handle is None else handle.stats().parcels.count)
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+    assert saves[2] > saves[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

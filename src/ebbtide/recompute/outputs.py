@@ -172,9 +172,9 @@ class Intake:
 
     def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """A call of another operator returned `out`: it may say more about the output of one that is held."""
-        if self._pending and is_wait(op):
-            self._hold_awaited(out)
-        elif self._by_memory and is_hidden_view(op):
+        if self._pending:
+            self._note_waits(op, args, out)
+        if self._by_memory and is_hidden_view(op):
             held = self._by_memory.get(_memory(args[0]))
             if held is not None:
                 held.watched += [(_counter(t), t._version) for t in ([out] if _sequence_type(out) is None else out)]
@@ -205,6 +205,14 @@ class Intake:
         self.held.calls[op][number] = held
         self.held.add(held)
         return held
+
+    def _note_waits(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Hold results of collectives that somebody has waited for: by the operator, or a tensor that waits itself."""
+        if is_wait(op):
+            self._hold_awaited(out)
+        for arg in args:
+            if type(arg).__name__ == "AsyncCollectiveTensor" and arg.completed:
+                self._hold_awaited(arg.elem)
 
     def _hold_awaited(self, out: torch.Tensor) -> None:
         for entry in self._pending:
@@ -261,10 +269,13 @@ class Holding(_Numbering):
             return out
         self._intake.count(op)
         if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
-            return op(*args, **kwargs)
+            out = op(*args, **kwargs)
+            self._intake.follow(op, args, out)
+            return out
         before = rng_before(op, args, kwargs) if self.follows_draws else None
         out = op(*args, **kwargs)
         self._intake.take(op, args, out, self._stays, rng_after(before))
+        self._intake.follow(op, args, out)
         return out
 
     def _is_chosen(self) -> bool:

@@ -1,0 +1,112 @@
+"""Outputs of collectives that are held: not before somebody has waited for them. And regions of sharded models."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from cases import Data, finish
+from support import assert_equal
+from test_module import CPU, offload
+from torch import nn
+
+import ebbtide
+from ebbtide import Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone_in_the_world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    ebbtide.release_memory()
+
+
+class Gathers(nn.Module):
+    """`waits`: by whom the gathered tensor is waited for."""
+
+    def __init__(self, waits: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.waits = waits
+
+    def forward(self, x):
+        y = collectives.all_gather_tensor_autograd(self.first(x), 0, dist.group.WORLD)
+        if self.waits == "operator":
+            y = collectives.wait_tensor(y)
+        if self.waits == "product":
+            return self.second(y).sin() * y + x
+        return self.second(y.sin()) * y + x
+
+
+class Net(nn.Module):
+    def __init__(self, waits: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gathers(waits) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def make(waits):
+    torch.manual_seed(0)
+    return Net(waits)
+
+
+def train(model):
+    results = []
+    for step in range(3):
+        results += [grad.clone() for grad in finish(model(Data(CPU, step).tensor(4, 8)), model)]
+        model.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("waits", ["use", "product", "operator"])
+@pytest.mark.parametrize("ops", ["collective", ("collective", "matmul")], ids=str)
+@pytest.mark.parametrize("outputs", ["offload", "keep"])
+def test_collectives_are_held_once_they_were_waited_for(waits, ops, outputs):
+    results, saves = [], []
+    for recipe in (None, "recompute", Recipe("selective", ops=ops, outputs=outputs)):
+        model = make(waits)
+        handle = None if recipe is None else offload(model, recipe=recipe)
+        results.append(train(model))
+        saves.append(0 if handle is None else handle.stats().saves + handle.stats().dropped.count)
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+    assert saves[2] == saves[1] + 3 * 3 * (1 if ops == "collective" else 3)
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective", {"layers.*": "selective", "layers.0": "keep"}], ids=str)
+@pytest.mark.parametrize("order", ["shard first", "offload first"])
+def test_fully_sharded(recipe, order):
+    from torch.distributed.fsdp import fully_shard
+
+    def run(apply):
+        model = make("use")
+        if apply and order == "offload first":
+            offload(model, recipe=recipe)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if apply and order == "shard first":
+            offload(model, recipe=recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        results = []
+        for step in range(3):
+            loss = model(Data(CPU, step).tensor(4, 8))
+            loss.backward()
+            results += [loss.detach(), *(p.grad.full_tensor().clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    assert_equal(run(True), run(False))

@@ -122,7 +122,7 @@ class Outbound:
         released: Parcel | None = None
         point, self._compute_point = self._compute_point, None
         last: StreamEvent = None
-        is_late = False
+        has_clock, is_late = self._device.has_clock, False
         while self.resident_bytes > window_bytes and len(self._queue) > 1:
             claim = self._queue.popleft()()
             if claim is None or not claim.parcel.is_resident:
@@ -130,7 +130,8 @@ class Outbound:
             parcel = claim.parcel
             point = self._device.record(parcel.home) if point is None else point
             self.leave(parcel)
-            is_late = is_late or self._is_late(parcel.landed)
+            if has_clock:
+                is_late = is_late or parcel.landed is None or not self._device.is_done(parcel.landed)
             if self._release(parcel):
                 released, last = parcel, parcel.landed
             else:
@@ -138,10 +139,6 @@ class Outbound:
         if released is not None and is_late:
             released.ledger.time_stall(self._device, point, last, is_forward=True)
         return stuck
-
-    def _is_late(self, landed: StreamEvent) -> bool:
-        """Whether compute is going to stall for it, as far as can be told; `landed` is None before the copy."""
-        return self._device.has_clock and (landed is None or not self._device.is_done(landed))
 
     def _release(self, parcel: Parcel) -> bool:
         """Home waits for `landed`, then our reference goes; False if the copy never lands and the source stays."""

@@ -225,7 +225,7 @@ class Parcel:
         self.site = site
         self.span = span
         self.start = span.start if source is storage else 0
-        self.nbytes = span.sent_nbytes
+        self.nbytes = span.sent_nbytes if span.is_bits else span.nbytes
         self.counter = counter
         self.version = counter._version
         self.home = home

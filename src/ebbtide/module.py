@@ -52,8 +52,9 @@ class OffloadHandle:
         self._former_marks: list[InnerMark] = []
         self._recipes: Recipes = {}
         self._dear: dict[tuple[object, ...], DearOps] = {}
-        self.regions = find_regions(module)
-        """Module of each region, by name."""
+        self._blocks = find_regions(module)
+        self.regions = dict(self._blocks)
+        """Module of each region, by name: the repeated blocks, and what recipes have made one."""
 
     def stats(self) -> Stats:
         """Totals since `offload`."""
@@ -87,7 +88,8 @@ class OffloadHandle:
         """What is done with the regions from the next forward on; backward goes by what its forward went by.
 
         Args:
-            recipe: one for all regions, or one per name or pattern (see `offload`). None: all are offloaded.
+            recipe: one for all repeated blocks, or one per name or pattern (see `offload`), whatever the recipes were
+                before. None: all are offloaded.
 
         Raises:
             ConfigError: no recipe.
@@ -95,16 +97,16 @@ class OffloadHandle:
         """
         if self._root_mark is None:
             raise ModuleError("set_recipe() on a handle that was removed, or has mode='off': apply offload() again")
-        recipes, regions = choose_recipes(self._module, self.regions, recipe)
+        recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         trails = self._find_trails(recipes, regions)
-        self.regions = regions
+        former, self.regions = self.regions, regions
         for trail in self._trails:
             trail.remove()
         self._trails = [TrailMark(self, module, pattern) for module, pattern in trails]
         was_none = not (recipes or self._recipes)
         self._recipes = recipes
         if not was_none:
-            for name, module in regions.items():
+            for name, module in {**former, **regions}.items():
                 self._wrap(name, module, recipes.get(name))
 
     def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:

@@ -24,6 +24,7 @@ class Ambient:
         self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(device.type for device in devices)]
         self._attention = _attention_back_ends()
         self._default_device = default_device()
+        self._default_dtype = torch.get_default_dtype()
         if is_captured:
             devices = [device for device in devices if device.type == "cpu"]
         self._generators = [_Generator(device) for device in devices]
@@ -42,6 +43,9 @@ class Ambient:
                 stack.enter_context(autocast.restored())
             if self._attention != _attention_back_ends():
                 stack.enter_context(_attention_restored(self._attention))
+            if self._default_dtype is not torch.get_default_dtype():
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._default_dtype)
             if self._default_device != default_device():
                 stack.enter_context(self._default_device or torch.device("cpu"))
             stack.enter_context(torch.enable_grad())

@@ -20,6 +20,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._slots: dict[int, int] = {}
+        self._open: set[int] = set()  # dataclasses that are being taken apart: one that leads to itself stays whole
         self._tensors: list[torch.Tensor] = []
         self._skeleton = self._take_apart((args, kwargs))
         self._slots.clear()
@@ -43,15 +44,23 @@ class Arguments:
             if slot == len(self._tensors):
                 self._tensors.append(leaf)
             return _Slot(slot)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.nn.Module):
-            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+        if self._is_data(leaf):
+            fields = {
+                f.name: getattr(leaf, f.name) for f in dataclasses.fields(cast(Any, leaf)) if hasattr(leaf, f.name)
+            }
+            self._open.add(id(leaf))
             tree = self._take_apart(fields)
+            self._open.discard(id(leaf))
             return _Dataclass(leaf, tree) if tree.has_tensors else leaf
         if isinstance(leaf, functools.partial):
             partial = cast("functools.partial[Any]", leaf)
             tree = self._take_apart((partial.args, partial.keywords))
             return _Partial(partial.func, tree) if tree.has_tensors else partial
         return leaf
+
+    def _is_data(self, leaf: object) -> bool:
+        is_instance = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.nn.Module)
+        return is_instance and id(leaf) not in self._open
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.draws import NoDraws
 from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
-from ebbtide.recompute.state import RegionState
+from ebbtide.recompute.state import RegionState, version_of
 
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[object]]
@@ -74,8 +74,9 @@ class Frame:
         """
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
-        versions = [t._version for t in tensors]
-        self._inputs = [_Input(pack_input(t), t.requires_grad) for t in tensors]
+        versions = list(map(version_of, tensors))
+        # An inference tensor cannot be saved. Its owner keeps it, and so may we.
+        self._inputs = [_Input(t if t.is_inference() else pack_input(t), t.requires_grad) for t in tensors]
         # All that a second run needs, before the first: region code may ask for gradients, and what it has saved before
         # it fails may be all that somebody wants.
         with numbering_paused():  # copies of buffers are no calls of the region around this one
@@ -88,6 +89,7 @@ class Frame:
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
         if holding is not None:
             holding.follows_draws = not is_captured
+            holding.follow_saves(self._holders.__len__)
         try:
             with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
                 output = self._call(*args, **kwargs)
@@ -115,7 +117,7 @@ class Frame:
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         for t, version in zip(tensors, versions, strict=True):
-            if t._version != version:
+            if version_of(t) != version:
                 raise ModuleError(
                     f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(t.shape)}): it "
                     "cannot run again. Give it the recipe 'keep' or 'offload', or clone the tensor before the change"
@@ -144,7 +146,7 @@ class Frame:
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors
         hooks = hook_pair(again.pack, again.unpack)
-        with self._surroundings(), self._around(hooks.pack_hook, True), hooks:
+        with self._surroundings(again), self._around(hooks.pack_hook, True), hooks:
             try:
                 self._call(*args, **kwargs)
             except _EnoughError as enough:
@@ -157,13 +159,13 @@ class Frame:
             self._was_run_again = True
 
     @contextlib.contextmanager
-    def _surroundings(self) -> Generator[None, None, None]:
+    def _surroundings(self, again: "SecondRun") -> Generator[None, None, None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(numbering_paused())
             stack.enter_context(self._ambient.restored())
             stack.enter_context(self._found.restored())
             if self._held is not None:
-                stack.enter_context(Serving(self._held, self.desk))
+                stack.enter_context(Serving(self._held, self.desk, lambda: again.count))
             yield
 
     def _tickets(self) -> list[Ticket]:
@@ -212,7 +214,7 @@ class _Input(NamedTuple):
 
     def read(self, desk: Desk) -> torch.Tensor:
         t = _read(self.packed, desk)
-        if t.is_leaf and t.requires_grad:
+        if t.is_inference() or (t.is_leaf and t.requires_grad):
             return t  # itself: a parameter passed as an argument
         return t.detach().requires_grad_(self.requires_grad)
 
@@ -232,13 +234,13 @@ class SecondRun:
         self._name = name
         self._holders = holders
         self._looks = looks
-        self._count = 0
+        self.count = 0
         self._last = max((n for n, ref in enumerate(holders) if _lacks_value(ref())), default=-1)
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         alias = t.detach()
-        number = self._count
-        self._count += 1
+        number = self.count
+        self.count += 1
         if number < len(self._holders):
             self._check_looks(number, t)
             holder = self._holders[number]()
@@ -256,7 +258,7 @@ class SecondRun:
     def check(self) -> None:
         if any(_lacks_value(ref()) for ref in self._holders):
             raise RecomputeError(
-                f"{self._name} saved {len(self._holders)} tensors in forward and only {self._count} when it ran again "
+                f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} when it ran again "
                 f"in backward{_ADVICE}"
             )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ class Held:
     """The outputs of one call of a dear operator.
 
     Attributes:
-        asked: what the arguments looked like.
+        asked: where the call was made, and what its arguments looked like.
         parts: each output as the desk packed it; what is no tensor, as it is.
         sequence: tuple or list if the operator returns several, None if one.
         site: where the first was packed; what is learned about the call is written there.
@@ -60,6 +60,9 @@ class Held:
 
 
 _Asked: TypeAlias = "tuple[Any, ...]"
+
+SavesSoFar: TypeAlias = Callable[[], int]
+"""How many tensors autograd has saved in this run: the same at the same place of both runs."""
 
 Call: TypeAlias = "Held | Site | None"
 """What there is of one call: its outputs; the site where they would be, had it not been learned that holding them is
@@ -150,6 +153,7 @@ class Intake:
 
     def __init__(self, desk: Desk) -> None:
         self.held = HeldOutputs()
+        self.saves_so_far: SavesSoFar = _unknown
         self._desk = desk
         self._pending: list[_Pending] = []
         self._by_memory: dict[int, Held] = {}
@@ -164,9 +168,9 @@ class Intake:
         """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`."""
         number = len(self.held.calls[op]) - 1
         if is_collective(op):  # its bytes are there when somebody has waited for them
-            self._pending.append(_Pending(out, op, number, _asked(args), stays))
+            self._pending.append(_Pending(out, op, number, self._asked(args), stays))
             return
-        held = self._hold(op, number, out, _asked(args), stays)
+        held = self._hold(op, number, out, self._asked(args), stays)
         if held is not None:
             held.rng_after = rng_after
 
@@ -183,6 +187,9 @@ class Intake:
         """The forward has ended: from here on only `held` holds outputs, until they are handed out."""
         self._by_memory.clear()
         self._pending.clear()
+
+    def _asked(self, args: tuple[Any, ...]) -> "_Asked":
+        return _asked(self.saves_so_far(), args)
 
     def _hold(self, op: Any, number: int, out: Any, asked: "_Asked", stays: Reason | None) -> Held | None:
         sequence = _sequence_type(out)
@@ -278,6 +285,10 @@ class Holding(_Numbering):
         self._intake.follow(op, args, out)
         return out
 
+    def follow_saves(self, saves_so_far: "SavesSoFar") -> None:
+        """From now on calls are known by it too."""
+        self._intake.saves_so_far = saves_so_far
+
     def _is_chosen(self) -> bool:
         self._dear_calls += 1
         return self._sites is None or self._dear_calls - 1 in self._sites
@@ -286,10 +297,11 @@ class Holding(_Numbering):
 class Serving(_Numbering):
     """Around a region's second run: hands out what is held instead of running the operator."""
 
-    def __init__(self, held: HeldOutputs, desk: Desk) -> None:
+    def __init__(self, held: HeldOutputs, desk: Desk, saves_so_far: "SavesSoFar | None" = None) -> None:
         super().__init__()
         self._held = held
         self._desk = desk
+        self._saves_so_far = saves_so_far or _unknown
         self._numbers: Counter[Any] = Counter()
 
     def __torch_dispatch__(
@@ -302,7 +314,7 @@ class Serving(_Numbering):
         number = self._numbers[op]
         self._numbers[op] += 1
         call = calls[number] if number < len(calls) else None
-        if isinstance(call, Held) and call.asked != _asked(args):
+        if isinstance(call, Held) and call.asked != _asked(self._saves_so_far(), args):
             return op(*args, **kwargs)  # it comes in another order now: what is held is of another call
         if isinstance(call, Held):
             if call.is_unmodified:
@@ -322,12 +334,18 @@ class Serving(_Numbering):
         return out
 
 
-def _asked(args: tuple[Any, ...]) -> _Asked:
+def _asked(saves_so_far: int, args: tuple[Any, ...]) -> _Asked:
     """What tells most calls of an operator apart, without a look at the bytes."""
-    return tuple(
+    looks = (
         (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a if isinstance(a, int | float | str) else None
         for a in args
     )
+    return saves_so_far, *looks
+
+
+def _unknown() -> int:
+    """In a checkpoint of the user's own: only torch knows how much was saved."""
+    return 0
 
 
 def _sequence_type(out: Any) -> type | None:

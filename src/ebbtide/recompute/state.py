@@ -9,8 +9,9 @@ Note [State of a region]
    change later, which its version tells, what it held is gone and the user is told.
 2. Plain attributes: numbers, words and tensors that a forward sets (a counter, what it made at its first call), and
    the training flags. They are put back for the second run.
-3. Parameters are the user's. One that was changed in place before the second run makes it impossible, as stock
-   autograd says too.
+3. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
+   as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
+   is swapped in for evaluation) give way to those that the first run read.
 What a region keeps elsewhere (a list it appends to, a global) is out of sight.
 """
 
@@ -71,7 +72,12 @@ class Found:
             for module in modules
             if module._buffers
         }
-        self._parameters = [(p, p._version) for module in modules for p in module._parameters.values() if p is not None]
+        self._parameters = [
+            _Parameter(module, name, p, version_of(p))
+            for module in modules
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
         self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
         self._names: list[tuple[str, ...]] = []
         self._attributes: list[tuple[Module, str, Any]] = []
@@ -80,7 +86,7 @@ class Found:
     @property
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
-        return {p.device for p, _ in self._parameters}
+        return {found.parameter.device for found in self._parameters}
 
     def close(self) -> None:
         """The forward has ended: let go of what it did not change."""
@@ -90,11 +96,11 @@ class Found:
 
     def learn(self) -> None:
         """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""
-        for p, version in self._parameters:
-            if p._version != version:
+        for found in self._parameters:
+            if found.was_changed:
                 raise ModuleError(
-                    f"{self._state.name} changes a parameter of its own in place in its forward "
-                    f"({p.dtype} {tuple(p.shape)}): it cannot run again. Give it the recipe 'keep' or 'offload'"
+                    f"{self._state.name} changes its parameter {found.name!r} in place in its forward: it cannot run "
+                    "again. Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
                 )
         for module, buffers in self._buffers.items():
             for name, buffer in buffers.items():
@@ -108,9 +114,13 @@ class Found:
             for module, was_training in zip(self._modules, self._training, strict=True):
                 if module.training is not was_training:
                     stack.enter_context(_attribute_set(module, "training", was_training))
+            for found in self._parameters:
+                if found.has_given_way:
+                    stack.enter_context(found.in_place())
+            copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
             for module in self._modules:
                 if module._buffers or module in self._buffers:
-                    stack.enter_context(_buffers_set(module, self._buffers_as_found(module)))
+                    stack.enter_context(_buffers_set(module, self._buffers_as_found(module, copies)))
             for module, name, value in self._attributes if self._is_closed else self._changed_attributes():
                 stack.enter_context(_attribute_set(module, name, value))
             yield
@@ -121,7 +131,7 @@ class Found:
         if buffer is None:
             return _Buffer(None, 0, None)
         is_steady = (id(module), name, module.training) in self._state.steady
-        return _Buffer(buffer, buffer._version, None if is_steady else buffer.detach().clone())
+        return _Buffer(buffer, version_of(buffer), None if is_steady else buffer.detach().clone())
 
     def _learned(self, module: Module, name: str, buffer: "_Buffer") -> "_Buffer":
         """`buffer` with the copy that the second run needs, if any."""
@@ -140,13 +150,13 @@ class Found:
             )
         return buffer
 
-    def _buffers_as_found(self, module: Module) -> dict[str, torch.Tensor | None]:
-        return {name: self._as_found(name, buffer) for name, buffer in self._buffers.get(module, {}).items()}
+    def _buffers_as_found(self, module: Module, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        return {name: self._as_found(name, buffer, copies) for name, buffer in self._buffers.get(module, {}).items()}
 
-    def _as_found(self, name: str, buffer: "_Buffer") -> torch.Tensor | None:
+    def _as_found(self, name: str, buffer: "_Buffer", copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if buffer.copy is not None:
-            return buffer.copy.clone()
-        if buffer.tensor is not None and buffer.tensor._version != buffer.version:
+            return copies.setdefault(id(buffer.tensor), buffer.copy.clone())
+        if buffer.tensor is not None and version_of(buffer.tensor) != buffer.version:
             raise RecomputeError(
                 f"buffer {name!r} of {self._state.name} was changed in place after a forward that has to run again "
                 "now: do not change it between forward and backward, or give the region the recipe 'keep' or 'offload'"
@@ -156,11 +166,11 @@ class Found:
     # -- parameters and attributes ---------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
-        for p, version in self._parameters:
-            if p._version != version:
+        for found in self._parameters:
+            if found.was_changed:
                 raise ModifiedError(
-                    f"a parameter of {self._state.name} ({p.dtype} {tuple(p.shape)}) was changed in place between "
-                    "forward and backward, and the region has to run again with what it was: call backward before "
+                    f"the parameter {found.name!r} of {self._state.name} was changed in place between forward and "
+                    "backward, and the region has to run again with what it was: call backward before "
                     "optimizer.step(), or give the region the recipe 'keep' or 'offload'"
                 )
 
@@ -183,6 +193,43 @@ class Found:
         return changed
 
 
+def version_of(t: torch.Tensor) -> int:
+    """How often `t` was changed in place; an inference tensor does not say, and cannot be outside of its mode."""
+    return 0 if t.is_inference() else t._version
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Parameter(NamedTuple):
+    """A parameter as a forward found it."""
+
+    owner: Module
+    name: str
+    parameter: torch.Tensor
+    version: int
+
+    @property
+    def was_changed(self) -> bool:
+        return version_of(self.parameter) != self.version
+
+    @property
+    def has_given_way(self) -> bool:
+        """Another one stands in its place. Sharded and gathered ones FSDP exchanges itself, as each run needs them."""
+        now = self.owner._parameters.get(self.name)
+        return now is not None and now is not self.parameter and type(now) in _PLAIN and type(self.parameter) in _PLAIN
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None, None, None]:
+        parameters: dict[str, Any] = self.owner._parameters
+        now = parameters[self.name]
+        parameters[self.name] = self.parameter
+        try:
+            yield
+        finally:
+            parameters[self.name] = now
+
+
 class _Buffer(NamedTuple):
     """A buffer as a forward found it."""
 
@@ -192,7 +239,7 @@ class _Buffer(NamedTuple):
     """None: no forward has changed it so far."""
 
     def is_same(self, now: torch.Tensor | None) -> bool:
-        return now is self.tensor and (now is None or now._version == self.version)
+        return now is self.tensor and (now is None or version_of(now) == self.version)
 
     def has_same_bytes(self) -> bool:
         """Where that is not known already. Waits for the device: in the first forward only."""

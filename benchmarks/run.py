@@ -34,8 +34,7 @@ def main() -> None:
     about = facts(" ".join(["python -m benchmarks.run", *_arguments()]), torch.cuda.get_device_name(), options.commit)
     link = link_rate()
     results: dict[str, dict[str, object]] = {"link": {**about, **link}}
-    if options.workloads:
-        results["host-cost"] = {**about, **host_cost_us(device)}
+    results["host-cost"] = {**about, **host_cost_us(device)}
     _write(options.out, results)
     for name in options.workloads:
         results[name] = {**about, "link": link, **_measure(WORKLOADS[name], device, options.steps)}

@@ -108,6 +108,7 @@ class Engine:
                 parcel.source_ref() is storage
                 # Both: `t` may count with another counter than the parcel's first save (x and x.data).
                 and parcel.counter._version == parcel.version == version
+                and (not parcel.witnesses or all(counter._version == read for counter, read in parcel.witnesses))
                 and held.start <= span.start
                 and span.start + span.nbytes <= held.start + held.nbytes
                 # Bits serve booleans only; and home packed them, which other compute streams did not wait for.

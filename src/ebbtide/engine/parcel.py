@@ -180,6 +180,8 @@ class Parcel:
         is_resident: counted among what waits on the outbound lane.
         is_ahead: counted among what was fetched before anybody asked.
         is_retained: listed among what a graph that is kept has brought back.
+        witnesses: further counters of the same bytes, with what they read when the parcel was made: a later save shares
+            it only if all of them still do.
     """
 
     __slots__ = (
@@ -206,6 +208,7 @@ class Parcel:
         "storage_key",
         "version",
         "visit",
+        "witnesses",
     )
 
     def __init__(
@@ -242,6 +245,7 @@ class Parcel:
         self.is_ahead = False
         self.is_retained = False
         self.ref: ClaimRef | None = None
+        self.witnesses: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @property
     def may_be_fetched(self) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -127,16 +127,19 @@ class Frame:
 
     def value_of(self, holder: Holder) -> torch.Tensor:
         """What was saved there, bit for bit. Raises RecomputeError, ModifiedError."""
-        with self._lock:
-            if holder.value is None:
-                self._run_again()
-            value = holder.value
-            assert value is not None
-            if graph_task_id() == -1:
-                self._forget_values()
-            elif keeps_graph():
-                holder.value = None
-        check_unmodified(value, holder.version, f"a tensor saved in {self._name}")
+        value = holder.value
+        if value is None:
+            with self._lock:
+                if holder.value is None:
+                    self._run_again()
+                value = holder.value
+                assert value is not None
+        if graph_task_id() == -1:
+            self._forget_values()
+        elif keeps_graph():
+            holder.value = None
+        if value._version != holder.version:
+            check_unmodified(value, holder.version, f"a tensor saved in {self._name}")
         return value
 
     def _run_again(self) -> None:
@@ -179,31 +182,29 @@ class Frame:
                 holder.value = None
 
 
-class _Looks(NamedTuple):
-    """What a save has in common with the one of the second run."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    device: torch.device
-    origin: str
-    """Class of the node that made it; "" for leaves, and the region's inputs are leaves in its second run."""
-    is_under_modes: bool
-    """Composite operators take other ways under dispatch modes, of ours or of the user's."""
-
-    def __str__(self) -> str:
-        origin = f" from {self.origin}" if self.origin else ""
-        return f"{self.dtype} {tuple(self.shape)} on {self.device}{origin}"
-
-    def fits(self, first: "_Looks") -> bool:
-        if self[:3] != first[:3]:
-            return False
-        is_comparable = self.origin and first.origin and self.is_under_modes == first.is_under_modes
-        return not is_comparable or self.origin == first.origin
+_Looks: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, str, bool]
+"""What a save has in common with the one of the second run: how it looks, the class of the node that made it ("" for
+leaves, and the region's inputs are leaves in its second run), and whether dispatch modes were active, under which
+composite operators take other ways. A bare tuple: there is one for every save of either run."""
 
 
 def _looks(t: torch.Tensor) -> _Looks:
     node = t.grad_fn
-    return _Looks(t.dtype, t.shape, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0)
+    return t.dtype, t.shape, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
+
+
+def _fits(second: _Looks, first: _Looks) -> bool:
+    if second == first:
+        return True
+    if second[:3] != first[:3]:
+        return False
+    is_comparable = second[3] and first[3] and second[4] == first[4]
+    return not is_comparable or second[3] == first[3]
+
+
+def _described(looks: _Looks) -> str:
+    dtype, shape, device, origin, _ = looks
+    return f"{dtype} {tuple(shape)} on {device}" + (f" from {origin}" if origin else "")
 
 
 class _Input(NamedTuple):
@@ -242,7 +243,9 @@ class SecondRun:
         number = self.count
         self.count += 1
         if number < len(self._holders):
-            self._check_looks(number, t)
+            looks = _looks(t)
+            if not _fits(looks, self._looks[number]):
+                raise self._other_save(number, looks)
             holder = self._holders[number]()
             if holder is not None and holder.value is None:
                 holder.value = alias
@@ -262,13 +265,11 @@ class SecondRun:
                 f"in backward{_ADVICE}"
             )
 
-    def _check_looks(self, number: int, t: torch.Tensor) -> None:
-        first, second = self._looks[number], _looks(t)
-        if not second.fits(first):
-            raise RecomputeError(
-                f"{self._name} saved {first} in forward and {second} in its place when it ran again in "
-                f"backward{_ADVICE}"
-            )
+    def _other_save(self, number: int, looks: _Looks) -> RecomputeError:
+        return RecomputeError(
+            f"{self._name} saved {_described(self._looks[number])} in forward and {_described(looks)} in its place "
+            f"when it ran again in backward{_ADVICE}"
+        )
 
 
 _ADVICE = (

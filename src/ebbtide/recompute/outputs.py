@@ -48,6 +48,12 @@ class Held:
         are_views = all(counter._version == version for counter, version in self.watched)
         return are_views and all(map(is_unmodified, self.parts))
 
+    def watch(self, counter: torch.Tensor, version: int) -> None:
+        """Outputs are no longer what they were, nor to be shared with other saves, when `counter` reads otherwise."""
+        self.watched.append((counter, version))
+        for ticket in self.tickets():
+            ticket.parcel.witnesses += ((counter, version),)
+
     def tickets(self) -> Iterator[Ticket]:
         return (part for part in self.parts if type(part) is Ticket)
 
@@ -181,7 +187,8 @@ class Intake:
         if self._by_memory and is_hidden_view(op):
             held = self._by_memory.get(_memory(args[0]))
             if held is not None:
-                held.watched += [(_counter(t), t._version) for t in ([out] if _sequence_type(out) is None else out)]
+                for t in [out] if _sequence_type(out) is None else out:
+                    held.watch(_counter(t), t._version)
 
     def close(self) -> None:
         """The forward has ended: from here on only `held` holds outputs, until they are handed out."""

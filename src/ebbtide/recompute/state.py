@@ -142,7 +142,7 @@ class Found:
             return buffer._replace(copy=None)
         self._state.steady.discard(key)
         self._state.changing.add(key)
-        if not is_same and buffer.tensor is not None and buffer.copy is None:
+        if buffer.tensor is not None and buffer.copy is None and version_of(buffer.tensor) != buffer.version:
             raise ModuleError(
                 f"{self._state.name}: {type(module).__name__} changed its buffer {name!r} in a forward that is to run "
                 "again in backward, after leaving it alone in the ones before: what it held is gone. Give its "

@@ -20,7 +20,7 @@ Recipes = str | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 
 DEAR = ("attention", "matmul")
 PROJECTIONS = ("attention", "matmul@self_attn")
-ROUNDS = 2
+CAPTURED = ("recompute", "selective")
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
 
 
 def modes_of(workload: Workload) -> dict[str, Offloaded]:
-    """By name. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large."""
+    """By name. What is saved outside of the blocks (logits, loss, last norm) backward needs at once: it stays, as with
+    checkpointing. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large.
+    """
+    some = ebbtide.Recipe("selective", ops=PROJECTIONS)
     if workload.is_long:
-        # What is saved outside of the blocks (logits, loss, last norm) backward needs at once: it stays.
-        inside = {"include": "layers.*", "prefetch": "1GiB"}
-        some = ebbtide.Recipe("selective", ops=PROJECTIONS)
         more = with_feed_forward(3 * workload.layers // 4, workload.layers)
         more["model.norm"] = ebbtide.Recipe("recompute", inputs="keep")  # half a GiB less at the peak, for the window
         return {
-            "recompute": Offloaded("recompute"),
-            "selective": Offloaded(some, {**inside, "window": "1280MiB"}),
-            "selective, feed-forward too": Offloaded(more, {**inside, "window": "4600MiB", "prefetch": "2560MiB"}),
+            "recompute": Offloaded("recompute", {"window": "512MiB"}),
+            "selective": Offloaded(some, {"window": "1280MiB", "prefetch": "1GiB"}),
+            "selective, feed-forward too": Offloaded(more, {"window": "4600MiB", "prefetch": "2560MiB"}),
         }
     return {
-        "recompute": Offloaded("recompute"),
+        "recompute": Offloaded("recompute", {"window": "64MiB"}),
         "recompute, inputs kept": Offloaded(ebbtide.Recipe("recompute", inputs="keep")),
         "selective kept": Offloaded(ebbtide.Recipe("selective", ops=DEAR, inputs="keep", outputs="keep")),
-        "selective": Offloaded(ebbtide.Recipe("selective", ops=PROJECTIONS)),
+        "selective": Offloaded(some, {"window": "1GiB"}),
     }
 
 
@@ -92,7 +92,7 @@ def checkpointed(model: torch.nn.Module, context_fn: Callable[[], object] | None
 
 @contextlib.contextmanager
 def offloaded(model: torch.nn.Module, mode: Offloaded) -> Iterator[Context]:
-    handle = ebbtide.offload(model, recipe=mode.recipe, host_limit=HOST_LIMIT, **mode.settings)
+    handle = ebbtide.offload(model, recipe=mode.recipe, include="layers.*", host_limit=HOST_LIMIT, **mode.settings)
     try:
         yield contextlib.nullcontext
     finally:
@@ -110,34 +110,28 @@ def measure_recipes(workload: Workload, device: torch.device, count: int) -> dic
     modes["checkpoint"] = functools.partial(checkpointed, model)
     for name, mode in modes_of(workload).items():
         modes[name] = functools.partial(offloaded, model, mode)
-    rounds: dict[str, list[Measured]] = {name: [] for name in modes}
-    for _ in range(ROUNDS):  # in turns: the first modes find a cooler device
+    measures: dict[str, list[Measured]] = {name: [] for name in modes}
+    rounds = 2 if workload.is_long else 5
+    for _ in range(rounds):  # in turns: a device is not the same from minute to minute
         for name, mode in modes.items():
             with mode() as context:
-                rounds[name].append(steps(model, loss_of, context, -(-count // ROUNDS)))
+                measures[name].append(steps(model, loss_of, context, -(-2 * count // rounds)))
             gc.collect()
             torch.cuda.empty_cache()
-    measured = {name: merged(parts).summary() for name, parts in rounds.items()}
+    measured = {name: merged(parts).summary() for name, parts in measures.items()}
     for name, summary in measured.items():
         print(workload.name, name, summary, flush=True)
     inputs_gib = workload.input_bytes / 2**30
     result: dict[str, object] = {"modes": measured, "inputs_but_the_last_gib": inputs_gib * (1 - 1 / workload.layers)}
     if not workload.is_long:
-        for name, mode in captured_modes().items():
+        for name in CAPTURED:
+            mode = modes_of(workload)[name]
             result[f"captured, {name}"] = measure_captured(mode, model, loss_of, count)
             print(workload.name, "captured", name, result[f"captured, {name}"], flush=True)
             ebbtide.release_memory()
             gc.collect()
             torch.cuda.empty_cache()
     return result
-
-
-def captured_modes() -> dict[str, Offloaded]:
-    """By name. A graph's copies were seen to run at nine tenths of the eager rate: the window leaves them the time."""
-    return {
-        "recompute": Offloaded("recompute"),
-        "selective": Offloaded(ebbtide.Recipe("selective", ops=PROJECTIONS), {"window": "1GiB"}),
-    }
 
 
 def measure_captured(

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.engine.timetable import Site, Timetable
+from ebbtide.types import Output
 
 
 def sites(count):
@@ -76,3 +77,12 @@ def test_without_the_site_before_the_last_habit_counts():
     a.follow_with(b, c)
     assert a.expected_after(None) is c
     assert a.expected_after(Site("", 9, 9)) is c
+
+
+def test_an_output_that_was_changed_is_tried_again_now_and_then():
+    site = Site("layers.0", 0, 0)
+    assert not site.drops_output()
+    site.output = Output.UNASKED
+    assert all(site.drops_output() for _ in range(100))  # whoever asks for it takes that back
+    site.output = Output.CHANGED
+    assert [site.drops_output() for _ in range(33)] == [True] * 31 + [False] * 2

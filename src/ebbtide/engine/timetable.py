@@ -42,6 +42,7 @@ class Site:
     __slots__ = (
         "_next",
         "_next_after",
+        "_times_changed",
         "_times_held",
         "_times_kept",
         "comes_together",
@@ -59,6 +60,7 @@ class Site:
         self.index = index
         self._times_held = 0
         self._times_kept = 0
+        self._times_changed = 0
         self.is_tail = False
         self.live: weakref.ref[Claim] | None = None
         self.comes_together = False
@@ -79,6 +81,14 @@ class Site:
             return False
         self._times_kept += 1
         return self._times_kept % _TRY_AGAIN_EVERY != 0
+
+    def drops_output(self) -> bool:
+        """Whether an output here is not to be held. One that was changed in place may come unchanged again some day."""
+        if self.output is Output.CHANGED:
+            self._times_changed += 1
+            if self._times_changed % _TRY_AGAIN_EVERY == 0:
+                self.output = None
+        return self.output is not None
 
     def is_asked_with(self, other: Site) -> bool:
         """Whether one second run of a region asks for both."""

@@ -206,7 +206,7 @@ class Intake:
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
             return None  # lists in lists: no operator of the classes, and run again it is right too
-        if site.output is not None:
+        if site.drops_output():
             visit.next_index += len(tensors)  # numbers stay what they are
             visit.scope.ledger.stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
             self.held.calls[op][number] = site

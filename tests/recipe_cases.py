@@ -785,6 +785,15 @@ def batch(device, step=0):
     return rows(Data(device, step))
 
 
+def seeded_step(model, number=0):
+    """Loss and what was observed after one step on the CPU, with random numbers of its own."""
+    torch.manual_seed(number)
+    device = torch.device("cpu")
+    loss = model(batch(device, number))
+    loss.backward()
+    return [loss.detach(), *observed(model, device)]
+
+
 def accumulation(apply, device):
     model = mixed(apply, device)
     results = []

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from ebbtide._errors import EbbtideWarning
-from ebbtide._torch import dispatch_mode_stack, graph_task_id, is_proxy_traced, keeps_graph, top_hooks
+from ebbtide._torch import OperatorMode, dispatch_mode_stack, graph_task_id, is_proxy_traced, keeps_graph, top_hooks
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.parcel import Ticket
 from ebbtide.recompute.ambient import rng_state, set_rng_state
@@ -384,14 +383,12 @@ class _Forward:
         return self._context.__exit__(kind, error, trace)
 
 
-class _PolicyHolding(TorchDispatchMode):
+class _PolicyHolding(OperatorMode):
     """Asks what the policy of a selective mode has said of each call, and packs the outputs that it wants offloaded.
 
     Depending on its version, torch asks before the call or after it, so this stands outside of torch's mode and looks
     when the call has returned.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, selective: Any, outputs: _Outputs) -> None:
         super().__init__()
@@ -401,11 +398,6 @@ class _PolicyHolding(TorchDispatchMode):
         self._outputs = outputs
         self._intake = Intake(outputs.desk)
         selective.policy_fn = self._ask
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside of a checkpoint stays compiled, as with torch's own mode."""
-        return True
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

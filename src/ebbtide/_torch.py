@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,6 +109,16 @@ def is_called_from(function: Callable[..., Any]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def storage_offset(t: torch.Tensor) -> int:

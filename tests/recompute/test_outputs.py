@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import make
-from recipe_cases import EVERY, ROWS, WIDTH, Products, Simple, Stack, batch, observed
+from recipe_cases import EVERY, ROWS, WIDTH, Products, Simple, Stack, batch, seeded_step
 from support import HandleRig, assert_equal
 from torch.nn import functional
 
@@ -23,17 +23,10 @@ def rig():
     rig.check_at_rest()
 
 
-def step(model, number=0):
-    torch.manual_seed(number)
-    loss = model(batch(CPU, number))
-    loss.backward()
-    return [loss.detach(), *observed(model, CPU)]
-
-
 def dropped_in(model, handle, number=0):
     """How many outputs a step did without holding, having learned it."""
     before = handle.stats().dropped.count
-    step(model, number)
+    seeded_step(model, number)
     return handle.stats().dropped.count - before
 
 
@@ -78,14 +71,14 @@ def sites_with(handle, output):
 def test_what_the_region_changes_in_place_is_no_longer_held(outputs, rig):
     model, twin = (make(lambda: Stack(ChangesOne), CPU) for _ in range(2))
     handle = rig.offload(model, Recipe("selective", outputs=outputs, ops=("matmul",)))
-    assert_equal(step(model), step(twin))
+    assert_equal(seeded_step(model), seeded_step(twin))
     assert len(sites_with(handle, Output.CHANGED)) == 3
     assert len(sites_with(handle, Output.UNASKED)) == 3
     assert handle.stats().dropped.count == 0
     assert [dropped_in(model, handle, number) for number in (1, 2)] == [6, 6]
     model.zero_grad()
     twin.zero_grad()
-    assert_equal(step(model), step(twin))
+    assert_equal(seeded_step(model), seeded_step(twin))
     assert products_in_backward(model) == products_in_backward(twin) + 3
 
 
@@ -117,7 +110,7 @@ def test_what_is_changed_behind_the_region_is_no_longer_held(outputs, rig):
     twin.in_place = False
     handle = rig.offload(model, Recipe("selective", outputs=outputs, ops=("matmul",)))
     for number in range(3):
-        assert_equal(step(model, number), step(twin, number))
+        assert_equal(seeded_step(model, number), seeded_step(twin, number))
     assert len(sites_with(handle, Output.CHANGED)) == 3
     assert handle.stats().dropped.count == 6
 
@@ -133,7 +126,7 @@ def test_hidden_views_are_watched(rig):
 
     model, twin = (make(lambda: Stack(Batched), CPU) for _ in range(2))
     handle = rig.offload(model, Recipe("selective", outputs="keep", ops=("matmul",)))
-    assert_equal(step(model), step(twin))
+    assert_equal(seeded_step(model), seeded_step(twin))
     assert len(sites_with(handle, Output.CHANGED)) == 3
 
 
@@ -150,7 +143,7 @@ def test_what_was_not_asked_for_is_held_again_when_it_is():
     rig = HandleRig()
     model = make(lambda: Stack(Sometimes), CPU)
     handle = rig.offload(model, "selective")
-    step(model)
+    seeded_step(model)
     assert dropped_in(model, handle) == 3
     for layer in model.layers:
         layer.more = True
@@ -161,7 +154,7 @@ def test_what_was_not_asked_for_is_held_again_when_it_is():
 def test_a_graph_that_is_kept_hands_out_its_outputs_each_time(rig):
     model = make(lambda: Stack(Products), CPU)
     rig.offload(model, "selective")
-    step(model)
+    seeded_step(model)
     loss = model(batch(CPU))
     with Counting() as first:
         loss.backward(retain_graph=True)
@@ -239,7 +232,7 @@ def test_a_held_operator_of_another_package_may_draw_random_numbers(rig):
     model, twin = (make(lambda: Stack(Noisy), CPU) for _ in range(2))
     rig.offload(model, Recipe("selective", ops=(is_noisy,)))
     for number in range(3):
-        assert_equal(step(model, number), step(twin, number))
+        assert_equal(seeded_step(model, number), seeded_step(twin, number))
 
 
 def test_modes_of_the_user_see_nothing_twice(rig):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from cases import Data, make
-from recipe_cases import EVERY, WIDTH, Dropouts, Mixed, Products, Simple, Stack, batch, observed
+from recipe_cases import EVERY, WIDTH, Dropouts, Mixed, Products, Simple, Stack, batch, observed, seeded_step
 from support import Boom, HandleRig, assert_equal
 from torch import nn
 
@@ -31,13 +31,6 @@ def rig():
     yield rig
     rig.check_no_races()
     rig.check_at_rest()
-
-
-def step(model, number=0):
-    torch.manual_seed(number)
-    loss = model(batch(CPU, number))
-    loss.backward()
-    return [loss.detach(), *observed(model, CPU)]
 
 
 def check_no_traces(*handles):
@@ -114,7 +107,7 @@ def test_a_held_output_goes_when_backward_has_read_it(rig):
     model = make(lambda: Stack(Checks), CPU)
     rig.offload(model, Recipe("selective", outputs="keep"))
     for number in range(3):
-        step(model, number)
+        seeded_step(model, number)
     assert alive == [False] * 9
 
 
@@ -233,7 +226,7 @@ def test_an_error_in_a_region_leaves_nothing_behind(recipe, in_second, error, ri
         model.layers[1].error = None
         model.zero_grad()
         twin.zero_grad()
-        assert_equal(step(model, number), step(twin, number))
+        assert_equal(seeded_step(model, number), seeded_step(twin, number))
 
 
 def _forward_and_backward(model, number):
@@ -279,7 +272,7 @@ def test_what_a_failed_region_had_saved_can_be_used(rig):
         model, twin = (make(lambda: Model(Asides), CPU) for _ in range(2))
         handle = rig.offload(model, recipe)
         for number in range(3):
-            assert_equal(step(model, number), step(twin, number))
+            assert_equal(seeded_step(model, number), seeded_step(twin, number))
             check_no_traces(handle)
 
 
@@ -344,7 +337,7 @@ def test_without_grad_nothing_is_prepared(rig):
     assert (stats.recomputed.count, stats.unable, stats.saves) == (0, {}, 0)
     model.eval()
     twin = make(lambda: Stack(Traced), CPU)
-    assert_equal(step(model), step(twin.eval()))
+    assert_equal(seeded_step(model), seeded_step(twin.eval()))
     assert handle.stats().recomputed.count > 0
 
 
@@ -401,8 +394,8 @@ def test_two_threads_run_one_graph_backward_at_once():
 def test_names_and_signatures_stay_and_copies_are_refused(rig):
     model, twin = (make(lambda: Stack(Mixed), CPU) for _ in range(2))
     handle = rig.offload(model, {"layers.*": "recompute", "layers.*.attention": "selective"})
-    step(model)
-    step(twin)
+    seeded_step(model)
+    seeded_step(twin)
     assert list(model.state_dict()) == list(twin.state_dict())
     assert_equal(list(model.state_dict().values()), list(twin.state_dict().values()))
     assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
@@ -416,7 +409,7 @@ def test_names_and_signatures_stay_and_copies_are_refused(rig):
             pickle.dumps(module)
     handle.remove()
     assert all("forward" not in module.__dict__ for module in model.modules())
-    assert_equal(step(copy.deepcopy(model), 1), step(copy.deepcopy(twin), 1))
+    assert_equal(seeded_step(copy.deepcopy(model), 1), seeded_step(copy.deepcopy(twin), 1))
 
 
 def test_a_forward_that_was_put_on_the_instance_is_put_back(rig):
@@ -424,7 +417,7 @@ def test_a_forward_that_was_put_on_the_instance_is_put_back(rig):
     own = model.layers[0].forward
     model.layers[0].forward = own
     handle = rig.offload(model, "recompute")
-    step(model)
+    seeded_step(model)
     assert model.layers[0].forward is not own
     handle.remove()
     assert model.layers[0].__dict__["forward"] is own
@@ -446,7 +439,7 @@ def test_regions_that_take_and_save_nothing(rig):
 
     model, twin = Model(), Model()
     handle = rig.offload(model, "selective")
-    assert_equal(step(model), step(twin))
+    assert_equal(seeded_step(model), seeded_step(twin))
     assert handle.stats().recomputed.count == 0
 
 

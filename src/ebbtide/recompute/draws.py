@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide._errors import CaptureError
+from ebbtide._torch import OperatorMode
 from ebbtide.recompute.dear import op_name
 
 
@@ -30,18 +30,12 @@ def is_tagged(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
-class NoDraws(TorchDispatchMode):
+class NoDraws(OperatorMode):
     """Around a region's first run inside of a captured graph, where a generator cannot be set back."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, region: str) -> None:
         super().__init__()
         self._region = region
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

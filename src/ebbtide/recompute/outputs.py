@@ -6,9 +6,15 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide._torch import counting_versions, dispatch_mode_stack, graph_task_id, keeps_graph, without_dispatch
+from ebbtide._torch import (
+    OperatorMode,
+    counting_versions,
+    dispatch_mode_stack,
+    graph_task_id,
+    keeps_graph,
+    without_dispatch,
+)
 from ebbtide.engine.hooks import Desk, is_unmodified
 from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
@@ -120,19 +126,12 @@ class HeldOutputs:
         self._in_order.pop(held, None)
 
 
-class _Numbering(TorchDispatchMode):
+class _Numbering(OperatorMode):
     """Numbers the calls of operators. While another region runs again inside, they are none of its business."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.is_paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside of a region stays compiled."""
-        return True
 
 
 @contextlib.contextmanager
@@ -181,7 +180,7 @@ class Intake:
             held.rng_after = rng_after
 
     def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
-        """A call of another operator returned `out`: it may say more about the output of one that is held."""
+        """A call returned `out`: it may say more about the output of another one that is held."""
         if self._pending:
             self._note_waits(op, args, out)
         if self._by_memory and is_hidden_view(op):
@@ -277,18 +276,14 @@ class Holding(_Numbering):
         kwargs = kwargs or {}
         if self.is_paused:
             return op(*args, **kwargs)
-        if not self._dear.may_be(op):
-            out = op(*args, **kwargs)
-            self._intake.follow(op, args, out)
-            return out
-        self._intake.count(op)
-        if not self._dear.is_dear(op, args, kwargs, +self.inside) or not self._is_chosen():
-            out = op(*args, **kwargs)
-            self._intake.follow(op, args, out)
-            return out
-        before = rng_before(op, args, kwargs) if self.follows_draws else None
+        is_dear = False
+        if self._dear.may_be(op):
+            self._intake.count(op)
+            is_dear = self._dear.is_dear(op, args, kwargs, +self.inside) and self._is_chosen()
+        before = rng_before(op, args, kwargs) if is_dear and self.follows_draws else None
         out = op(*args, **kwargs)
-        self._intake.take(op, args, out, self._stays, rng_after(before))
+        if is_dear:
+            self._intake.take(op, args, out, self._stays, rng_after(before))
         self._intake.follow(op, args, out)
         return out
 

@@ -17,7 +17,7 @@ from ebbtide.context import OffloadActivations, offload_activations
 from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
-from ebbtide.plan import Recipe
+from ebbtide.plan import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 __all__ = [
     "CaptureError",
@@ -30,8 +30,12 @@ __all__ = [
     "ModuleError",
     "OffloadActivations",
     "OffloadHandle",
+    "Plan",
+    "Prediction",
     "Recipe",
     "RecomputeError",
+    "RegionPlan",
+    "ReleasePoint",
     "Stats",
     "StoreError",
     "StoreFullError",

@@ -16,7 +16,7 @@ outside of what runs again and are called once.
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_hook
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
-from ebbtide.plan import Recipe
+from ebbtide.plan import Plan, Recipe, RegionPlan
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
@@ -33,9 +33,6 @@ from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
 from ebbtide.types import Reason, Unable
 
-Recipes = Mapping[str, Recipe]
-"""By name of the region. Never changed, only replaced: backward goes by what its forward went by."""
-
 
 class Session:
     """One run of model code in one thread: a forward of the root module, or the second run of a region.
@@ -43,7 +40,7 @@ class Session:
     Attributes:
         desk: where saves go.
         hooks: the desk's, if they were pushed for this session; None in a second run.
-        recipes: of the regions inside.
+        plan: for the regions inside. Never changed, only replaced: backward goes by what its forward went by.
         pack_hook: the innermost pack hook of ours.
         packs_here: `pack_hook` is the desk's, not that of a region that runs again.
         is_second_run: nothing travels, for what is saved is needed at once.
@@ -55,13 +52,13 @@ class Session:
     def __init__(
         self,
         desk: Desk,
-        recipes: Recipes,
+        plan: Plan,
         pack_hook: object,
         hooks: torch.autograd.graph.saved_tensors_hooks | None = None,
     ) -> None:
         self.desk = desk
         self.hooks = hooks
-        self.recipes = recipes
+        self.plan = plan
         self.pack_hook = pack_hook
         self.packs_here = hooks is not None
         self.is_second_run = hooks is None
@@ -104,9 +101,7 @@ class Owner(Protocol):
 
     def leave_root(self, is_whole: bool) -> None: ...
 
-    def second_run(
-        self, visit: Visit, recipes: Recipes, pack_hook: object
-    ) -> contextlib.AbstractContextManager[object]: ...
+    def second_run(self, visit: Visit, plan: Plan, pack_hook: object) -> contextlib.AbstractContextManager[object]: ...
 
     def dear_ops(self, recipe: Recipe) -> DearOps: ...
 
@@ -235,7 +230,7 @@ class InnerMark(Mark):
         session.frames.append((desk.visit, desk.stays))
         if self._region is not None:
             desk.visit = desk.visit.scope.visit(self._region)
-            self._follow(session.recipes.get(self._region), desk)
+            self._follow(session.plan.regions.get(self._region), desk)
         if isinstance(self._choice, Reason):
             desk.stays = self._choice
         elif self._choice and desk.stays is not Reason.KEEP_LAST:
@@ -248,7 +243,7 @@ class InnerMark(Mark):
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._handle.session()
-        recipe = None if session is None or self._region is None else session.recipes.get(self._region)
+        recipe = None if session is None else session.plan.recipe_of(self._region)
         if session is None or recipe is None or not recipe.runs_again:
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
@@ -285,10 +280,12 @@ class InnerMark(Mark):
     def _name(self) -> str:
         return self._region or type(self._module).__name__
 
-    def _follow(self, recipe: Recipe | None, desk: Desk) -> None:
-        """Where saves of a region go that does not run again."""
-        if recipe is None:
+    def _follow(self, region: RegionPlan | None, desk: Desk) -> None:
+        """When saves of a region leave, and where they go if it does not run again."""
+        if region is None:
             return
+        recipe = region.recipe
+        desk.visit.follow(region.release, region.prefetch_bytes)
         if recipe.action == "keep":
             desk.stays = Reason.RECIPE
         elif recipe.action == "offload":
@@ -306,11 +303,11 @@ class InnerMark(Mark):
             dear = self._handle.dear_ops(recipe)
             holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites)
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
-        visit, recipes = desk.visit, session.recipes
+        visit, plan = desk.visit, session.plan
 
         def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[object]:
             if is_second_run:
-                return self._handle.second_run(visit, recipes, pack_hook)
+                return self._handle.second_run(visit, plan, pack_hook)
             return session.inside(pack_hook, holding)
 
         return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)

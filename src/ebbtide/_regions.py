@@ -10,7 +10,7 @@ import torch
 from ebbtide._errors import ModuleError
 from ebbtide._torch import named_modules
 from ebbtide.config import Names
-from ebbtide.plan import Recipe, RecipeLike, as_recipe
+from ebbtide.plan import Plan, Recipe, RecipeLike, as_recipe
 
 # What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -85,6 +85,21 @@ def choose_recipes(
         all_regions.update(meant)
         recipes.update(dict.fromkeys(meant, as_recipe(like)))
     return recipes, all_regions
+
+
+def find_planned(
+    root: torch.nn.Module, regions: Mapping[str, torch.nn.Module], plan: Plan
+) -> dict[str, torch.nn.Module]:
+    """The regions of `root`, and those that only the plan makes one. Raises ModuleError for one that is not there."""
+    modules = {clean_name(fqn): module for fqn, module in named_modules(root)}
+    for name in plan.regions:
+        if not name or name not in modules:
+            near = difflib.get_close_matches(name, modules, n=5, cutoff=0.4) or [n for n in modules if n]
+            raise ModuleError(
+                f"the plan has a region {name!r} and {type(root).__name__} has no module of that name: it was made for "
+                f"another model. Near names: {_some(near)}"
+            )
+    return dict(regions) | {name: modules[name] for name in plan.regions}
 
 
 def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:

@@ -11,8 +11,8 @@ import torch
 from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError
 from ebbtide._events import Listener
-from ebbtide._marks import InnerMark, Mark, Recipes, RootMark, Session, TrailMark
-from ebbtide._regions import choose_recipes, find_named, find_regions
+from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
+from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
@@ -21,7 +21,7 @@ from ebbtide.engine.hooks import Desk
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
-from ebbtide.plan import Recipe, RecipeLike
+from ebbtide.plan import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import DearOps
 from ebbtide.reports.table import stats_text
@@ -50,7 +50,7 @@ class OffloadHandle:
         self._marks: dict[torch.nn.Module, InnerMark] = {}
         self._trails: list[TrailMark] = []
         self._former_marks: list[InnerMark] = []
-        self._recipes: Recipes = {}
+        self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
         self.regions = dict(self._blocks)
@@ -82,7 +82,7 @@ class OffloadHandle:
     @property
     def recipes(self) -> dict[str, Recipe]:
         """The recipe of each region that has one, by name. The others are offloaded as the other settings say."""
-        return dict(self._recipes)
+        return {name: region.recipe for name, region in self._plan.regions.items()}
 
     def set_recipe(self, recipe: RecipeLike | Mapping[Names, RecipeLike] | None) -> None:
         """What is done with the regions from the next forward on; backward goes by what its forward went by.
@@ -95,19 +95,38 @@ class OffloadHandle:
             ConfigError: no recipe.
             ModuleError: a name that means nothing; nothing is changed then.
         """
-        if self._root_mark is None:
-            raise ModuleError("set_recipe() on a handle that was removed, or has mode='off': apply offload() again")
+        self._check_installed("set_recipe()")
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
-        trails = self._find_trails(recipes, regions)
+        self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
+
+    @property
+    def plan(self) -> Plan:
+        """What is done with each region, and when what travels leaves and comes back."""
+        return self._plan
+
+    def set_plan(self, plan: Plan) -> None:
+        """Go by `plan` from the next forward on; backward goes by what its forward went by.
+
+        Raises ModuleError for a region that the module does not have; nothing is changed then.
+        """
+        self._check_installed("set_plan()")
+        self._follow(plan, find_planned(self._module, self._blocks, plan))
+
+    def _check_installed(self, call: str) -> None:
+        if self._root_mark is None:
+            raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
+
+    def _follow(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
+        trails = self._find_trails(plan, regions)
         former, self.regions = self.regions, regions
         for trail in self._trails:
             trail.remove()
         self._trails = [TrailMark(self, module, pattern) for module, pattern in trails]
-        was_none = not (recipes or self._recipes)
-        self._recipes = recipes
+        was_none = not (plan.regions or self._plan.regions)
+        self._plan = plan
         if not was_none:
             for name, module in {**former, **regions}.items():
-                self._wrap(name, module, recipes.get(name))
+                self._wrap(name, module, plan.recipe_of(name))
 
     def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
         dear = None if recipe is None or recipe.action != "selective" else self.dear_ops(recipe)
@@ -115,10 +134,11 @@ class OffloadHandle:
         modules = {p: frozenset(map(compiler_id, find_named(module, (p,), "@"))) for p in patterns}
         self._mark(module).wrap_forward(name, recipe, dear, modules)
 
-    def _find_trails(self, recipes: Recipes, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
+    def _find_trails(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
         """The modules that operator classes are limited to, and by which pattern; each pair once."""
         trails: dict[tuple[torch.nn.Module, str], None] = {}
-        for name, recipe in recipes.items():
+        for name, region in plan.regions.items():
+            recipe = region.recipe
             for pattern in self.dear_ops(recipe).modules if recipe.action == "selective" else ():
                 modules = find_named(regions[name], (pattern,), f"the recipe of {name}: @")
                 trails.update(dict.fromkeys((module, pattern) for module in modules))
@@ -140,13 +160,13 @@ class OffloadHandle:
         return self._dear[recipe.ops]
 
     @contextlib.contextmanager
-    def second_run(self, visit: Visit, recipes: Recipes, pack_hook: object) -> Generator[None, None, None]:
+    def second_run(self, visit: Visit, plan: Plan, pack_hook: object) -> Generator[None, None, None]:
         """A region runs again in backward, in the thread that backward runs in."""
         desk = Desk(self._engines, visit)
         with contextlib.ExitStack() as stack:
             for mark in self._former_marks:  # removed since: a graph under way goes by what its forward went by
                 stack.enter_context(mark.standing_again())
-            self._stack().append(Session(desk, recipes, pack_hook))
+            self._stack().append(Session(desk, plan, pack_hook))
             try:
                 yield
             finally:
@@ -167,9 +187,13 @@ class OffloadHandle:
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
         desk.stays = Reason.OUTSIDE if self._config.include else None
+        outside = self._plan.outside
+        if outside is not None:
+            desk.visit.follow(outside.release, outside.prefetch_bytes)
+            desk.stays = Reason.RECIPE if outside.recipe.action == "keep" else None
         hooks = desk.hooks()
         hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
-        self._stack().append(Session(desk, self._recipes, hooks.pack_hook, hooks))
+        self._stack().append(Session(desk, self._plan, hooks.pack_hook, hooks))
 
     def warn_if_root_is_bypassed(self) -> None:
         """A part of the model saves for backward, and the model itself was never called."""
@@ -258,6 +282,7 @@ def offload(
     exclude: Names | list[Names] | tuple[Names, ...] = (),
     keep_last: int = 0,
     recipe: RecipeLike | Mapping[Names, RecipeLike] | None = None,
+    plan: Plan | None = None,
     store: str | StoreFactory | None = None,
     window: int | str = "512MiB",
     prefetch: int | str = "512MiB",
@@ -284,6 +309,8 @@ def offload(
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the
             modules it does mean. `handle.set_recipe` changes it between steps.
+        plan: instead of a recipe: what is done with each region, and when what travels leaves and comes back.
+            `handle.set_plan` changes it between steps.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -315,11 +342,18 @@ def offload(
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
     if config.mode != "off":
-        if recipe is not None and keep_last:
-            raise ConfigError("keep_last= and recipe= both say what the last blocks do: give those the recipe 'keep'")
+        if recipe is not None and plan is not None:
+            raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
+        if (recipe is not None or plan is not None) and keep_last:
+            raise ConfigError(
+                "keep_last= and recipe= (or plan=) both say what the last blocks do: give those the recipe 'keep'"
+            )
         handle.install()
         try:
-            handle.set_recipe(recipe)
+            if plan is None:
+                handle.set_recipe(recipe)
+            else:
+                handle.set_plan(plan)
         except EbbtideError:
             handle.remove()
             raise

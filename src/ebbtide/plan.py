@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from ebbtide._errors import ConfigError
 
@@ -84,6 +84,96 @@ class Recipe:
         if any(isinstance(site, bool) or not isinstance(site, int) or site < 0 for site in sites):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"sites={self.sites!r}: expected the indices of saves in the region, such as (0, 3)")
         object.__setattr__(self, "sites", sites)
+
+
+class ReleasePoint(NamedTuple):
+    """A place in forward: from a region's save with this index on, so many bytes may wait on their way out.
+
+    What is more has to leave there: compute waits for it.
+    """
+
+    save: int
+    window_bytes: int
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What a plan says about one region.
+
+    Attributes:
+        recipe: what is done with its activations.
+        release: places in its forward where what is on its way out has to leave, in order. Before the first, what held
+            before the region holds on.
+        prefetch_bytes: most bytes brought back before backward asks for them while it is here; None: as the door says.
+        reason: why the planner chose it.
+    """
+
+    recipe: Recipe
+    release: tuple[ReleasePoint, ...] = ()
+    prefetch_bytes: int | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        points = tuple(ReleasePoint(*point) for point in self.release)
+        if any(point.save < 0 or point.window_bytes < 0 for point in points) or list(points) != sorted(points):
+            raise ConfigError(
+                f"release={self.release!r}: expected ((index of a save, bytes), ...) in order of index, none negative"
+            )
+        object.__setattr__(self, "release", points)
+        if self.prefetch_bytes is not None and self.prefetch_bytes <= 0:
+            raise ConfigError(f"prefetch_bytes={self.prefetch_bytes}: expected more than zero bytes, or None")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is expected to do in one step. Seconds of forward and backward, bytes.
+
+    Attributes:
+        step_s: forward and backward together.
+        bound_s: no plan that fits is faster than this, as far as a relaxation of the problem can tell.
+        stall_forward_s, stall_backward_s: of `step_s`, what compute waits for the lanes.
+        peak_bytes: most device memory allocated at once, with all that was allocated before the step.
+        moved_bytes: what goes out, and comes back.
+        host_bytes: most that waits in the store at once.
+    """
+
+    step_s: float
+    bound_s: float
+    stall_forward_s: float
+    stall_backward_s: float
+    peak_bytes: int
+    moved_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe for every region, and when what travels has to leave and may come back. Plain data.
+
+    Attributes:
+        regions: by name. A region that is not named here is treated as the door's other settings say.
+        outside: what is done with saves outside of all regions, by "keep" or "offload"; None: as the door says.
+        budget_bytes: the peak it was made to stay under; None without one.
+        predicted: what the planner expects of it; None for a plan written by hand.
+    """
+
+    regions: Mapping[str, RegionPlan]
+    outside: RegionPlan | None = None
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", dict(self.regions))
+        if self.outside is not None and self.outside.recipe.runs_again:
+            raise ConfigError(
+                f"outside={self.outside.recipe}: what is outside of all regions cannot run again: write Recipe('keep') "
+                "or Recipe('offload')"
+            )
+
+    def recipe_of(self, region: str | None) -> Recipe | None:
+        """The recipe of the region of this name, if the plan has one."""
+        found = None if region is None else self.regions.get(region)
+        return None if found is None else found.recipe
 
 
 RecipeLike: TypeAlias = Recipe | str

@@ -384,7 +384,7 @@ SAVES = {"mask": lambda: mask_of(40, 80), "column": lambda: Data(CPU).tensor(64,
 
 def _window_stays_open(monkeypatch):
     """So that no release makes the streams wait for each other."""
-    monkeypatch.setattr(Outbound, "make_room", lambda self, window: [])
+    monkeypatch.setattr(Outbound, "make_room", lambda self, window, spared: [])
 
 
 @pytest.mark.parametrize("kind", SAVES)

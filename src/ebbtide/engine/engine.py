@@ -152,10 +152,20 @@ class Engine:
         site.live = ref
         site.comes_together = visit.runs_again
         self._outbound.join(parcel)
-        for stuck in self._outbound.make_room(visit.scope.limits.window_bytes):
+        self._make_room(visit.limits.window_bytes, spared=1)
+        return claim
+
+    def release_down_to(self, window_bytes: int) -> None:
+        """At a release point of a plan: the oldest leave until `window_bytes` hold the rest."""
+        with self.lock:
+            if self._deaths:
+                self._settle_deaths()
+            self._make_room(window_bytes, spared=0)
+
+    def _make_room(self, window_bytes: int, spared: int) -> None:
+        for stuck in self._outbound.make_room(window_bytes, spared):
             stuck.ledger.stats.failed.add(stuck.nbytes)
             _tell(What.STUCK, stuck)
-        return claim
 
     def _condense(
         self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, home: Stream
@@ -231,7 +241,7 @@ class Engine:
             storage = parcel.arrival
         if is_first_need:
             at_hand_bytes = 0 if parcel.site.comes_together else parcel.span.nbytes
-            point = self._fetch_ahead(parcel.home, parcel.visit.scope.limits, at_hand_bytes) or point
+            point = self._fetch_ahead(parcel.home, parcel.visit.limits, at_hand_bytes) or point
         return storage, point
 
     def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:
@@ -336,7 +346,7 @@ class Engine:
             parcel.is_retained = True
             self._retained.append(parcel.ref)
             self._retained_bytes += parcel.nbytes
-        limit = parcel.visit.scope.limits.prefetch_bytes
+        limit = parcel.visit.limits.prefetch_bytes
         for _ in range(len(self._retained) - 1):
             if self._retained_bytes <= limit:
                 return

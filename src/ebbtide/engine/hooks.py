@@ -92,7 +92,7 @@ class Desk:
             for device in filter(scope.serves, devices):
                 engine = self._engines.on(device)
                 if not isinstance(engine, Reason):
-                    engine.expect([t for t in tickets if t.parcel.engine is engine], scope.limits)
+                    engine.expect([t for t in tickets if t.parcel.engine is engine], self.visit.limits)
 
     def unpack_part(self, part: object) -> object:
         """The tensor, if `part` is a packed one, and else `part` itself: never a tuple that is not ours."""
@@ -110,6 +110,8 @@ class Desk:
             visit = self.visit = visit.scope.visit(visit.region)
         index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
         visit.next_index = index + 1
+        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
+            self._release(t.device, visit)
         reason = select(t, visit.scope) or stays
         if reason is None and visit.sites is not None and index not in visit.sites:
             reason = Reason.RECIPE
@@ -119,6 +121,12 @@ class Desk:
                 return packed
             reason = packed
         return self._keep(t, reason)
+
+    def _release(self, device: torch.device, visit: Visit) -> None:
+        engine = self._engines.on(device)
+        if not isinstance(engine, Reason):
+            with without_dispatch():
+                engine.release_down_to(visit.limits.window_bytes)
 
     def _send(self, t: torch.Tensor, visit: Visit, index: int) -> Ticket | Reason:
         engine = self._engines.on(t.device)

@@ -113,8 +113,8 @@ class Outbound:
                 point = self._device.record(home) if point is None else point
                 self._device.wait(other, point, Wait.LANDED)
 
-    def make_room(self, window_bytes: int) -> list[Parcel]:
-        """Release the oldest until `window_bytes` hold the rest; the newest stays in any case.
+    def make_room(self, window_bytes: int, spared: int) -> list[Parcel]:
+        """Release the oldest until `window_bytes` hold the rest; the `spared` newest stay in any case.
 
         Returns the parcels that could not leave and now stay on the device.
         """
@@ -123,7 +123,7 @@ class Outbound:
         point, self._compute_point = self._compute_point, None
         last: StreamEvent = None
         has_clock, is_late = self._device.has_clock, False
-        while self.resident_bytes > window_bytes and len(self._queue) > 1:
+        while self.resident_bytes > window_bytes and len(self._queue) > spared:
             claim = self._queue.popleft()()
             if claim is None or not claim.parcel.is_resident:
                 continue

@@ -4,12 +4,13 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ebbtide.engine.ledger import Ledger
 from ebbtide.engine.timetable import Site
+from ebbtide.plan import ReleasePoint
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,20 @@ class Visit:
 
     Attributes:
         next_index: of the save that comes next.
+        limits: of the door, or what a plan says for this region.
+        points: release points that are still to come, in order of index.
         sites: the indices of the saves that travel; None: all that may.
         runs_again: the region will run again in backward.
     """
 
-    __slots__ = ("_slots", "next_index", "number", "region", "runs_again", "scope", "sites")
+    __slots__ = ("_slots", "limits", "next_index", "number", "points", "region", "runs_again", "scope", "sites")
 
     def __init__(self, scope: "Scope", slots: Slots) -> None:
         self.scope = scope
         self.region = slots.region
         self.next_index = 0
+        self.limits = scope.limits
+        self.points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.runs_again = False
         self._slots = slots
@@ -76,6 +81,21 @@ class Visit:
 
     def site(self, index: int) -> Site:
         return self._slots.site(self.number, index)
+
+    def follow(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
+        """What a plan says: `points` in order of index, and what may be brought back early from here on."""
+        self.points = points
+        if prefetch_bytes is not None:
+            self.limits = replace(self.limits, prefetch_bytes=prefetch_bytes)
+
+    def comes_to_point(self, index: int) -> bool:
+        """Whether the save at hand is at a release point or behind it; the window is that point's from now on."""
+        if not self.points or index < self.points[0].save:
+            return False
+        while self.points and index >= self.points[0].save:
+            self.limits = replace(self.limits, window_bytes=self.points[0].window_bytes)
+            self.points = self.points[1:]
+        return True
 
     def __del__(self) -> None:
         self._slots.give_back(self.number)

@@ -15,8 +15,11 @@ from benchmarks.measure import Measured, merged, one_step, spread, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.steady import transformers_does_not_ask
 from benchmarks.workloads import Workload, build
+from ebbtide._bytes import MIB
 
-Recipes = str | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
+# Outside of the blocks a Llama saves token ids, the head's weight and input, logits in float, and their log-softmax.
+_SAVE_OF_LOG_SOFTMAX = 4
+Recipes = str | ebbtide.Plan | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 
 DEAR = ("attention", "matmul")
 PROJECTIONS = ("attention", "matmul@self_attn")
@@ -43,18 +46,28 @@ def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
     return {"layers.*": some, **{f"layers.{k}": every for k in spread_over(count, layers)}}
 
 
+def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
+    """The same as a plan. Logits and loss are the peak, so less may wait there than inside the blocks."""
+    recipes = with_feed_forward(count, layers)
+    every = recipes.pop("layers.*")
+    regions = {f"model.layers.{k}": ebbtide.RegionPlan(recipes.get(f"layers.{k}", every)) for k in range(layers)}
+    # Half a GiB less at the peak, for the window.
+    regions["model.norm"] = ebbtide.RegionPlan(ebbtide.Recipe("recompute", inputs="keep"))
+    at_the_peak = ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4500 * MIB)
+    return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=(at_the_peak,)))
+
+
 def modes_of(workload: Workload) -> dict[str, Offloaded]:
     """By name. What is saved outside of the blocks (logits, loss, last norm) backward needs at once: it stays, as with
     checkpointing. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large.
     """
     some = ebbtide.Recipe("selective", ops=PROJECTIONS)
     if workload.is_long:
-        more = with_feed_forward(3 * workload.layers // 4, workload.layers)
-        more["model.norm"] = ebbtide.Recipe("recompute", inputs="keep")  # half a GiB less at the peak, for the window
+        more = moved_with_feed_forward(3 * workload.layers // 4, workload.layers)
         return {
             "recompute": Offloaded("recompute", {"window": "512MiB"}),
             "selective": Offloaded(some, {"window": "1280MiB", "prefetch": "1GiB"}),
-            "selective, feed-forward too": Offloaded(more, {"window": "4600MiB", "prefetch": "2560MiB"}),
+            "selective, feed-forward too": Offloaded(more, {"window": "6400MiB", "prefetch": "4GiB"}),
         }
     return {
         "recompute": Offloaded("recompute", {"window": "64MiB"}),
@@ -92,7 +105,10 @@ def checkpointed(model: torch.nn.Module, context_fn: Callable[[], object] | None
 
 @contextlib.contextmanager
 def offloaded(model: torch.nn.Module, mode: Offloaded) -> Iterator[Context]:
-    handle = ebbtide.offload(model, recipe=mode.recipe, include="layers.*", host_limit=HOST_LIMIT, **mode.settings)
+    if isinstance(mode.recipe, ebbtide.Plan):
+        handle = ebbtide.offload(model, plan=mode.recipe, host_limit=HOST_LIMIT, **mode.settings)
+    else:
+        handle = ebbtide.offload(model, recipe=mode.recipe, include="layers.*", host_limit=HOST_LIMIT, **mode.settings)
     try:
         yield contextlib.nullcontext
     finally:

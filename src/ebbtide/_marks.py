@@ -24,7 +24,7 @@ import torch
 from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_hook
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
-from ebbtide.plan import Plan, Recipe, RegionPlan
+from ebbtide.plan import Plan, Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
@@ -230,7 +230,7 @@ class InnerMark(Mark):
         session.frames.append((desk.visit, desk.stays))
         if self._region is not None:
             desk.visit = desk.visit.scope.visit(self._region)
-            self._follow(session.plan.regions.get(self._region), desk)
+            self._follow(session.plan, self._region, desk)
         if isinstance(self._choice, Reason):
             desk.stays = self._choice
         elif self._choice and desk.stays is not Reason.KEEP_LAST:
@@ -280,12 +280,15 @@ class InnerMark(Mark):
     def _name(self) -> str:
         return self._region or type(self._module).__name__
 
-    def _follow(self, region: RegionPlan | None, desk: Desk) -> None:
-        """When saves of a region leave, and where they go if it does not run again."""
+    def _follow(self, plan: Plan, name: str, desk: Desk) -> None:
+        """When saves of a region leave, and which of them."""
+        region = plan.regions.get(name)
         if region is None:
             return
         recipe = region.recipe
         desk.visit.follow(region.release, region.prefetch_bytes)
+        if plan.outside is not None:
+            desk.stays = None  # the plan says it all
         if recipe.action == "keep":
             desk.stays = Reason.RECIPE
         elif recipe.action == "offload":

@@ -51,8 +51,6 @@ def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
     recipes = with_feed_forward(count, layers)
     every = recipes.pop("layers.*")
     regions = {f"model.layers.{k}": ebbtide.RegionPlan(recipes.get(f"layers.{k}", every)) for k in range(layers)}
-    # Half a GiB less at the peak, for the window.
-    regions["model.norm"] = ebbtide.RegionPlan(ebbtide.Recipe("recompute", inputs="keep"))
     at_the_peak = ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4500 * MIB)
     return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=(at_the_peak,)))
 
@@ -67,7 +65,7 @@ def modes_of(workload: Workload) -> dict[str, Offloaded]:
         return {
             "recompute": Offloaded("recompute", {"window": "512MiB"}),
             "selective": Offloaded(some, {"window": "1280MiB", "prefetch": "1GiB"}),
-            "selective, feed-forward too": Offloaded(more, {"window": "6400MiB", "prefetch": "4GiB"}),
+            "selective, feed-forward too": Offloaded(more, {"window": "6800MiB", "prefetch": "4GiB"}),
         }
     return {
         "recompute": Offloaded("recompute", {"window": "64MiB"}),

@@ -3,6 +3,7 @@
 EbbtideError
 |- ConfigError            (also ValueError)    a setting that cannot be: found, and what to write instead
 |- ModuleError            (also ValueError)    a module that cannot be offloaded, or not like this
+|- PlanError              (also ValueError)    no plan fits, or one that was made for something else
 |- StoreError             (also RuntimeError)  a store could not write or read a parcel
 |  `- StoreFullError                           there is no room where parcels wait
 |- RecomputeError         (also RuntimeError)  a region's second run was not the first one over again
@@ -22,6 +23,10 @@ class ConfigError(EbbtideError, ValueError):
 
 class ModuleError(EbbtideError, ValueError):
     """A module that cannot be offloaded, or not like this."""
+
+
+class PlanError(EbbtideError, ValueError):
+    """No plan fits, or a plan or profile was made for something else."""
 
 
 class StoreError(EbbtideError, RuntimeError):

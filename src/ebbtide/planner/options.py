@@ -1,0 +1,166 @@
+"""What may be done with one region, and what each choice would cost. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ebbtide._bytes import format_bytes
+from ebbtide.plan import OP_CLASSES, Recipe
+from ebbtide.planner.profile import Dear, RegionProfile, Save
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that leave in forward and come back.
+
+    Attributes:
+        nbytes: of one parcel.
+        at_s: when it is there, after the region's forward began.
+        needed_s: when backward asks for it, after the region's backward (its second run, if it has one) began.
+    """
+
+    nbytes: int
+    at_s: float
+    needed_s: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice for one region.
+
+    Attributes:
+        recipe: what the plan would say.
+        kept_bytes: stay on the device from its forward to its backward.
+        moved: what travels, in order of forward.
+        again_s: what its second run takes.
+        backward_work_bytes: most that is allocated while its backward runs, beyond what is kept of this and all other
+            regions: what backward has asked for, what is made again, and what is short-lived.
+        comes_together: backward asks for all that it moved when it begins.
+    """
+
+    recipe: Recipe
+    kept_bytes: int
+    moved: tuple[Moved, ...]
+    again_s: float
+    backward_work_bytes: int
+    comes_together: bool
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(parcel.nbytes for parcel in self.moved)
+
+
+def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
+    """All that is worth considering for `region`; without second runs if `only_moves`. The first keeps everything."""
+    options = [_kept(region), *_offloaded(region)]
+    if not only_moves and region.again_s > 0:
+        options += [*_recomputed(region), *_selective(region)]
+    return tuple(_without_dominated(options))
+
+
+def _kept(region: RegionProfile) -> Option:
+    return _of_saves(region, Recipe("keep"), ())
+
+
+def _offloaded(region: RegionProfile) -> Iterator[Option]:
+    """All saves; and the largest that make up a quarter, a half, and three quarters of the bytes."""
+    movable = [save for save in region.saves if save.nbytes > 0]
+    total = sum(save.nbytes for save in movable)
+    largest_first = sorted(movable, key=lambda save: (-save.nbytes, save.at_s))
+    taken: list[Save] = []
+    marks = [0.25, 0.5, 0.75]
+    for save in largest_first:
+        taken.append(save)
+        if len(taken) < len(movable) and marks and sum(s.nbytes for s in taken) >= marks[0] * total:
+            while marks and sum(s.nbytes for s in taken) >= marks[0] * total:
+                marks.pop(0)
+            sites = tuple(sorted(s.index for s in taken))
+            yield _of_saves(region, Recipe("offload", sites=sites), taken)
+    if movable:
+        yield _of_saves(region, Recipe("offload"), movable)
+
+
+def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> Option:
+    moved_bytes = sum(save.nbytes for save in moved)
+    scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
+    in_order = sorted(moved, key=lambda save: save.at_s)
+    parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
+    short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
+    at_hand = max((save.nbytes for save in moved), default=0)  # what else is back counts as fetched ahead
+    return Option(
+        recipe=recipe,
+        kept_bytes=region.saved_bytes - moved_bytes,
+        moved=tuple(parcels),
+        again_s=0.0,
+        backward_work_bytes=short_lived + at_hand,
+        comes_together=False,
+    )
+
+
+def _recomputed(region: RegionProfile) -> Iterator[Option]:
+    yield _running_again(region, Recipe("recompute", inputs="keep"), ())
+    if region.inputs:
+        yield _running_again(region, Recipe("recompute"), ())
+
+
+def _selective(region: RegionProfile) -> Iterator[Option]:
+    """The dearest per byte, one after the other."""
+    useful = [dear for dear in region.dear if dear.nbytes > 0 and dear.again_s > 0]
+    dearest_first = sorted(useful, key=lambda dear: (-dear.again_s / dear.nbytes, dear.index))
+    ops = tuple(OP_CLASSES)
+    for count in range(1, len(dearest_first) + 1):
+        held = dearest_first[:count]
+        sites = tuple(sorted(dear.index for dear in held))
+        yield _running_again(region, Recipe("selective", ops=ops, sites=sites), held)
+        yield _running_again(region, Recipe("selective", ops=ops, sites=sites, inputs="keep", outputs="keep"), held)
+        yield _running_again(region, Recipe("selective", ops=ops, sites=sites, outputs="keep"), held)
+
+
+def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) -> Option:
+    inputs = [Moved(save.nbytes, 0.0, 0.0) for save in region.inputs if save.nbytes > 0]
+    outputs = [Moved(dear.nbytes, dear.at_s, 0.0) for dear in sorted(held, key=lambda dear: dear.at_s)]
+    moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
+    kept = (inputs if recipe.inputs == "keep" else []) + (outputs if recipe.outputs == "keep" else [])
+    kept_bytes = sum(parcel.nbytes for parcel in kept)
+    return Option(
+        recipe=recipe,
+        kept_bytes=kept_bytes,
+        moved=tuple(moved),
+        again_s=region.again_s - sum(dear.again_s for dear in held),
+        backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
+        comes_together=True,
+    )
+
+
+def _without_dominated(options: Sequence[Option]) -> list[Option]:
+    """Without those that another one is at least as good as in every respect."""
+    return [option for option in options if not any(_is_better(other, option) for other in options)]
+
+
+def _costs(option: Option) -> tuple[float, ...]:
+    return option.kept_bytes, option.moved_bytes, option.again_s, option.backward_work_bytes
+
+
+def _is_better(one: Option, other: Option) -> bool:
+    mine, yours = _costs(one), _costs(other)
+    return mine != yours and all(a <= b for a, b in zip(mine, yours, strict=True))
+
+
+def why(option: Option, region: RegionProfile) -> str:
+    """What the choice means for the region, in a few words."""
+    recipe = option.recipe
+    if recipe.action == "keep":
+        return f"{format_bytes(option.kept_bytes)} stay: nothing is gained by moving them, or the budget allows it"
+    if recipe.action == "offload":
+        return f"the link carries {format_bytes(option.moved_bytes)} of {format_bytes(region.saved_bytes)} meanwhile"
+    spared = region.again_s - option.again_s
+    freed = format_bytes(region.saved_bytes - option.kept_bytes)
+    if recipe.action == "recompute":
+        return f"{freed} freed for {option.again_s * 1e3:.1f} ms again; inputs {_place(recipe.inputs)}"
+    return (
+        f"{freed} freed for {option.again_s * 1e3:.1f} ms again; {len(recipe.sites or ())} dear outputs "
+        f"{_place(recipe.outputs)} spare {spared * 1e3:.1f} ms"
+    )
+
+
+def _place(place: str) -> str:
+    return "stay" if place == "keep" else "travel"

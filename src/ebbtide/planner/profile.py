@@ -1,0 +1,267 @@
+"""What one step was measured to do: plain data, JSON both ways. Seconds and bytes."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide._errors import PlanError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Save:
+    """Bytes that a region's backward, or its second run, needs and that may travel.
+
+    Attributes:
+        index: of the save in its region, as `Recipe.sites` counts.
+        nbytes: that travel for it; 0 if a save before it takes the same memory along.
+        at_s: when it is there, after its region's forward began.
+    """
+
+    index: int
+    nbytes: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Dear:
+    """What a call of a dear operator returns.
+
+    Attributes:
+        index: of the call in its region, as `Recipe.sites` counts for a selective recipe.
+        nbytes: of its outputs.
+        at_s: when it is there, after its region's forward (or second run) began.
+        again_s: what the call takes.
+        op: its operator, "aten::mm".
+    """
+
+    index: int
+    nbytes: int
+    at_s: float
+    again_s: float
+    op: str
+
+
+@dataclass(frozen=True)
+class RegionProfile:
+    """One pass through a region.
+
+    Attributes:
+        name: FQN of the region's module.
+        forward_s, backward_s: its forward, and its backward without a second run.
+        again_s: its second run, with nothing held.
+        saves: what autograd saves in it, as far as it may travel.
+        stuck_bytes: what autograd saves in it and cannot travel (small, of an unknown kind). A second run spares it.
+        inputs: the tensors passed to it.
+        dear: the outputs of dear operators that its second run makes; empty where the compiler hides them.
+        forward_work_bytes: most that its forward allocates beyond what was there when it began, saving nothing.
+        backward_work_bytes: the same of its second run and backward together, inputs included.
+        grad_bytes: what its backward leaves allocated.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    again_s: float
+    saves: tuple[Save, ...]
+    stuck_bytes: int
+    inputs: tuple[Save, ...]
+    dear: tuple[Dear, ...]
+    forward_work_bytes: int
+    backward_work_bytes: int
+    grad_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(save.nbytes for save in self.saves) + self.stuck_bytes
+
+
+@dataclass(frozen=True)
+class Around:
+    """The step outside of its regions: what comes before the first of them, and between forward and backward.
+
+    Attributes:
+        before_s: forward before the first region.
+        after_s: forward after the last region.
+        turn_s: backward before that of the last region (loss, logits).
+        end_s: backward after that of the first region.
+        kept_bytes: what is saved there and stays until backward, allocated before the first region begins.
+        peak_bytes: most that is allocated between the last region's forward and its backward, beyond what was there
+            when its forward ended.
+        peak_save: index of the save, outside of all regions, behind which that peak comes.
+        release_saves: indices of the saves after the last region, in order, where what is on its way could leave.
+    """
+
+    before_s: float
+    after_s: float
+    turn_s: float
+    end_s: float
+    kept_bytes: int
+    peak_bytes: int
+    peak_save: int
+    release_saves: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rates of the lanes in bytes per second.
+
+    Attributes:
+        out, back: one direction alone.
+        out_duplex, back_duplex: both at once.
+        latency_s: of one copy, however small.
+        interference: seconds that compute loses for each second that a lane copies beside it.
+    """
+
+    out: float
+    back: float
+    out_duplex: float
+    back_duplex: float
+    latency_s: float
+    interference: float = 0.02
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        made_for: what it was measured on, by name: model, device, versions, shapes. One of another is refused.
+        regions: in the order of forward.
+        around: the rest.
+        link: the lanes.
+        base_bytes: allocated when the step began.
+        base: what `base_bytes` is made of, by name: parameters, gradients, other.
+        host_limit_bytes: most that the store takes; None if it has no limit.
+        tokens: elements of the tensors passed to the model, by which a profile is scaled to another shape.
+    """
+
+    made_for: Mapping[str, str]
+    regions: tuple[RegionProfile, ...]
+    around: Around
+    link: Link
+    base_bytes: int
+    base: Mapping[str, int]
+    host_limit_bytes: int | None
+    tokens: int
+
+    @property
+    def plain_s(self) -> float:
+        """Forward and backward with everything kept."""
+        around = self.around
+        outside = around.before_s + around.after_s + around.turn_s + around.end_s
+        return outside + sum(region.forward_s + region.backward_s for region in self.regions)
+
+    def scaled(self, tokens: int) -> "Profile":
+        """The step of a batch with so many tokens: bytes and seconds in proportion, what is there anyway as it is.
+
+        Attention costs more than in proportion; the measured steps correct that.
+        """
+        if tokens == self.tokens:
+            return self
+        k = tokens / self.tokens
+        return dataclasses.replace(
+            self,
+            regions=tuple(_scaled_region(region, k) for region in self.regions),
+            around=_scaled(self.around, k),
+            tokens=tokens,
+        )
+
+    def refitted(self, forward: float, backward: float, memory: float = 1.0) -> "Profile":
+        """With times and work that turned out to be so many times the measured ones."""
+        return dataclasses.replace(
+            self,
+            regions=tuple(
+                dataclasses.replace(
+                    region,
+                    forward_s=region.forward_s * forward,
+                    backward_s=region.backward_s * backward,
+                    again_s=region.again_s * backward,
+                    backward_work_bytes=int(region.backward_work_bytes * memory),
+                )
+                for region in self.regions
+            ),
+            around=dataclasses.replace(
+                self.around,
+                before_s=self.around.before_s * forward,
+                after_s=self.around.after_s * forward,
+                turn_s=self.around.turn_s * backward,
+                end_s=self.around.end_s * backward,
+                peak_bytes=int(self.around.peak_bytes * memory),
+            ),
+        )
+
+    def check_made_for(self, wanted: Mapping[str, str]) -> None:
+        """Raises PlanError unless it was measured on what `wanted` names."""
+        others = [
+            f"{key} {self.made_for.get(key, 'unknown')!r}, not {value!r}"
+            for key, value in wanted.items()
+            if self.made_for.get(key) != value
+        ]
+        if others:
+            raise PlanError(f"the profile is of {'; '.join(others)}: measure one here, or leave profile= out")
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """Read what `save` wrote. Raises PlanError for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if data.pop("format") != FORMAT:
+                raise PlanError(f"{path} was written by another version of ebbtide: measure the profile again")
+            return _from_dict(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{path} is no profile that ebbtide has written: {error}") from error
+
+
+def _from_dict(data: dict[str, Any]) -> Profile:
+    around: dict[str, Any] = {**data["around"], "release_saves": tuple(data["around"]["release_saves"])}
+    return Profile(
+        made_for=data["made_for"],
+        regions=tuple(map(_region_from_dict, data["regions"])),
+        around=Around(**around),
+        link=Link(**data["link"]),
+        base_bytes=data["base_bytes"],
+        base=data["base"],
+        host_limit_bytes=data["host_limit_bytes"],
+        tokens=data["tokens"],
+    )
+
+
+def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
+    rows: dict[str, Any] = {
+        "saves": tuple(Save(**save) for save in data["saves"]),
+        "inputs": tuple(Save(**save) for save in data["inputs"]),
+        "dear": tuple(Dear(**dear) for dear in data["dear"]),
+    }
+    return RegionProfile(**{**data, **rows})
+
+
+_NOT_SCALED = ("index", "peak_save", "grad_bytes")
+
+
+def _scaled_region(region: RegionProfile, k: float) -> RegionProfile:
+    return dataclasses.replace(
+        _scaled(region, k),
+        saves=tuple(_scaled(save, k) for save in region.saves),
+        inputs=tuple(_scaled(save, k) for save in region.inputs),
+        dear=tuple(_scaled(dear, k) for dear in region.dear),
+    )
+
+
+def _scaled(row: Any, k: float) -> Any:
+    """All seconds and bytes of a dataclass times `k`."""
+    changed: dict[str, int | float] = {}
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        if field.name in _NOT_SCALED or isinstance(value, bool | str | tuple):
+            continue
+        changed[field.name] = value * k if isinstance(value, float) else round(cast(int, value) * k)
+    return dataclasses.replace(row, **changed)

@@ -114,14 +114,10 @@ class RegionPlan:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        points = tuple(ReleasePoint(*point) for point in self.release)
-        if any(point.save < 0 or point.window_bytes < 0 for point in points) or list(points) != sorted(points):
-            raise ConfigError(
-                f"release={self.release!r}: expected ((index of a save, bytes), ...) in order of index, none negative"
-            )
-        object.__setattr__(self, "release", points)
-        if self.prefetch_bytes is not None and self.prefetch_bytes <= 0:
-            raise ConfigError(f"prefetch_bytes={self.prefetch_bytes}: expected more than zero bytes, or None")
+        object.__setattr__(self, "recipe", as_recipe(self.recipe))
+        object.__setattr__(self, "release", _as_points(self.release))
+        if self.prefetch_bytes is not None and (not _is_count(self.prefetch_bytes) or self.prefetch_bytes == 0):
+            raise ConfigError(f"prefetch_bytes={self.prefetch_bytes!r}: expected more than zero bytes, or None")
 
 
 @dataclass(frozen=True)
@@ -164,6 +160,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regions", dict(self.regions))
+        for name, region in self.regions.items():
+            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"regions={{{name!r}: ...}}: expected the name of a module, such as 'layers.0'")
+            _check_region(f"regions[{name!r}]", region)
+        if self.outside is not None:
+            _check_region("outside", self.outside)
         if self.outside is not None and self.outside.recipe.runs_again:
             raise ConfigError(
                 f"outside={self.outside.recipe}: what is outside of all regions cannot run again: write Recipe('keep') "
@@ -192,6 +194,29 @@ def op_class_of(choice: str) -> tuple[str, str | None]:
     """ "matmul@self_attn" -> ("matmul", "self_attn"); without an @ the second is None."""
     name, _, inside = choice.partition("@")
     return name, inside or None
+
+
+def _as_points(release: Any) -> tuple[ReleasePoint, ...]:
+    if not isinstance(release, tuple | list) or not all(map(_is_point, cast("list[Any]", release))):
+        raise ConfigError(f"release={release!r}: expected ((index of a save, bytes), ...), whole numbers from 0 on")
+    points = tuple(ReleasePoint(*point) for point in cast("list[Any]", release))
+    saves = [point.save for point in points]
+    if saves != sorted(set(saves)):
+        raise ConfigError(f"release={release!r}: expected one point at most for each save, in the order of saves")
+    return points
+
+
+def _is_point(value: Any) -> bool:
+    return isinstance(value, tuple | list) and list(map(_is_count, cast("list[Any]", value))) == [True, True]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_region(option: str, found: object) -> None:
+    if not isinstance(found, RegionPlan):
+        raise ConfigError(f"{option}={found!r}: expected a RegionPlan, such as RegionPlan(Recipe('offload'))")
 
 
 def _check_word(option: str, found: object, words: tuple[str, ...]) -> None:

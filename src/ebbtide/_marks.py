@@ -41,6 +41,7 @@ class Session:
         desk: where saves go.
         hooks: the desk's, if they were pushed for this session; None in a second run.
         plan: for the regions inside. Never changed, only replaced: backward goes by what its forward went by.
+        door_stays: why saves stay where the plan says nothing, by the door's settings; None where they may travel.
         pack_hook: the innermost pack hook of ours.
         packs_here: `pack_hook` is the desk's, not that of a region that runs again.
         is_second_run: nothing travels, for what is saved is needed at once.
@@ -59,6 +60,7 @@ class Session:
         self.desk = desk
         self.hooks = hooks
         self.plan = plan
+        self.door_stays: Reason | None = None
         self.pack_hook = pack_hook
         self.packs_here = hooks is not None
         self.is_second_run = hooks is None
@@ -216,6 +218,7 @@ class InnerMark(Mark):
 
     def __init__(self, handle: Owner, module: torch.nn.Module, region: str | None, choice: Reason | bool) -> None:
         self._region = region
+        self._is_block = region is not None
         self._choice = choice
         self._forward: _RegionForward | None = None
         self._traced = Traced()
@@ -228,13 +231,10 @@ class InnerMark(Mark):
             return
         desk = session.desk
         session.frames.append((desk.visit, desk.stays))
-        if self._region is not None:
+        # What only a former plan made a region is none: its saves belong to what is around it.
+        if self._region is not None and (self._is_block or self._region in session.plan.regions):
             desk.visit = desk.visit.scope.visit(self._region)
-            self._follow(session.plan, self._region, desk)
-        if isinstance(self._choice, Reason):
-            desk.stays = self._choice
-        elif self._choice and desk.stays is not Reason.KEEP_LAST:
-            desk.stays = None
+        self._follow(session)
 
     def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
         session = self._handle.session()
@@ -280,20 +280,20 @@ class InnerMark(Mark):
     def _name(self) -> str:
         return self._region or type(self._module).__name__
 
-    def _follow(self, plan: Plan, name: str, desk: Desk) -> None:
-        """When saves of a region leave, and which of them."""
-        region = plan.regions.get(name)
-        if region is None:
-            return
-        recipe = region.recipe
-        desk.visit.follow(region.release, region.prefetch_bytes)
-        if plan.outside is not None:
-            desk.stays = None  # the plan says it all
-        if recipe.action == "keep":
-            desk.stays = Reason.RECIPE
-        elif recipe.action == "offload":
+    def _follow(self, session: Session) -> None:
+        """Which saves leave from here on, and when: by `include`, then by the plan, and last by `exclude`."""
+        desk, plan = session.desk, session.plan
+        said = None if self._region is None else plan.regions.get(self._region)
+        if self._is_block and said is None and plan.outside is not None and len(session.frames) == 1:
+            desk.stays = session.door_stays  # straight from outside, of which a block is no part
+        if self._choice is True and desk.stays is not Reason.KEEP_LAST:
             desk.stays = None
-            desk.visit.sites = None if recipe.sites is None else frozenset(recipe.sites)
+        if said is not None:
+            if plan.outside is not None:
+                desk.stays = None  # the plan says it all
+            desk.follow(said)
+        if isinstance(self._choice, Reason):
+            desk.stays = self._choice
 
     def _run_framed(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -91,9 +91,16 @@ def find_planned(
     root: torch.nn.Module, regions: Mapping[str, torch.nn.Module], plan: Plan
 ) -> dict[str, torch.nn.Module]:
     """The regions of `root`, and those that only the plan makes one. Raises ModuleError for one that is not there."""
-    modules = {clean_name(fqn): module for fqn, module in named_modules(root)}
+    modules: dict[str, torch.nn.Module] = {}
+    for fqn, module in named_modules(root):
+        modules.setdefault(clean_name(fqn), module)  # of a wrapper and what it wraps, the wrapper, as with blocks
+    if "" in plan.regions:
+        raise ModuleError(
+            f"the plan has a region '', which is {type(root).__name__} itself: regions are modules inside of it, and "
+            "outside= says what is done with the rest"
+        )
     for name in plan.regions:
-        if not name or name not in modules:
+        if name not in modules:
             near = difflib.get_close_matches(name, modules, n=5, cutoff=0.4) or [n for n in modules if n]
             raise ModuleError(
                 f"the plan has a region {name!r} and {type(root).__name__} has no module of that name: it was made for "

@@ -96,6 +96,8 @@ class OffloadHandle:
             ModuleError: a name that means nothing; nothing is changed then.
         """
         self._check_installed("set_recipe()")
+        if recipe is not None:
+            self._check_may_choose("recipe")
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
 
@@ -107,14 +109,24 @@ class OffloadHandle:
     def set_plan(self, plan: Plan) -> None:
         """Go by `plan` from the next forward on; backward goes by what its forward went by.
 
-        Raises ModuleError for a region that the module does not have; nothing is changed then.
+        Raises ConfigError for what is no plan, ModuleError for a region that the module does not have; nothing is
+        changed then.
         """
         self._check_installed("set_plan()")
+        self._check_may_choose("plan")
+        if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self._follow(plan, find_planned(self._module, self._blocks, plan))
 
     def _check_installed(self, call: str) -> None:
         if self._root_mark is None:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
+
+    def _check_may_choose(self, option: str) -> None:
+        if self._config.keep_last:
+            raise ConfigError(
+                f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'"
+            )
 
     def _follow(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         trails = self._find_trails(plan, regions)
@@ -186,14 +198,14 @@ class OffloadHandle:
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
-        desk.stays = Reason.OUTSIDE if self._config.include else None
-        outside = self._plan.outside
-        if outside is not None:
-            desk.visit.follow(outside.release, outside.prefetch_bytes)
-            desk.stays = Reason.RECIPE if outside.recipe.action == "keep" else None
+        desk.stays = door_stays = Reason.OUTSIDE if self._config.include else None
+        if self._plan.outside is not None:
+            desk.follow(self._plan.outside)
         hooks = desk.hooks()
         hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
-        self._stack().append(Session(desk, self._plan, hooks.pack_hook, hooks))
+        session = Session(desk, self._plan, hooks.pack_hook, hooks)
+        session.door_stays = door_stays
+        self._stack().append(session)
 
     def warn_if_root_is_bypassed(self) -> None:
         """A part of the model saves for backward, and the model itself was never called."""
@@ -344,10 +356,6 @@ def offload(
     if config.mode != "off":
         if recipe is not None and plan is not None:
             raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
-        if (recipe is not None or plan is not None) and keep_last:
-            raise ConfigError(
-                "keep_last= and recipe= (or plan=) both say what the last blocks do: give those the recipe 'keep'"
-            )
         handle.install()
         try:
             if plan is None:

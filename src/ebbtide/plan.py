@@ -148,7 +148,8 @@ class Plan:
 
     Attributes:
         regions: by name. A region that is not named here is treated as the door's other settings say.
-        outside: what is done with saves outside of all regions, by "keep" or "offload"; None: as the door says.
+        outside: what is done with saves outside of all regions, by "keep" or "offload"; None: as the door says. A block
+            that is not named is not outside.
         budget_bytes: the peak it was made to stay under; None without one.
         predicted: what the planner expects of it; None for a plan written by hand.
     """

@@ -10,6 +10,7 @@ from ebbtide.engine.engines import Engines
 from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
 from ebbtide.engine.scope import Visit
 from ebbtide.engine.select import select, select_subclass
+from ebbtide.plan import RegionPlan
 from ebbtide.types import Reason
 
 Packed: TypeAlias = "Kept | Ticket | Flattened"
@@ -57,6 +58,16 @@ class Desk:
         return torch.autograd.graph.saved_tensors_hooks(
             hidden_from_compiler(self.pack), hidden_from_compiler(self.unpack)
         )
+
+    def follow(self, said: RegionPlan) -> None:
+        """What a plan says about the place where the forward is now: what travels from here, and when."""
+        recipe = said.recipe
+        self.visit.follow(said.release, said.prefetch_bytes)
+        if recipe.action == "keep":
+            self.stays = Reason.RECIPE
+        elif recipe.action == "offload":
+            self.stays = None
+            self.visit.sites = None if recipe.sites is None else frozenset(recipe.sites)
 
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
@@ -107,7 +118,7 @@ class Desk:
         if self._was_read and graph_task_id() == -1:
             # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
             self._was_read = False
-            visit = self.visit = visit.scope.visit(visit.region)
+            visit = self.visit = visit.again()
         index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
         visit.next_index = index + 1
         if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):

@@ -66,7 +66,18 @@ class Visit:
         runs_again: the region will run again in backward.
     """
 
-    __slots__ = ("_slots", "limits", "next_index", "number", "points", "region", "runs_again", "scope", "sites")
+    __slots__ = (
+        "_all_points",
+        "_slots",
+        "limits",
+        "next_index",
+        "number",
+        "points",
+        "region",
+        "runs_again",
+        "scope",
+        "sites",
+    )
 
     def __init__(self, scope: "Scope", slots: Slots) -> None:
         self.scope = scope
@@ -74,6 +85,7 @@ class Visit:
         self.next_index = 0
         self.limits = scope.limits
         self.points: tuple[ReleasePoint, ...] = ()
+        self._all_points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.runs_again = False
         self._slots = slots
@@ -84,7 +96,7 @@ class Visit:
 
     def follow(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
         """What a plan says: `points` in order of index, and what may be brought back early from here on."""
-        self.points = points
+        self.points = self._all_points = points
         if prefetch_bytes is not None:
             self.limits = replace(self.limits, prefetch_bytes=prefetch_bytes)
 
@@ -96,6 +108,13 @@ class Visit:
             self.limits = replace(self.limits, window_bytes=self.points[0].window_bytes)
             self.points = self.points[1:]
         return True
+
+    def again(self) -> "Visit":
+        """Another one of the same region, by the same plan from its first save on."""
+        visit = Visit(self.scope, self._slots)
+        visit.limits, visit.sites, visit.runs_again = self.limits, self.sites, self.runs_again
+        visit.points = visit._all_points = self._all_points
+        return visit
 
     def __del__(self) -> None:
         self._slots.give_back(self.number)

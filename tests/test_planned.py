@@ -1,0 +1,360 @@
+"""The door with a plan: what it means for each module, what it refuses, and how plans follow each other."""
+
+import re
+
+import pytest
+import torch
+from cases import Block, Transformer, finish, make, tokens
+from support import assert_equal
+from test_module import offload, saves_of, three_steps
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ebbtide
+from ebbtide import ConfigError, ModuleError, Plan, Recipe, RegionPlan
+from ebbtide.types import Reason
+
+CPU = torch.device("cpu")
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    ebbtide.release_memory()
+
+
+def regions(recipe, *names):
+    return dict.fromkeys(names or LAYERS, RegionPlan(recipe))
+
+
+PLANS = {
+    "nothing": Plan({}),
+    "keep": Plan(regions("keep"), outside=RegionPlan("offload")),
+    "offload": Plan(regions("offload"), outside=RegionPlan("keep")),
+    "recompute": Plan(regions("recompute"), outside=RegionPlan("keep")),
+    "selective": Plan(regions("selective")),
+    "mixture": Plan(
+        {
+            "layers.0": RegionPlan(Recipe("offload", sites=(0, 2)), release=((1, 0), (4, 2000)), prefetch_bytes=500),
+            "layers.1": RegionPlan(Recipe("selective", inputs="keep"), release=((0, 0),)),
+            "layers.2": RegionPlan("recompute", prefetch_bytes=1),
+        },
+        outside=RegionPlan("offload", release=((0, 1000), (2, 0)), prefetch_bytes=300),
+    ),
+    "nested": Plan(regions("recompute") | regions("selective", "layers.0.mlp") | regions("keep", "layers.1.mlp")),
+    "no blocks": Plan(regions("recompute", "layers.1.mlp", "head") | regions("keep", "embedding")),
+}
+
+
+# -- steps by a plan ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_three_steps_equal_the_plain_run(name):
+    model = make(Transformer, CPU)
+    handle = offload(model, plan=PLANS[name])
+    assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
+    stats = handle.stats()
+    runs_again = any(region.recipe.runs_again for region in PLANS[name].regions.values())
+    assert (stats.recomputed.count > 0) == runs_again
+    assert (stats.host_bytes, stats.unable) == (0, {})
+
+
+def test_plans_change_between_steps_without_applying_anything_again():
+    model, plain = make(Transformer, CPU), make(Transformer, CPU)
+    handle = offload(model)
+    assert handle.plan == Plan({})
+    for plan in PLANS.values():
+        handle.set_plan(plan)
+        assert handle.plan is plan
+        assert handle.recipes == {name: region.recipe for name, region in plan.regions.items()}
+        assert list(handle.regions) == LAYERS + [name for name in plan.regions if name not in LAYERS]
+        assert_equal(three_steps(model), three_steps(plain))
+
+
+def test_recipes_follow_plans_and_plans_follow_recipes():
+    model, plain = make(Transformer, CPU), make(Transformer, CPU)
+    handle = offload(model, recipe="recompute")
+    assert handle.plan == Plan(regions("recompute"))
+    handle.set_plan(PLANS["mixture"])
+    assert_equal(three_steps(model), three_steps(plain))
+    handle.set_recipe({"head": "keep"})
+    assert handle.plan == Plan(regions("keep", "head"))
+    assert_equal(three_steps(model), three_steps(plain))
+    handle.set_recipe(None)
+    assert handle.plan == Plan({})
+
+
+CALLS = []
+
+
+class Called(Block):
+    def forward(self, x):
+        CALLS.append(self.number)
+        return super().forward(x)
+
+
+def called_transformer():
+    model = Transformer()
+    model.layers = nn.ModuleList(Called(16) for _ in range(3))
+    for number, layer in enumerate(model.layers):
+        layer.number = number
+    return model
+
+
+@pytest.mark.parametrize("then", PLANS)
+@pytest.mark.parametrize("first", PLANS)
+def test_a_graph_under_way_goes_by_the_plan_of_its_forward(first, then):
+    model, twin = make(called_transformer, CPU), make(called_transformer, CPU)
+    handle = offload(model, plan=PLANS[first])
+    recipes = [PLANS[first].recipe_of(name) for name in LAYERS]
+    run_again = [number for number, recipe in enumerate(recipes) if recipe is not None and recipe.runs_again]
+    for step in range(2):
+        plain = finish(twin(tokens(CPU, step)), twin)
+        loss = model(tokens(CPU, step))
+        handle.set_plan(PLANS[then])
+        CALLS.clear()
+        assert_equal(finish(loss, model), plain)
+        assert sorted(CALLS) == run_again
+        handle.set_plan(PLANS[first])
+        model.zero_grad()
+        twin.zero_grad()
+    assert handle.stats().host_bytes == 0
+
+
+def test_a_graph_under_way_runs_backward_when_its_plan_was_removed():
+    model, twin = make(Transformer, CPU), make(Transformer, CPU)
+    handle = offload(model, plan=PLANS["nested"])
+    loss = model(tokens(CPU))
+    handle.remove()
+    assert_equal(finish(loss, model), finish(twin(tokens(CPU)), twin))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+BAD = [
+    (Plan(regions("keep", "layer.0")), ModuleError, r"region 'layer\.0' and Transformer has no module.*'layers\.0'"),
+    (Plan(regions("keep", "layers.*")), ModuleError, r"region 'layers\.\*' and Transformer .*'layers\.[012]'"),
+    (Plan(regions("keep", "layers.7")), ModuleError, r"region 'layers\.7' .*Near names: 'layers\.\d'"),
+    (Plan(regions("keep", "xyzzy")), ModuleError, r"Near names: 'embedding', 'layers', 'layers\.0'.*, \.\.\."),
+    (Plan(regions("keep", "")), ModuleError, "which is Transformer itself: regions are modules inside.*outside="),
+    (
+        Plan(regions("keep") | regions(Recipe("selective", ops=("matmul@mpl",)), "head")),
+        ModuleError,
+        "the recipe of head: @='mpl' matches no module",
+    ),
+    ({"layers.0": "keep"}, ConfigError, r"plan=\{'layers\.0': 'keep'\}: expected an ebbtide\.Plan; .*for recipe="),
+    ("recompute", ConfigError, r"plan='recompute': expected an ebbtide\.Plan"),
+]
+
+
+@pytest.mark.parametrize(("plan", "kind", "message"), BAD)
+def test_offload_refuses_and_leaves_the_model_alone(plan, kind, message):
+    model = make(Transformer, CPU)
+    with pytest.raises(kind, match=message):
+        offload(model, plan=plan)
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    offload(model, plan=PLANS["mixture"]).remove()
+
+
+@pytest.mark.parametrize(("plan", "kind", "message"), BAD)
+def test_set_plan_refuses_and_changes_nothing(plan, kind, message):
+    model = make(Transformer, CPU)
+    handle = offload(model, plan=PLANS["nested"])
+    before = dict(handle.regions)
+    with pytest.raises(kind, match=message):
+        handle.set_plan(plan)
+    assert handle.plan is PLANS["nested"]
+    assert handle.regions == before
+    assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
+    assert handle.stats().recomputed.count > 0
+
+
+def test_not_together_with_a_recipe():
+    model = make(Transformer, CPU)
+    with pytest.raises(ConfigError, match="recipe= and plan= both say what is done with the regions: write one"):
+        offload(model, recipe="keep", plan=Plan({}))
+    assert not model._forward_hooks
+
+
+def test_not_together_with_keep_last():
+    model = make(Transformer, CPU)
+    with pytest.raises(ConfigError, match="keep_last= and plan= both say what the last blocks do"):
+        offload(model, plan=Plan({}), keep_last=1)
+    handle = offload(model, keep_last=1)
+    with pytest.raises(ConfigError, match="keep_last= and plan= both say what the last blocks do"):
+        handle.set_plan(PLANS["offload"])
+    with pytest.raises(ConfigError, match="keep_last= and recipe= both say what the last blocks do"):
+        handle.set_recipe("offload")
+    handle.set_recipe(None)
+    assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
+    assert handle.stats().kept[Reason.KEEP_LAST].count > 0
+
+
+@pytest.mark.parametrize("mode", ["all", "off"])
+def test_not_on_a_handle_that_does_nothing(mode):
+    model = make(Transformer, CPU)
+    handle = offload(model, mode=mode)
+    handle.remove()
+    with pytest.raises(ModuleError, match=re.escape("set_plan() on a handle that was removed, or has mode='off'")):
+        handle.set_plan(PLANS["keep"])
+    assert "forward" not in model.layers[0].__dict__
+
+
+# -- what it means for each module -------------------------------------------------------------------------------------
+
+
+def moved_by(plan, **settings):
+    """Saves that travelled in one forward, and those that a recipe kept; backward equals the twin's."""
+    model, twin = make(Transformer, CPU), make(Transformer, CPU)
+    handle = offload(model, plan=plan, **settings)
+    assert_equal(finish(model(tokens(CPU)), model), finish(twin(tokens(CPU)), twin))
+    return counts(handle)
+
+
+def counts(handle):
+    stats = handle.stats()
+    kept = stats.kept.get(Reason.RECIPE)
+    return stats.parcels.count + stats.shared.count, 0 if kept is None else kept.count
+
+
+@pytest.fixture(scope="module")
+def all_and_inside():
+    """How many saves may travel, and how many of them are made inside of the blocks."""
+    return saves_of()[0], saves_of(include="layers.*")[0]
+
+
+@pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # one plan keeps all
+def test_what_is_outside_stays_or_travels(all_and_inside):
+    total, inside = all_and_inside
+    keep, move = RegionPlan("keep"), RegionPlan("offload")
+    assert moved_by(Plan(regions("offload"), outside=keep)) == (inside, total - inside)
+    assert moved_by(Plan(regions("offload"), outside=move)) == (total, 0)
+    assert moved_by(Plan(regions("keep"), outside=move)) == (total - inside, inside)
+    assert moved_by(Plan(regions("keep"), outside=keep)) == (0, total)
+    assert moved_by(Plan(regions("keep"))) == (total - inside, inside)
+
+
+def test_of_what_is_outside_some_saves_may_travel(all_and_inside):
+    total, inside = all_and_inside
+    several = range(100)
+    assert moved_by(Plan({}, outside=RegionPlan(Recipe("offload", sites=several)))) == (total, 0)
+    moved, kept = zip(*(moved_by(Plan({}, RegionPlan(Recipe("offload", sites=(k,))))) for k in range(12)), strict=True)
+    assert sum(moved) == (total - inside) + 12 * inside  # each of them once
+    assert [m + k for m, k in zip(moved, kept, strict=True)] == [total] * 12
+    assert moved_by(Plan({}, RegionPlan(Recipe("offload", sites=())))) == (inside, total - inside)
+
+
+def test_a_block_that_the_plan_does_not_name_goes_by_the_other_settings(all_and_inside):
+    total, inside = all_and_inside
+    keep, move = RegionPlan("keep"), RegionPlan("offload")
+    one = inside // 3
+    assert moved_by(Plan({}, outside=keep)) == (inside, total - inside)
+    assert moved_by(Plan(regions("keep", "layers.1"), outside=keep)) == (inside - one, total - inside + one)
+    assert moved_by(Plan({}, outside=move), include="layers.1")[0] == total - inside + one
+    assert moved_by(Plan(regions("offload", "layers.0"), outside=keep), include="layers.1")[0] == 2 * one
+    assert moved_by(Plan({}, outside=keep), include="layers.*.mlp") == (
+        saves_of(include="layers.*.mlp")[0],
+        total - inside,
+    )
+
+
+def test_with_what_is_outside_the_plan_says_it_all_but_what_is_excluded(all_and_inside):
+    total, inside = all_and_inside
+    one = inside // 3
+    plan = Plan(regions("offload"), outside=RegionPlan("offload"))
+    assert moved_by(plan, include="layers.1")[0] == total
+    assert moved_by(plan, exclude="layers.1")[0] == total - one
+
+
+@pytest.mark.parametrize(
+    "way", [{"recipe": {"layers.1": "keep"}}, {"plan": Plan(regions("keep", "layers.1"))}], ids=["recipe", "plan"]
+)
+def test_include_does_not_move_a_region_that_is_kept(way, all_and_inside):
+    _, inside = all_and_inside
+    assert saves_of(include="layers.*", **way)[0] == inside - inside // 3
+
+
+def test_a_plan_makes_regions_of_modules_that_are_no_block():
+    model = make(Transformer, CPU)
+    handle = offload(model, plan=PLANS["no blocks"])
+    assert handle.regions["head"] is model.head
+    assert handle.regions["layers.1.mlp"] is model.layers[1].mlp
+    seen = set()
+    handle.subscribe(lambda event: seen.add(event.site.split("#")[0]))
+    three_steps(model)
+    assert seen == {"<root>", *LAYERS, "layers.1.mlp", "head"}  # an embedding's saves are token ids, and kept
+    handle.set_plan(Plan({}))
+    assert list(handle.regions) == LAYERS
+
+
+def test_regions_of_former_plans_are_none_any_more():
+    """Or the saves of the region around them would have other numbers than in a fresh start."""
+    plan = Plan({"layers.0": RegionPlan(Recipe("offload", sites=tuple(range(0, 40, 2))))}, outside=RegionPlan("keep"))
+    fresh = moved_by(plan)
+    model = make(Transformer, CPU)
+    handle = offload(model, plan=Plan(regions("offload", "layers.0.mlp", "layers.0.norm", "head")))
+    model(tokens(CPU)).backward()
+    handle.set_plan(plan)
+    before = counts(handle)
+    seen = set()
+    handle.subscribe(lambda event: seen.add(event.site.split("#")[0]))
+    model(tokens(CPU)).backward()
+    assert tuple(now - then for now, then in zip(counts(handle), before, strict=True)) == fresh
+    assert seen == set(LAYERS)
+
+
+@pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # one plan keeps all
+def test_saves_after_a_backward_in_the_midst_of_a_region_go_by_its_plan_too():
+    class Forces(nn.Module):
+        def forward(self, x):
+            y = x.sin().cos()
+            (force,) = torch.autograd.grad((y * y).exp().sum(), y, create_graph=True)
+            return force.sin().cos() + x
+
+    def moved(recipe):
+        model = nn.Sequential(Forces(), Forces())
+        handle = offload(model, plan=Plan({"0": RegionPlan(recipe), "1": RegionPlan(recipe)}, RegionPlan("keep")))
+        results = []
+        for net in (model, nn.Sequential(Forces(), Forces())):
+            x = torch.linspace(-1, 1, 50).requires_grad_()
+            results.append(finish((net(x * 1.5) * 2.0).square().sum(), x))
+        assert_equal(*results)
+        return counts(handle)
+
+    every, _ = moved("offload")
+    none, kept = moved(Recipe("offload", sites=()))
+    assert (every > 0, none) == (True, 0)
+    assert kept == every
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_wrapper_and_what_it_wraps_the_wrapper_is_the_region():
+    model = make(Transformer, CPU)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+    model.head = checkpoint_wrapper(model.head)
+    handle = offload(model)
+    blocks = dict(handle.regions)
+    handle.set_plan(Plan(regions("keep") | regions("keep", "head")))
+    assert handle.regions == {**blocks, "head": model.head}
+    assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
+
+
+@pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+def test_data_parallel(process_group):
+    model = make(Transformer, CPU)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    handle = offload(parallel, plan=PLANS["nested"])
+    assert handle.regions["layers.0.mlp"] is model.layers[0].mlp
+    assert_equal(three_steps(model, parallel), three_steps(make(Transformer, CPU)))
+    assert handle.stats().recomputed.count > 0
+    with pytest.raises(ModuleError, match=r"region 'module\.head' and DistributedDataParallel .*Near names: 'head'"):
+        handle.set_plan(Plan(regions("keep", "module.head")))

@@ -255,6 +255,7 @@ class _Tensors:
 
     def __init__(self, place: _Place) -> None:
         self._place = place
+        self._limits = None if place.desk is None else place.desk.visit.limits
         self._entries: list[_Entry] = []
         self._numbers: dict[int, int] = {}
         self._versions: list[tuple[_Entry, int]] = []
@@ -296,9 +297,10 @@ class _Tensors:
         self._numbers.clear()
 
     def read(self) -> list[torch.Tensor]:
-        if self._place.desk is not None:
+        if self._place.desk is not None and self._limits is not None:
             packed = (entry.packed for entry in self._entries)
-            self._place.desk.expect([ticket for ticket in packed if type(ticket) is Ticket], self.devices)
+            tickets = [ticket for ticket in packed if type(ticket) is Ticket]
+            self._place.desk.expect(tickets, self.devices, self._limits)
         return [entry.read(self._place.unpack) for entry in self._entries]
 
 
@@ -350,6 +352,7 @@ class _Outputs:
 
     def __init__(self, desk: Desk, preserves_rng: bool) -> None:
         self.desk = desk
+        self.limits = desk.visit.limits
         self.preserves_rng = preserves_rng
         self.held: HeldOutputs | None = None
         """None while no policy has asked for any."""
@@ -452,7 +455,7 @@ class _Second:
 
 @contextlib.contextmanager
 def _served(outputs: _Outputs, held: HeldOutputs) -> Generator[None, None, None]:
-    outputs.desk.expect(held.tickets(), held.devices)
+    outputs.desk.expect(held.tickets(), held.devices, outputs.limits)
     states = [(device, rng_state(device)) for device in held.devices_drawn_on()]
     is_whole = False
     try:

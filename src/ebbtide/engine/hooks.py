@@ -8,7 +8,7 @@ import torch
 from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
-from ebbtide.engine.scope import Visit
+from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.select import select, select_subclass
 from ebbtide.plan import RegionPlan
 from ebbtide.types import Reason
@@ -79,6 +79,14 @@ class Desk:
         """The same for a tensor that a region has to have again, kept for the reason `stays` if there is one."""
         return self._pack_plain(t, stays) if type(t) in _PLAIN else self._pack_subclass(t, stays)
 
+    def skip(self, t: torch.Tensor) -> None:
+        """What would be the next save is of no use. It has its number all the same, and a release point may be here."""
+        visit = self.visit
+        index = visit.next_index
+        visit.next_index = index + 1
+        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
+            self._release(t.device, visit)
+
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
         self._was_read = True
@@ -96,14 +104,17 @@ class Desk:
         """Whether work on one of `devices` goes into a graph that is being captured."""
         return any(self._engines.is_captured(device) for device in filter(self.visit.scope.serves, devices))
 
-    def expect(self, tickets: Sequence[Ticket], devices: Collection[torch.device]) -> None:
-        """These are about to be read, in this order, on `devices`: bring back together what is away."""
+    def expect(self, tickets: Sequence[Ticket], devices: Collection[torch.device], limits: Limits) -> None:
+        """These are about to be read, in this order, on `devices`: bring back together what is away.
+
+        `limits`: of the place that reads them. Where the forward is now says nothing about that.
+        """
         scope = self.visit.scope
         with without_dispatch():
             for device in filter(scope.serves, devices):
                 engine = self._engines.on(device)
                 if not isinstance(engine, Reason):
-                    engine.expect([t for t in tickets if t.parcel.engine is engine], self.visit.limits)
+                    engine.expect([t for t in tickets if t.parcel.engine is engine], limits)
 
     def unpack_part(self, part: object) -> object:
         """The tensor, if `part` is a packed one, and else `part` itself: never a tuple that is not ours."""

@@ -120,7 +120,7 @@ class Outbound:
         """
         stuck: list[Parcel] = []
         released: Parcel | None = None
-        point, self._compute_point = self._compute_point, None
+        point = self._compute_point
         last: StreamEvent = None
         has_clock, is_late = self._device.has_clock, False
         while self.resident_bytes > window_bytes and len(self._queue) > spared:
@@ -136,6 +136,7 @@ class Outbound:
                 released, last = parcel, parcel.landed
             else:
                 stuck.append(parcel)
+        self._compute_point = None  # compute goes on from here, also past what a release had to send first
         if released is not None and is_late:
             released.ledger.time_stall(self._device, point, last, is_forward=True)
         return stuck

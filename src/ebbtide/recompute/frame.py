@@ -49,6 +49,7 @@ class Frame:
         self._name = name
         self._call = call
         self.desk = desk
+        self._limits = desk.visit.limits
         self._around = around
         self._holders: list[weakref.ref[Holder]] = []
         self._looks: list[_Looks] = []
@@ -144,7 +145,7 @@ class Frame:
 
     def _run_again(self) -> None:
         again = SecondRun(self._name, self._holders, self._looks)
-        self.desk.expect(self._tickets(), self._devices)
+        self.desk.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors

@@ -206,7 +206,8 @@ class Intake:
         if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
             return None  # lists in lists: no operator of the classes, and run again it is right too
         if site.drops_output():
-            visit.next_index += len(tensors)  # numbers stay what they are
+            for t in tensors:  # numbers stay what they are
+                self._desk.skip(t)
             visit.scope.ledger.stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
             self.held.calls[op][number] = site
             return None

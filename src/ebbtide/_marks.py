@@ -233,13 +233,18 @@ class InnerMark(Mark):
         session.frames.append((desk.visit, desk.stays))
         # What only a former plan made a region is none: its saves belong to what is around it.
         if self._region is not None and (self._is_block or self._region in session.plan.regions):
+            window_bytes = desk.visit.limits.window_bytes
             desk.visit = desk.visit.scope.visit(self._region)
+            desk.visit.hold(window_bytes)
         self._follow(session)
 
     def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
         session = self._handle.session()
         if session is not None and session.frames:
-            session.desk.visit, session.desk.stays = session.frames.pop()
+            desk = session.desk
+            window_bytes = desk.visit.limits.window_bytes
+            desk.visit, desk.stays = session.frames.pop()
+            desk.visit.hold(window_bytes)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._handle.session()

@@ -103,7 +103,7 @@ class RegionPlan:
     Attributes:
         recipe: what is done with its activations.
         release: places in its forward where what is on its way out has to leave, in order. Before the first, what held
-            before the region holds on.
+            before the region holds on; what the last one says holds behind the region too, up to the next in forward.
         prefetch_bytes: most bytes brought back before backward asks for them while it is here; None: as the door says.
         reason: why the planner chose it.
     """

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.engine.scope import Limits, Scope, Slots
+from ebbtide.plan import ReleasePoint
 
 
 def new_scope(may_serve=lambda _: True):
@@ -84,3 +85,57 @@ def test_a_device_is_asked_for_once():
         assert scope.serves(torch.device("cpu"))
         assert not scope.serves(torch.device("meta"))
     assert asked == [torch.device("cpu"), torch.device("meta")]
+
+
+POINTS = (ReleasePoint(1, 10), ReleasePoint(2, 20), ReleasePoint(5, 50))
+
+
+def windows_of(visit, indices):
+    """For each save: whether it is at a release point or behind it, and the window then."""
+    return [(visit.comes_to_point(index), visit.limits.window_bytes) for index in indices]
+
+
+def test_a_visit_comes_to_each_point_once():
+    visit = new_scope().visit("a")
+    visit.follow(POINTS, None)
+    assert windows_of(visit, range(7)) == [
+        (False, 1), (True, 10), (True, 20), (False, 20), (False, 20), (True, 50), (False, 50),
+    ]  # fmt: skip
+    assert visit.points == ()
+
+
+def test_points_that_were_passed_over_are_come_to_with_the_next_save():
+    """Saves on a device that is not the door's come to no point."""
+    visit = new_scope().visit("a")
+    visit.follow(POINTS, None)
+    assert windows_of(visit, (0, 3, 4, 9)) == [(False, 1), (True, 20), (False, 20), (True, 50)]
+
+
+def test_a_plan_bounds_what_a_visit_brings_back_and_nothing_else():
+    scope = new_scope()
+    visit = scope.visit("a")
+    visit.follow((), None)
+    assert visit.limits is scope.limits
+    visit.follow((), 7)
+    assert visit.limits == Limits(1, 7, 1)
+    assert scope.visit("a").limits is scope.limits
+
+
+def test_a_visit_that_begins_again_has_all_its_plan_and_the_window_of_now():
+    visit = new_scope().visit("a")
+    visit.follow(POINTS, 7)
+    visit.sites, visit.runs_again = frozenset({3}), True
+    windows_of(visit, range(4))
+    again = visit.again()
+    assert (again.region, again.number, again.next_index) == ("a", 1, 0)
+    assert (again.points, again.sites, again.runs_again) == (POINTS, frozenset({3}), True)
+    assert again.limits == Limits(20, 7, 1)
+    assert again.again().points == POINTS
+
+
+def test_a_visit_goes_on_with_the_window_that_holds():
+    visit = new_scope().visit("a")
+    visit.follow(POINTS, 7)
+    visit.hold(33)
+    assert visit.limits == Limits(33, 7, 1)
+    assert windows_of(visit, range(2)) == [(False, 33), (True, 10)]

@@ -109,6 +109,11 @@ class Visit:
             self.points = self.points[1:]
         return True
 
+    def hold(self, window_bytes: int) -> None:
+        """Go on with the window that holds when the forward comes here: regions begin and end, it does not."""
+        if window_bytes != self.limits.window_bytes:
+            self.limits = replace(self.limits, window_bytes=window_bytes)
+
     def again(self) -> "Visit":
         """Another one of the same region, by the same plan from its first save on."""
         visit = Visit(self.scope, self._slots)

@@ -1,0 +1,366 @@
+"""What a plan says about when: on the simulator, how much waits on its way out after every save, and what comes back.
+
+All saves of the blocks here are parcels of one size, and figures are in that unit.
+"""
+
+import pytest
+import torch
+from cases import Data
+from support import HandleRig, assert_equal
+from torch import nn
+
+from ebbtide import Plan, Recipe, RegionPlan
+from ebbtide._events import What
+from ebbtide.devices.sim import SimDevice
+from ebbtide.types import Wait
+
+CPU = torch.device("cpu")
+SHAPE = (6, 8)
+UNIT = 4 * 6 * 8
+ALL = 100 * UNIT
+
+
+class Sines(nn.Module):
+    """Four saves, and calls `note` after each, with its name."""
+
+    def __init__(self, name, note):
+        super().__init__()
+        self.name = name
+        self.note = note
+
+    def forward(self, x):
+        for _ in range(4):
+            x = x.sin()
+            self.note(self.name, x)
+        return x
+
+
+class Scaled(Sines):
+    """Two saves, of a parameter, and those stay."""
+
+    def __init__(self, name, note):
+        super().__init__(name, note)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, SHAPE[1]), requires_grad=False)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x * self.weight
+            self.note(self.name, x)
+        return x
+
+
+class Tower(nn.Module):
+    """Three blocks in `order`; the one save outside of them comes last."""
+
+    def __init__(self, block, order, note):
+        super().__init__()
+        self.layers = nn.ModuleList(block(number, note) for number in range(3))
+        self.order = order
+        self.note = note
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.layers[number](x)
+        x = x.exp()
+        self.note(None, x)
+        return x.sum()
+
+
+class Run:
+    """A tower with a plan on the simulator, and its twin without.
+
+    Attributes:
+        waiting: units on their way out that still have their memory, after every save of the last forward.
+        events: of the last step: what, and the site.
+    """
+
+    def __init__(self, plan, block=Sines, order=(0, 1, 2), late="late", **limits):
+        self.rig = HandleRig(SimDevice(3, late), **{"window": ALL, "prefetch": ALL, **limits})
+        self.model, self.twin = Tower(block, order, self.note), Tower(block, order, lambda name, x: None)
+        self.handle = self.rig.offload(self.model)
+        self.handle.set_plan(plan)
+        self.handle.subscribe(lambda event: self.events.append((event.what, event.site)))
+        self.ahead = []
+        self.step()
+
+    def step(self):
+        """One step of both, which have to agree in all bits; nothing is left behind."""
+        self.waiting, self.events, self.ahead = [], [], []
+        assert_equal(*(self._step(model) for model in (self.model, self.twin)))
+        self.rig.check_no_races()
+        self.rig.check_at_rest()
+        return self
+
+    def _step(self, model):
+        batch = Data(CPU).leaf(*SHAPE)
+        loss = model(batch * 1.5)
+        loss.backward()
+        return [loss.detach(), batch.grad]
+
+    def note(self, name, x):
+        if torch._C._current_graph_task_id() != -1:
+            return  # a second run
+        self.waiting.append(self.rig.engine._outbound.resident_bytes // UNIT)
+        x.register_hook(lambda grad: self.ahead.append((name, self.rig.engine._ahead_bytes // UNIT)))
+
+    def of(self, what):
+        return [site for happened, site in self.events if happened is what]
+
+
+def planned(*releases, outside=None):
+    """A plan with these release points in the blocks, by number; None: the block is not named."""
+    regions = {
+        f"layers.{number}": RegionPlan("offload", release)
+        for number, release in enumerate(releases)
+        if release is not None
+    }
+    return Plan(regions, outside=None if outside is None else RegionPlan("offload", outside))
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+# After each of the four saves of each block, and after the one outside.
+WAITING = {
+    "no points": (planned((), (), ()), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+    "nothing may wait": (planned((), ((2, 0),)), [1, 2, 3, 4, 5, 6, 1, 1, 1, 1, 1, 1, 1]),
+    "two may wait": (planned((), ((2, 2 * UNIT),)), [1, 2, 3, 4, 5, 6, 2, 2, 2, 2, 2, 2, 2]),
+    "more may wait than does": (planned((), ((2, 9 * UNIT),)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]),
+    "before the first send": (planned(((0, 0),)), [1] * 13),
+    "at the last save": (planned((), (), ((3, 0),)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 1]),
+    "never reached": (planned((), ((4, 0),)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+    "several in a block": (
+        planned((), ((0, 0), (2, 3 * UNIT), (3, ALL))),
+        [1, 2, 3, 4, 1, 1, 2, 3, 4, 5, 6, 7, 8],
+    ),
+    "several blocks": (
+        planned(((3, 0),), ((1, ALL),), ((2, UNIT),)),
+        [1, 2, 3, 1, 1, 2, 3, 4, 5, 6, 1, 1, 1],
+    ),
+    "holds on in blocks without": (planned(((0, 0),), (), ((1, ALL),)), [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5]),
+    "holds on in blocks not named": (planned(((0, 0),), None, ((1, ALL),)), [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5]),
+    "outside": (planned((), outside=((0, 0),)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1]),
+    "outside, then all may wait": (planned(((0, 0),), outside=((0, ALL),)), [1] * 12 + [2]),
+}
+
+
+@pytest.mark.parametrize("late", ["late", "early", "shuffled"])
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_after_each_save(name, late):
+    plan, waiting = WAITING[name]
+    run = Run(plan, late=late)
+    for _ in range(3):
+        assert run.waiting == waiting
+        released = run.of(What.RELEASED)
+        assert len(released) == len(set(released)) == 13 - waiting[-1]
+        run.step()
+
+
+def test_what_waits_leaves_in_the_order_in_which_it_was_sent():
+    run = Run(planned((), ((1, 2 * UNIT), (3, 0))))
+    sites = [f"layers.{number}#0.{index}" for number in range(3) for index in range(4)]
+    assert run.of(What.SENT) == [*sites, "<root>#0.0"]
+    assert run.of(What.RELEASED) == sites
+
+
+def test_the_window_of_a_step_ends_with_it():
+    run = Run(planned((), (), ((0, 0),)))
+    waiting = run.waiting
+    assert waiting[0] < waiting[7] > waiting[8]
+    assert run.step().waiting == waiting
+
+
+def test_a_region_entered_twice_comes_to_its_points_twice():
+    run = Run(planned((), ((2, 0), (3, ALL))), order=(0, 1, 0, 1))
+    once = [5, 6, 1, 2]
+    for _ in range(3):
+        assert run.waiting == [1, 2, 3, 4, *once, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+        assert {site.split(".")[1] for site in run.of(What.RELEASED)} == {"0#0", "0#1", "1#0", "1#1"}
+        run.step()
+
+
+KEPT = {
+    "a region that is kept": RegionPlan("keep", ((1, 0),)),
+    "a save that is kept": RegionPlan(Recipe("offload", sites=(0,)), ((1, 0),)),
+    "a region whose other saves travel": RegionPlan(Recipe("offload", sites=(0, 2, 3)), ((1, 0),)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_point_on_a_save_that_stays_releases_what_waits(name):
+    run = Run(Plan({"layers.1": KEPT[name]}))
+    sent_there = KEPT[name].recipe.sites or ()
+    after = [4 + (0 in sent_there), 0, *(int(2 in sent_there),) * 2]
+    for _ in range(3):
+        assert run.waiting == [1, 2, 3, 4, *after, 1, 1, 1, 1, 1]
+        run.step()
+
+
+def test_a_point_on_a_parameter_releases_what_waits():
+    run = Run(planned((), ((1, 0),)), block=lambda name, note: (Scaled if name == 1 else Sines)(name, note))
+    assert run.waiting == [1, 2, 3, 4, 4, 0, 1, 1, 1, 1, 1]
+
+
+def test_points_are_counted_by_the_saves_of_the_region_itself():
+    """Those of a region inside are its own."""
+
+    class Around(Sines):
+        def __init__(self, name, note):
+            super().__init__(name, note)
+            self.inner = Sines(name, note)
+
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    inside = {"layers.1.inner": RegionPlan("offload")}
+    whole = Run(Plan({"layers.1": RegionPlan("offload", ((1, 0),))}), block=Around)
+    apart = Run(Plan({"layers.1": RegionPlan("offload", ((1, 0),)), **inside}), block=Around)
+    assert whole.waiting == [*range(1, 10), *[1] * 16]
+    assert apart.waiting == [*range(1, 14), *[1] * 12]
+
+
+def test_a_region_inside_goes_on_with_the_window_around_it_and_the_other_way_round():
+    class Around(Sines):
+        def __init__(self, name, note):
+            super().__init__(name, note)
+            self.inner = Sines(name, note)
+
+        def forward(self, x):
+            return super().forward(self.inner(super().forward(x)))
+
+    def waiting(outer, inner):
+        run = Run(
+            Plan({"layers.0": RegionPlan("offload", outer), "layers.0.inner": RegionPlan("offload", inner)}), Around
+        )
+        return run.waiting[:13]
+
+    assert waiting(((0, 0),), ()) == [1] * 13
+    assert waiting(((0, 0), (5, ALL)), ()) == [*[1] * 9, 2, 3, 4, 5]
+    assert waiting((), ((1, 0),)) == [1, 2, 3, 4, 5, *[1] * 8]
+    assert waiting(((4, ALL),), ((1, 0),)) == [1, 2, 3, 4, 5, 1, 1, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_new_plan_holds_from_the_next_forward_on():
+    run = Run(planned((), ((2, 0),)))
+    for plan, waiting in WAITING.values():
+        run.handle.set_plan(plan)
+        assert run.step().waiting == waiting
+
+
+def test_a_release_at_a_point_waits_for_the_copy(monkeypatch):
+    """Proof that the simulator looks at these releases too: there are no others here."""
+    plan = Plan({"layers.1": KEPT["a region that is kept"], "layers.2": RegionPlan("keep")}, RegionPlan("keep"))
+    assert len(Run(plan).of(What.RELEASED)) == 4
+    wait = SimDevice.wait
+    monkeypatch.setattr(SimDevice, "wait", lambda self, s, e, w: None if w is Wait.LANDED else wait(self, s, e, w))
+    with pytest.raises(AssertionError):
+        Run(plan)
+
+
+# -- stalls ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_at_a_point_counts_from_there():
+    """And not from where an earlier release had to send first what backward had been expected to need at once."""
+
+    class Watching(Run):
+        def note(self, name, x):
+            super().note(name, x)
+            known_points.append(self.rig.engine._outbound._compute_point)
+
+    known_points = []
+    run = Watching(Plan({}))  # all of it was used from the device: now it is not sent before it has to leave
+    run.handle.set_plan(planned(((1, 0), (2, ALL)), ((0, 0),)))
+    run.step()
+    assert run.of(What.SENT) == run.of(What.RELEASED) != []
+    assert set(known_points) == {None}
+
+
+# -- regions that run again --------------------------------------------------------------------------------------------
+
+EVERY_SINE = Recipe("selective", ops=(lambda op, *args, **kwargs: "sin" in str(op),))
+"""Saves the input of a block, then four outputs. Of these the last is the next block's input, and from the second step
+on it is no longer held, for backward does not ask for it."""
+
+AGAIN = {
+    "recompute": ("recompute", {}, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]),
+    "recompute, at the input": ("recompute", {1: ((0, 0),)}, [1] * 13),
+    "recompute, never reached": ("recompute", {1: ((1, 0),)}, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]),
+    "recompute, several": ("recompute", {0: ((0, 0),), 2: ((0, ALL),)}, [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3]),
+    "selective": (EVERY_SINE, {}, [2, 3, 4, 4, 6, 7, 8, 8, 10, 11, 12, 12, 13]),
+    "selective, at an output": (EVERY_SINE, {1: ((2, 0),)}, [2, 3, 4, 4, 6, 1, 1, 1, 1, 1, 1, 1, 1]),
+    "selective, at one not held": (EVERY_SINE, {1: ((4, 0),)}, [2, 3, 4, 4, 6, 7, 8, 0, 1, 1, 1, 1, 1]),
+    "selective, several": (
+        EVERY_SINE,
+        {0: ((1, 0), (2, ALL)), 1: ((0, 0), (3, ALL))},
+        [1, 2, 3, 3, 1, 1, 2, 2, 4, 5, 6, 6, 7],
+    ),
+}
+
+
+@pytest.mark.parametrize("late", ["late", "early", "shuffled"])
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_waits_after_each_operator_of_regions_that_run_again(name, late):
+    recipe, releases, waiting = AGAIN[name]
+    run = Run(
+        Plan({f"layers.{number}": RegionPlan(recipe, releases.get(number, ())) for number in range(3)}), late=late
+    )
+    for _ in range(3):
+        assert run.step().waiting == waiting
+        assert len(run.of(What.FORWARDED)) == waiting[-1]  # the rest was away
+
+
+# -- what comes back early ---------------------------------------------------------------------------------------------
+
+
+def prefetching(*units, outside=None, recipe="offload"):
+    """A plan that bounds what comes back early in the blocks, by number; None: the block is not named."""
+    regions = {
+        f"layers.{number}": RegionPlan(recipe, prefetch_bytes=bound * UNIT)
+        for number, bound in enumerate(units)
+        if bound is not None
+    }
+    return Plan(regions, outside=None if outside is None else RegionPlan("offload", prefetch_bytes=outside * UNIT))
+
+
+# Units that are back and not needed yet, as the gradient of each save's result comes: first of the one outside, then
+# of the blocks' last to first. All that was saved in the blocks is away, and the one outside is not.
+MANY = 100
+AHEAD = {
+    "as the door says": (ALL, prefetching(), [0, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]),
+    "as the door says, nothing": (1, prefetching(), [0] * 13),
+    "outside": (1, prefetching(outside=3), [0, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    "each block for itself": (1, prefetching(3, 2, 4), [0, 0, 3, 3, 3, 3, 2, 1, 1, 1, 2, 2, 1]),
+    "less than the door says": (ALL, prefetching(2, 2, 2, outside=1), [0, 0, *[1] * 11]),
+    "in one block": (1, prefetching(None, MANY, None), [0, 0, 0, 0, 0, 0, 7, 6, 5, 4, 3, 2, 1]),
+    "in none but one": (ALL, prefetching(None, 1, 1, outside=1), [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 2, 1]),
+    "run again, as the door says": (
+        ALL,
+        prefetching(None, None, MANY, recipe="recompute"),
+        [0, 9, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 1],
+    ),
+    "run again, more than the door says": (
+        1,
+        prefetching(MANY, MANY, MANY, recipe="recompute"),
+        [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0],
+    ),
+    "run again, less than the door says": (
+        ALL,
+        prefetching(None, None, 3, outside=1, recipe=Recipe("recompute", inputs="keep")),
+        [0, 0, 3, 3, 3, 3, 7, 6, 5, 4, 3, 2, 1],
+    ),
+    "run again, all of one block together": (
+        ALL,
+        prefetching(1, 1, 1, outside=1, recipe=EVERY_SINE),
+        [0, 0, 4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_what_comes_back_early(name):
+    door, plan, ahead = AHEAD[name]
+    run = Run(plan, window=1, prefetch=door).step()  # two steps to learn from: outputs are dropped in the second
+    for _ in range(3):
+        run.step()
+        assert [len(run.of(What.FORWARDED)), *(units for _, units in run.ahead)] == [1, *ahead]
+        assert [block for block, _ in run.ahead] == [None, *[2] * 4, *[1] * 4, *[0] * 4]

@@ -1,4 +1,4 @@
-"""Random training programs with random recipes, nested too: on the simulator, compared with their plain twins."""
+"""Random training programs with random recipes and plans, nested too: simulated, compared with their plain twins."""
 
 import contextlib
 import random
@@ -31,8 +31,9 @@ from support import Boom, HandleRig, bits
 from torch import nn
 from torch.nn import functional
 
-from ebbtide import Recipe
+from ebbtide import Plan, Recipe, RegionPlan, ReleasePoint
 from ebbtide.devices.sim import SimDevice
+from ebbtide.module import OffloadHandle
 from ebbtide.stores.host import HostStore
 
 CPU = torch.device("cpu")
@@ -48,6 +49,23 @@ _RECIPES: list[Any] = [
     Recipe("selective", ops=(every_second_random_op, "matmul")),
     Recipe("selective", ops=EVERY.ops, sites=(0, 2, 3, 5)),
 ]  # fmt: skip
+
+
+_WINDOWS = [0, 0, 1, 200, 1000, 10**6]
+_PREFETCH = [None, None, 1, 500, 3000, 10**6]
+
+
+def random_plan(choose: random.Random, recipes: dict[str, Any]) -> Plan:
+    """These recipes, with random points at which what is on its way has to leave, and bounds of what comes back."""
+    outside = choose.choice([None, "keep", "offload", Recipe("offload", sites=(0, 1, 4))])
+    regions = {name: _random_region(choose, recipe) for name, recipe in recipes.items()}
+    return Plan(regions, None if outside is None else _random_region(choose, outside))
+
+
+def _random_region(choose: random.Random, recipe: Any) -> RegionPlan:
+    saves = sorted(choose.sample(range(10), choose.choice([0, 1, 1, 2, 4])))
+    points = tuple(ReleasePoint(save, choose.choice(_WINDOWS)) for save in saves)
+    return RegionPlan(recipe, points, choose.choice(_PREFETCH))
 
 
 class Around(Simple):
@@ -79,7 +97,10 @@ class Tower(nn.Module):
 
 
 class RecipeProgram:
-    """The same model, recipes and steps for one seed. `run(rig)` runs it with recipes, `run(None)` without."""
+    """The same model, recipes and steps for one seed. `run(rig)` runs it with recipes, `run(None)` without.
+
+    Every second seed has plans of these recipes.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -91,10 +112,13 @@ class RecipeProgram:
         self._recipes = [self._some_recipes() for _ in range(2)]
         self._steps = [self._random.choice(_STEPS) for _ in range(3)]
         self._is_autocast = self._random.random() < 0.3
+        has_plans = seed % 2 == 1
+        self._plans = [random_plan(self._random, recipes) if has_plans else None for recipes in self._recipes]
 
     def __str__(self) -> str:
         blocks = ", ".join(f"{kind.__name__} in {depth}" for kind, depth in zip(self._kinds, self._depths, strict=True))
         recipes = [{name: str(recipe) for name, recipe in each.items()} for each in self._recipes]
+        recipes += [plan for plan in self._plans if plan is not None]
         return f"seed {self._seed}: [{blocks}], {recipes}, [{', '.join(step.__name__ for step in self._steps)}]"
 
     def _some_recipes(self) -> dict[str, Any]:
@@ -124,17 +148,24 @@ class RecipeProgram:
         torch.manual_seed(self._seed)
         self._data = torch.Generator().manual_seed(self._seed)
         self.model = self._model()
-        handle = None if rig is None else rig.offload(self.model, self._recipes[0])
+        handle = None if rig is None else rig.offload(self.model)
         results: list[object] = []
         for number, step in enumerate(self._steps):
-            if handle is not None and number == 2:
-                handle.set_recipe(self._recipes[1])
+            if handle is not None and number in (0, 2):
+                self._decide(handle, number // 2)
             step(self, results)
             results += [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
             results += [buffer.clone() for buffer in self.model.buffers()]
             results.append(torch.get_rng_state())
             self.model.zero_grad()
         return results
+
+    def _decide(self, handle: OffloadHandle, which: int) -> None:
+        plan = self._plans[which]
+        if plan is None:
+            handle.set_recipe(self._recipes[which])
+        else:
+            handle.set_plan(plan)
 
 
 def _plain(program, results):

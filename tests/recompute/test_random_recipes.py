@@ -1,6 +1,8 @@
-"""Random programs with random recipes on the adversarial simulator, and proof that they notice what they are there for.
+"""Random programs with random recipes and plans on the adversarial simulator, and proof that they notice what they are
+there for.
 
-Each mutation takes out of the second run one thing that makes it the first one over again. Some program has to fail.
+Each mutation takes out of the second run one thing that makes it the first one over again, or out of a release point
+what makes it safe. Some program has to fail.
 """
 
 import contextlib
@@ -9,8 +11,11 @@ import pytest
 from recipe_programs import explore_recipes
 
 from ebbtide import EbbtideError
+from ebbtide.devices.sim import SimDevice
+from ebbtide.engine.engine import Engine
 from ebbtide.recompute import ambient, dear, frame, outputs
 from ebbtide.recompute.state import Found
+from ebbtide.types import Wait
 
 SEEDS = 200
 CHUNK = 50
@@ -77,6 +82,21 @@ def buffers_are_believed_to_count(patch):
     patch(state._Buffer, "has_same_bytes", lambda self: True)
 
 
+def nobody_waits_at_release_points(patch):
+    wait, release_down_to = SimDevice.wait, Engine.release_down_to
+    at_point = []
+
+    def mutant(self, window_bytes):
+        at_point.append(True)
+        try:
+            release_down_to(self, window_bytes)
+        finally:
+            at_point.pop()
+
+    patch(Engine, "release_down_to", mutant)
+    patch(SimDevice, "wait", lambda self, s, e, why: None if at_point and why is Wait.LANDED else wait(self, s, e, why))
+
+
 MUTATIONS = [
     random_numbers_go_on,
     held_random_operators_draw_nothing,
@@ -89,6 +109,7 @@ MUTATIONS = [
     regions_inside_are_numbered_too,
     state_is_as_it_is_now,
     buffers_are_believed_to_count,
+    nobody_waits_at_release_points,
 ]
 
 

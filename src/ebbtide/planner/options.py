@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ebbtide._bytes import format_bytes
 from ebbtide.plan import OP_CLASSES, Recipe
@@ -44,7 +45,7 @@ class Option:
     backward_work_bytes: int
     comes_together: bool
 
-    @property
+    @cached_property
     def moved_bytes(self) -> int:
         return sum(parcel.nbytes for parcel in self.moved)
 
@@ -55,6 +56,20 @@ def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option,
     if not only_moves and region.again_s > 0:
         options += [*_recomputed(region), *_selective(region)]
     return tuple(_without_dominated(options))
+
+
+def option_for(region: RegionProfile, recipe: Recipe) -> Option:
+    """What `recipe` would cost in `region`, be it worth considering or not."""
+    if recipe.action == "keep":
+        return _of_saves(region, recipe, ())
+    if recipe.action == "offload":
+        return _of_saves(region, recipe, [save for save in region.saves if save.nbytes > 0 and _takes(recipe, save)])
+    held = [dear for dear in region.dear if _takes(recipe, dear)] if recipe.action == "selective" else []
+    return _running_again(region, recipe, held)
+
+
+def _takes(recipe: Recipe, row: Save | Dear) -> bool:
+    return recipe.sites is None or row.index in recipe.sites
 
 
 def _kept(region: RegionProfile) -> Option:
@@ -125,15 +140,16 @@ def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) 
         recipe=recipe,
         kept_bytes=kept_bytes,
         moved=tuple(moved),
-        again_s=region.again_s - sum(dear.again_s for dear in held),
+        again_s=max(0.0, region.again_s - sum(dear.again_s for dear in held)),  # measured apart, so not to the digit
         backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
         comes_together=True,
     )
 
 
 def _without_dominated(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one is at least as good as in every respect."""
-    return [option for option in options if not any(_is_better(other, option) for other in options)]
+    """Without those that another one is at least as good as in every respect. The first always stays."""
+    first, *others = options
+    return [first, *(option for option in others if not any(_is_better(other, option) for other in options))]
 
 
 def _costs(option: Option) -> tuple[float, ...]:

@@ -7,12 +7,13 @@ Note [What is simulated]
 2. Releases and fetches go by the engine's own rules (Note [Windows] of the engine): the oldest leave while more than
    the window waits; fetching ahead goes in the order of need as far as the window of the region at hand reaches.
 3. What has not left when backward asks for it is used from the device, and is not sent in a steady state.
+   One difference: the engine fills its window for fetching ahead in a few goes, here it is filled as soon as one more
+   fits. So more memory never makes a step slower, which the solver's promise about budgets rests on.
 4. Memory is what was there before, what is kept, what waits to leave, what came back early, and the measured working
    memory of what runs.
 5. A second of copying costs compute `Link.interference` seconds: both use the same memory.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,8 +21,6 @@ from typing import NamedTuple
 
 from ebbtide.planner.options import Option
 from ebbtide.planner.profile import Profile
-
-_BATCHES = 4  # as the engine fills its window
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,40 @@ def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -
     """The widest windows with which memory stays below `budget_bytes`; None if even without any it does not."""
     fixed = budget_bytes - profile.base_bytes - profile.around.kept_bytes
     kept = list(accumulate(option.kept_bytes for option in choice))
-    grads = _grads_behind(profile)
     windows = [fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)]
     last_window = fixed - (kept[-1] if kept else 0) - profile.around.peak_bytes
-    room = [fixed - k - g - option.backward_work_bytes for k, g, option in zip(kept, grads, choice, strict=True)]
+    behind = zip(kept, _grads_behind(profile), choice, strict=True)
+    room = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
     if min([*windows, last_window, *room]) < 0:
         return None
+    entering = _most_entering(room, choice)
     # What a region needs to run again comes together, as soon as there is room for the first of it.
-    beyond = list(accumulate((_beyond_first(option) for option in choice), max, initial=0))[:-1]
-    prefetch = [max(0, r - b) for r, b in zip(room, beyond, strict=True)]
-    return Pace(tuple(windows), last_window, tuple(prefetch))
+    beyond = accumulate((_beyond_first(option) for option in choice), max, initial=0)
+    carried = [room[0], *entering] if room else []
+    prefetch = [max(0, min(r, c) - b) for r, c, b in zip(room, carried, beyond, strict=False)]
+    last_window = min([last_window, *entering[-1:]])
+    return Pace(_same_by_name(profile, windows), last_window, _same_by_name(profile, prefetch))
+
+
+def _most_entering(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
+    """Per region: most that may wait on the device when its backward begins, so that it and all behind it have room.
+
+    What waits is needed in order: a region's own first, and what is left has to fit the region before it.
+    """
+    entering: list[int] = []
+    for own_room, option in zip(room, choice, strict=True):
+        # What comes together is part of the region's working memory from its first moment on.
+        most = own_room + option.moved_bytes if option.comes_together else own_room
+        entering.append(min(most, entering[-1] + option.moved_bytes) if entering else most)
+    return entering
+
+
+def _same_by_name(profile: Profile, values: list[int]) -> tuple[int, ...]:
+    """A region that is visited more than once has one window, as a plan goes by name: the narrowest."""
+    least: dict[str, int] = {}
+    for region, value in zip(profile.regions, values, strict=True):
+        least[region.name] = min(value, least.get(region.name, value))
+    return tuple(least[region.name] for region in profile.regions)
 
 
 def _beyond_first(option: Option) -> int:
@@ -106,7 +129,7 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     forward.run()
     backward = _Backward(profile, choice, pace, forward)
     backward.run()
-    moved_bytes = sum(option.moved_bytes for option in choice) - forward.last_resident_bytes
+    moved_bytes = sum(option.moved_bytes for option in choice) - forward.waiting_bytes
     curve = (*forward.curve, *backward.curve)
     return Outcome(
         step_s=backward.now,
@@ -120,106 +143,89 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     )
 
 
-class _Parcel:
-    """What travels, with the region it is of, and when its copy out has landed."""
-
-    __slots__ = ("arrived_s", "is_ahead", "is_resident", "landed_s", "nbytes", "needed_s", "region")
-
-    def __init__(self, region: int, nbytes: int, needed_s: float, landed_s: float) -> None:
-        self.region = region
-        self.nbytes = nbytes
-        self.needed_s = needed_s
-        self.landed_s = landed_s
-        self.is_resident = True
-        self.is_ahead = False
-        self.arrived_s = 0.0
-
-
 class _Forward:
+    """Parcels are numbered as they are sent. They leave in that order too: those before `oldest` have."""
+
     def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace) -> None:
         self._profile = profile
         self._choice = choice
         self._pace = pace
-        self._queue: deque[_Parcel] = deque()
-        self._resident_bytes = 0
         self._lane_free_s = 0.0
+        self.sizes: list[int] = []
+        self._landed_s: list[float] = []
+        self.oldest = 0
+        self.waiting_bytes = 0  # on the device, on its way out
         self.now = 0.0
         self.stalled_s = 0.0
         self.curve: list[Moment] = []
-        self.parcels: list[list[_Parcel]] = []
-        self.last_resident_bytes = 0
 
     def run(self) -> None:
         around = self._profile.around
         fixed = self._profile.base_bytes + around.kept_bytes
         self._pass(around.before_s)
-        kept = 0
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
-            kept += option.kept_bytes
-            most = self._run_region(number, region.forward_s, option)
-            self.curve.append(
-                Moment(self.now, fixed + kept + most + region.forward_work_bytes, f"{region.name} forward")
-            )
+            fixed += option.kept_bytes
+            most = self._run_region(self._pace.windows[number], region.forward_s, option)
+            self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
         self._pass(around.after_s)
-        self._release(self._pace.last_window, spared=0)
-        self.last_resident_bytes = self._resident_bytes
-        self.curve.append(
-            Moment(self.now, fixed + kept + self._resident_bytes + around.peak_bytes, "behind the last region")
-        )
+        self._release(self._pace.last_window, len(self.sizes))
+        self.curve.append(Moment(self.now, fixed + self.waiting_bytes + around.peak_bytes, "behind the last region"))
 
-    def _run_region(self, number: int, forward_s: float, option: Option) -> int:
+    def _run_region(self, window: int, forward_s: float, option: Option) -> int:
         """Returns the most that waits on its way out meanwhile."""
-        window = self._pace.windows[number]
-        self._release(window, spared=0)
-        most = self._resident_bytes
+        self._release(window, len(self.sizes))
+        most = self.waiting_bytes
         passed_s = 0.0
-        sent: list[_Parcel] = []
         for moved in option.moved:
             self._pass(moved.at_s - passed_s)
             passed_s = moved.at_s
-            sent.append(self._send(number, moved.nbytes, moved.needed_s))
-            self._release(window, spared=1)
-            most = max(most, min(self._resident_bytes, window))  # the newest is part of what its region works with
+            self._send(moved.nbytes)
+            if self.waiting_bytes > window:
+                self._release(window, len(self.sizes) - 1)  # the newest is part of what its region works with
+            most = max(most, min(self.waiting_bytes, window))
         self._pass(forward_s - passed_s)
-        self.parcels.append(sent)
         return most
 
     def _pass(self, seconds: float) -> None:
         """Compute runs, a little slower while the lane copies beside it."""
-        beside = min(max(0.0, self._lane_free_s - self.now), max(0.0, seconds))
-        self.now += max(0.0, seconds) + beside * self._profile.link.interference
+        if seconds > 0.0:
+            beside = min(self._lane_free_s - self.now, seconds)
+            self.now += seconds + beside * self._profile.link.interference if beside > 0.0 else seconds
 
-    def _send(self, number: int, nbytes: int, needed_s: float) -> _Parcel:
+    def _send(self, nbytes: int) -> None:
         link = self._profile.link
         self._lane_free_s = max(self._lane_free_s, self.now) + link.latency_s + nbytes / link.out
-        parcel = _Parcel(number, nbytes, needed_s, self._lane_free_s)
-        self._queue.append(parcel)
-        self._resident_bytes += nbytes
-        return parcel
+        self.sizes.append(nbytes)
+        self._landed_s.append(self._lane_free_s)
+        self.waiting_bytes += nbytes
 
-    def _release(self, window: int, spared: int) -> None:
-        while self._resident_bytes > window and len(self._queue) > spared:
-            oldest = self._queue.popleft()
-            oldest.is_resident = False
-            self._resident_bytes -= oldest.nbytes
-            if oldest.landed_s > self.now:
-                self.stalled_s += oldest.landed_s - self.now
-                self.now = oldest.landed_s
+    def _release(self, window: int, end: int) -> None:
+        """The oldest leave while more than `window` waits, up to the parcel with the number `end`."""
+        while self.waiting_bytes > window and self.oldest < end:
+            landed_s = self._landed_s[self.oldest]
+            self.waiting_bytes -= self.sizes[self.oldest]
+            self.oldest += 1
+            if landed_s > self.now:
+                self.stalled_s += landed_s - self.now
+                self.now = landed_s
 
 
 class _Backward:
+    """Parcels have the numbers that forward gave them."""
+
     def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace, forward: _Forward) -> None:
         self._profile = profile
         self._choice = choice
         self._pace = pace
-        self._regions = [
-            parcels if option.comes_together else parcels[::-1]
-            for parcels, option in zip(forward.parcels, choice, strict=True)
+        self._sizes = forward.sizes
+        self._stayed = forward.oldest  # from this number on parcels have never left
+        self._arrived_s: list[float] = [-1.0] * len(forward.sizes)  # negative: not fetched yet
+        self._numbers = _numbers_in_order_of_need(choice)
+        self._ahead = [
+            (parcel, region) for region in range(len(choice) - 1, -1, -1) for parcel in self._numbers[region]
         ]
-        self._in_order = [parcel for parcels in reversed(self._regions) for parcel in parcels]
-        self._next = 0  # in that order: what has not been looked at for fetching ahead
-        self._resident_bytes = forward.last_resident_bytes
-        self._ahead_bytes = 0
+        self._next = 0  # in that list: what has not been looked at for fetching ahead
+        self._waiting_bytes = forward.waiting_bytes  # on the device before backward asks for it
         self._lane_free_s = forward.now
         self.now = forward.now
         self.stalled_s = 0.0
@@ -228,79 +234,77 @@ class _Backward:
     def run(self) -> None:
         around = self._profile.around
         self._pass(around.turn_s)
-        kept = sum(option.kept_bytes for option in self._choice)
-        grads = 0
-        for number in reversed(range(len(self._choice))):
+        fixed = self._profile.base_bytes + around.kept_bytes + sum(option.kept_bytes for option in self._choice)
+        for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
-            grads += region.grad_bytes
+            fixed += region.grad_bytes
             most = self._run_region(number, region.backward_s, option)
-            fixed = self._profile.base_bytes + around.kept_bytes + kept + grads
             self.curve.append(Moment(self.now, fixed + most + option.backward_work_bytes, f"{region.name} backward"))
-            kept -= option.kept_bytes
+            fixed -= option.kept_bytes
         self._pass(around.end_s)
 
     def _run_region(self, number: int, backward_s: float, option: Option) -> int:
         """Returns the most that is back early or has not left meanwhile, without what the region has asked for."""
-        parcels = self._regions[number]
+        parcels = self._numbers[number]
         prefetch = self._pace.prefetch[number]
-        if option.comes_together:
-            self._fetch([parcel for parcel in parcels if not parcel.is_resident and not parcel.is_ahead])
-            while self._next < len(self._in_order) and self._in_order[self._next].region >= number:
-                self._next += 1
-            self._look_ahead(prefetch, 0)
-        most = 0 if option.comes_together else self._waiting_bytes
+        together = option.comes_together
+        if together:  # else nobody tells the engine that the region's backward begins
+            self._fetch_all(parcels)
+            self._look_ahead(prefetch)
+        most = 0 if together else self._waiting_bytes
         passed_s = 0.0
-        for parcel in parcels:
-            self._pass(parcel.needed_s - passed_s)
-            passed_s = max(passed_s, parcel.needed_s)
+        for parcel, moved in zip(parcels, option.moved if together else reversed(option.moved), strict=True):
+            if moved.needed_s > passed_s:
+                self._pass(moved.needed_s - passed_s)
+                passed_s = moved.needed_s
             self._need(parcel)
-            self._look_ahead(prefetch, 0 if option.comes_together else parcel.nbytes)
-            if not option.comes_together:
+            self._look_ahead(prefetch if together else prefetch - moved.nbytes)
+            if not together:
                 most = max(most, self._waiting_bytes)
         self._pass(option.again_s + backward_s - passed_s)
         return max(most, self._waiting_bytes)
 
-    @property
-    def _waiting_bytes(self) -> int:
-        return self._ahead_bytes + self._resident_bytes
+    def _need(self, parcel: int) -> None:
+        if parcel < self._stayed:
+            if self._arrived_s[parcel] < 0.0:
+                self._fetch(parcel)
+            arrived_s = self._arrived_s[parcel]
+            if arrived_s > self.now:
+                self.stalled_s += arrived_s - self.now
+                self.now = arrived_s
+        self._waiting_bytes -= self._sizes[parcel]
 
-    def _need(self, parcel: _Parcel) -> None:
-        if parcel.is_resident:
-            self._resident_bytes -= parcel.nbytes
-            return
-        if not parcel.is_ahead:
-            self._fetch([parcel])
-        self._ahead_bytes -= parcel.nbytes
-        if parcel.arrived_s > self.now:
-            self.stalled_s += parcel.arrived_s - self.now
-            self.now = parcel.arrived_s
-
-    def _look_ahead(self, prefetch: int, at_hand_bytes: int) -> None:
-        room = prefetch - at_hand_bytes - self._waiting_bytes
-        if room <= 0 or (room < prefetch // _BATCHES and self._ahead_bytes > 0):
-            return
-        before: _Parcel | None = None
-        while self._next < len(self._in_order):
-            parcel = self._in_order[self._next]
-            if not parcel.is_resident and not parcel.is_ahead:
-                room -= parcel.nbytes
-                is_together = (
-                    before is not None and before.region == parcel.region and self._choice[parcel.region].comes_together
-                )
-                if room < 0 and not is_together:
+    def _look_ahead(self, prefetch: int) -> None:
+        before = -1
+        while self._next < len(self._ahead):
+            parcel, region = self._ahead[self._next]
+            if parcel < self._stayed and self._arrived_s[parcel] < 0.0:
+                has_room = self._waiting_bytes + self._sizes[parcel] <= prefetch
+                if not has_room and not (region == before and self._choice[region].comes_together):
                     return
-                self._fetch([parcel])
-            before = parcel
+                self._fetch(parcel)
+            before = region
             self._next += 1
 
-    def _fetch(self, parcels: Sequence[_Parcel]) -> None:
-        link = self._profile.link
+    def _fetch_all(self, parcels: Sequence[int]) -> None:
         for parcel in parcels:
-            self._lane_free_s = max(self._lane_free_s, self.now) + link.latency_s + parcel.nbytes / link.back
-            parcel.arrived_s = self._lane_free_s
-            parcel.is_ahead = True
-            self._ahead_bytes += parcel.nbytes
+            if parcel < self._stayed and self._arrived_s[parcel] < 0.0:
+                self._fetch(parcel)
+
+    def _fetch(self, parcel: int) -> None:
+        link, nbytes = self._profile.link, self._sizes[parcel]
+        self._lane_free_s = max(self._lane_free_s, self.now) + link.latency_s + nbytes / link.back
+        self._arrived_s[parcel] = self._lane_free_s
+        self._waiting_bytes += nbytes
 
     def _pass(self, seconds: float) -> None:
-        beside = min(max(0.0, self._lane_free_s - self.now), max(0.0, seconds))
-        self.now += max(0.0, seconds) + beside * self._profile.link.interference
+        if seconds > 0.0:
+            beside = min(self._lane_free_s - self.now, seconds)
+            self.now += seconds + beside * self._profile.link.interference if beside > 0.0 else seconds
+
+
+def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:
+    """Per region: the numbers of its parcels as its backward asks for them."""
+    ends = list(accumulate(len(option.moved) for option in choice))
+    ranges = (range(end - len(option.moved), end) for end, option in zip(ends, choice, strict=True))
+    return [numbers if option.comes_together else numbers[::-1] for numbers, option in zip(ranges, choice, strict=True)]

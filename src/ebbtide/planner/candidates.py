@@ -1,0 +1,200 @@
+"""Assignments of options to regions that are worth a simulation. Pure; whatever budget is asked for, the same ones.
+
+Note [Budgets]
+~~~~~~~~~~~~~~
+A larger budget must never give a slower plan. So what is tried does not depend on the budget: the problem is solved for
+a fixed row of budgets between the least that any plan needs and what keeping everything needs, and every solution is a
+candidate at every budget that it fits.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ebbtide.planner.counts import Counted, Counts
+from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model, Unit
+from ebbtide.planner.options import Option
+from ebbtide.planner.simulate import least_budget
+
+_BUDGETS = 48
+_Choices = tuple[int, ...]  # per unit, the index of its recipe
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An option for every region.
+
+    Attributes:
+        options: in order of forward.
+        least_bytes: the budget that it needs.
+        kept_bytes, moved_bytes, again_s: of all regions together.
+    """
+
+    options: tuple[Option, ...]
+    least_bytes: int
+    kept_bytes: int
+    moved_bytes: int
+    again_s: float
+
+
+def candidates_of(model: Model) -> list[Candidate]:
+    """All assignments if they are few, else those that a relaxation of the problem and habit suggest."""
+    found = _all_choices(model) if model.assignments <= MOST_ASSIGNMENTS else _likely_choices(model)
+    return [_candidate(model, choices) for choices in dict.fromkeys(found)]
+
+
+def all_kept(model: Model) -> Candidate:
+    """Nothing moves, nothing runs again."""
+    return _candidate(model, (0,) * len(model.units))
+
+
+def _candidate(model: Model, choices: _Choices) -> Candidate:
+    options = model.options(choices)
+    return Candidate(
+        options,
+        least_budget(model.profile, options),
+        sum(option.kept_bytes for option in options),
+        sum(option.moved_bytes for option in options),
+        sum(option.again_s for option in options),
+    )
+
+
+def _all_choices(model: Model) -> Iterator[_Choices]:
+    return product(*(range(len(unit.recipes)) for unit in model.units))
+
+
+def _likely_choices(model: Model) -> Iterator[_Choices]:
+    yield (0,) * len(model.units)
+    yield leanest(model)
+    yield from _uniform(model)
+    yield from _solved(model)
+
+
+def _uniform(model: Model) -> Iterator[_Choices]:
+    """The recipes of one group everywhere; where there is no such recipe, the one of the same place in the list."""
+    most = max((len(unit.recipes) for unit in model.units), default=0)
+    for index in range(most):
+        yield tuple(min(index, len(unit.recipes) - 1) for unit in model.units)
+
+
+def leanest(model: Model) -> _Choices:
+    """What needs the smallest budget; exact if no region is visited twice.
+
+    Where two options fit, the one that keeps less is never worse for the regions behind: so for a given budget one pass
+    from the first region to the last decides whether it can be held, and the budget is found by halving.
+    """
+    low, high = 0, least_budget(model.profile, model.options((0,) * len(model.units)))
+    best = (0,) * len(model.units)
+    while low < high:
+        middle = (low + high) // 2
+        choices = _leanest_within(model, middle)
+        if choices is None:
+            low = middle + 1
+        else:
+            high, best = min(middle, least_budget(model.profile, model.options(choices))), choices
+    return best
+
+
+def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
+    profile = model.profile
+    room = budget_bytes - profile.base_bytes - profile.around.kept_bytes
+    chosen: dict[int, int] = {}
+    unit_of = {v: (number, place) for number, unit in enumerate(model.units) for place, v in enumerate(unit.visits)}
+    grads = sum(region.grad_bytes for region in profile.regions)
+    for visit, region in enumerate(profile.regions):
+        number, place = unit_of[visit]
+        unit = model.units[number]
+        allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
+        fitting = [
+            choice
+            for choice in allowed
+            if unit.costs[choice][place].kept_bytes
+            + max(region.forward_work_bytes, grads + unit.costs[choice][place].backward_work_bytes)
+            <= room
+        ]
+        if not fitting:
+            return None
+        chosen[number] = min(fitting, key=unit.kept_bytes)
+        room -= unit.costs[chosen[number]][place].kept_bytes
+        grads -= region.grad_bytes
+    return tuple(chosen[number] for number in range(len(model.units))) if room >= profile.around.peak_bytes else None
+
+
+# -- solved --------------------------------------------------------------------------------------------------------
+
+
+def budgets(model: Model) -> list[int]:
+    """From the smallest that any plan needs to what keeping everything needs; closer together where it is tight."""
+    low = least_budget(model.profile, model.options(leanest(model)))
+    high = least_budget(model.profile, model.options((0,) * len(model.units)))
+    return [low + int((high - low) * (step / _BUDGETS) ** 1.5) for step in range(_BUDGETS + 1)]
+
+
+def _solved(model: Model) -> Iterator[_Choices]:
+    row = budgets(model)
+    for kind in (_anything, _only_moves, _moves_nothing):
+        counts = Counts(model, kind)
+        for budget_bytes in row:
+            solution = counts.solve(budget_bytes)
+            if solution is not None:
+                yield from placed(model, solution)
+
+
+def _anything(unit: Unit, choice: int) -> bool:  # noqa: ARG001
+    return True
+
+
+def _only_moves(unit: Unit, choice: int) -> bool:
+    return not unit.recipes[choice].runs_again
+
+
+def _moves_nothing(unit: Unit, choice: int) -> bool:
+    return unit.moved_bytes(choice) == 0
+
+
+def placed(model: Model, solution: Iterable[Counted]) -> Iterator[_Choices]:
+    """The ways to spread counts over the depth that differ in what the simulator sees: bursts, and what comes last."""
+    pieces = list(solution)
+    for spread in (_early, _even, _kept_last, _moved_at_the_end):
+        choices = [0] * len(model.units)
+        for piece in pieces:
+            for number, choice in zip(piece.units, spread(model, piece), strict=True):
+                choices[number] = choice
+        yield tuple(choices)
+
+
+def _repeated(model: Model, piece: Counted) -> list[int]:
+    """Choices as often as they are counted, those that keep least and move most first."""
+    unit = model.units[piece.units[0]]
+    order = sorted(piece.counts, key=lambda choice: (unit.kept_bytes(choice), -unit.moved_bytes(choice)))
+    return [choice for choice in order for _ in range(piece.counts[choice])]
+
+
+def _early(model: Model, piece: Counted) -> list[int]:
+    return _repeated(model, piece)
+
+
+def _even(model: Model, piece: Counted) -> list[int]:
+    return _interleaved(_repeated(model, piece))
+
+
+def _kept_last(model: Model, piece: Counted) -> list[int]:
+    repeated = _repeated(model, piece)
+    moving = [choice for choice in repeated if choice != 0]
+    return [*_interleaved(moving), *[0] * (len(repeated) - len(moving))]
+
+
+def _moved_at_the_end(model: Model, piece: Counted) -> list[int]:
+    """One that moves comes last: its parcels do not leave, and backward's first look ahead is when it needs them."""
+    first, *others = _repeated(model, piece)
+    return [*others, first]
+
+
+def _interleaved(choices: Sequence[int]) -> list[int]:
+    """Each kind as evenly over the whole as its count allows."""
+    places = [
+        ((rank + 0.5) / choices.count(choice), position)
+        for position, choice in enumerate(choices)
+        for rank in [choices[:position].count(choice)]
+    ]
+    return [choices[position] for _, position in sorted(places)]

@@ -1,0 +1,78 @@
+"""Why a region got its recipe, and what holds a budget: words for people. Pure."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import ceil
+
+from ebbtide._bytes import format_bytes
+from ebbtide.planner.options import Option, why
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.simulate import Outcome
+
+_FULL = 0.8  # of forward: the link has no room left that would be worth a plan of its own
+_GIB = 1024**3
+_MIB = 1024**2
+
+
+def reasons_of(profile: Profile, options: Sequence[Option], outcome: Outcome, has_budget: bool) -> list[str]:
+    """Per region."""
+    if all(option.recipe.action == "keep" for option in options):
+        cause = "the budget has room for all" if has_budget else "moving anything would make the step slower"
+        return [f"{format_bytes(option.kept_bytes)} stay: {cause}" for option in options]
+    busy_s = outcome.moved_bytes / profile.link.out
+    is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
+    last_freeing = max(number for number, option in enumerate(options) if option.recipe.action != "keep")
+    return [_reason(profile, number, option, is_full, number > last_freeing) for number, option in enumerate(options)]
+
+
+def _reason(profile: Profile, number: int, option: Option, is_full: bool, is_late: bool) -> str:
+    text = why(option, profile.regions[number])
+    if option.recipe.action != "keep":
+        return f"{text}; the link is full" if is_full and option.recipe.runs_again else text
+    if is_late:
+        return f"{format_bytes(option.kept_bytes)} stay: late, needed again at once"
+    cause = "the link is full with what others move" if is_full else "the budget has room for them"
+    return f"{format_bytes(option.kept_bytes)} stay: {cause}"
+
+
+def what_holds(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
+    """Parts of the least budget that `options` need, by name, in bytes, the largest first."""
+    parts = {name: nbytes for name, nbytes in profile.base.items() if nbytes > 0}
+    unnamed = profile.base_bytes - sum(parts.values())
+    if unnamed > 0:
+        parts["other, from before the step"] = unnamed
+    parts["saved outside of the regions"] = profile.around.kept_bytes
+    parts.update(_at_the_peak(profile, options))
+    return {name: nbytes for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes > 0}
+
+
+def _at_the_peak(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
+    kept = list(accumulate(option.kept_bytes for option in options))
+    grads = list(accumulate(region.grad_bytes for region in reversed(profile.regions)))[::-1]
+    places = [_place(kept[-1] if kept else 0, "peak behind the last region (logits, loss)", profile.around.peak_bytes)]
+    for k, g, option, region in zip(kept, grads, options, profile.regions, strict=True):
+        places.append(_place(k, f"working memory of {region.name} in forward", region.forward_work_bytes))
+        backward = _place(k, f"working memory of {region.name} in backward", option.backward_work_bytes)
+        places.append({**backward, "gradients made in backward": g})
+    return max(places, key=lambda place: sum(place.values()))
+
+
+def _place(kept_bytes: int, name: str, work_bytes: int) -> dict[str, int]:
+    return {"activations that stay": kept_bytes, name: work_bytes}
+
+
+def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> str:
+    """What to tell who asked for a budget that nothing fits."""
+    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
+    return (
+        f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget that one does is "
+        f"{format_bytes(least_bytes)}. It is held by: {held}. Write budget={as_budget(least_bytes)!r} or more, or make "
+        "the batch smaller"
+    )
+
+
+def as_budget(nbytes: int) -> str:
+    """What to write for at least so many bytes: "38GiB", "38.5GiB", "700MiB"."""
+    if nbytes >= _GIB:
+        return f"{ceil(nbytes * 10 / _GIB) / 10:g}GiB"
+    return f"{ceil(nbytes / _MIB)}MiB"

@@ -1,0 +1,263 @@
+"""The plan that makes the best of a budget, from a profile. Pure.
+
+Note [How a plan is found]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+1. Candidates do not depend on the budget (Note [Budgets]). At a budget each of them is simulated with the widest
+   windows that its memory leaves, and the fastest that holds the budget wins. Wider windows never make a step slower,
+   so a larger budget never does.
+2. Where the ways to choose are few, all are candidates: then nothing is faster, in the simulator's eyes.
+3. Without a budget only what moves is considered, and the plan with the smallest peak is taken that does not wait.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ebbtide._errors import PlanError
+from ebbtide.plan import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
+from ebbtide.planner.bound import least_step_s
+from ebbtide.planner.candidates import Candidate, all_kept, candidates_of
+from ebbtide.planner.groups import Model
+from ebbtide.planner.options import Option
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.reasons import reasons_of, too_small, what_holds
+from ebbtide.planner.simulate import Outcome, Pace, pace_within, simulate
+
+_NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
+_BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it
+_WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
+_FINE = 1e-3  # how closely the smallest budget is looked for
+_POINTS = 24
+
+
+@dataclass(frozen=True)
+class Point:
+    """The fastest plan at a budget, and what it makes of the step."""
+
+    budget_bytes: int
+    plan: Plan
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class _Tried:
+    candidate: Candidate
+    pace: Pace
+    outcome: Outcome
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        seconds = round(self.outcome.step_s, 9)  # sums of the same times in another order differ in the last digits
+        return seconds, self.candidate.moved_bytes, self.outcome.peak_bytes
+
+
+def solve(profile: Profile, budget_bytes: int | None, *, only_moves: bool | None = None) -> Plan:
+    """The fastest plan that stays under `budget_bytes`; without one, what moves without making the step slower.
+
+    Args:
+        budget_bytes: most device memory allocated at once, with all that was allocated before the step.
+        only_moves: no region runs again. By default only if there is no budget.
+
+    Raises:
+        PlanError: nothing fits the budget; says what does, and what holds it.
+    """
+    return Solver(profile).solve(budget_bytes, only_moves=only_moves)
+
+
+def front(profile: Profile, points: int = _POINTS) -> list[Point]:
+    """Time against memory: the fastest plan at each of some budgets from the smallest to what keeping all needs."""
+    return Solver(profile).front(points)
+
+
+def smallest_budget(profile: Profile) -> int:
+    """Bytes that some plan needs, and less than which none does."""
+    return Solver(profile).smallest_budget()
+
+
+class Solver:
+    """Plans for one profile; what does not depend on the budget is worked out once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._spaces: dict[bool, _Space] = {}
+
+    def solve(self, budget_bytes: int | None, *, only_moves: bool | None = None) -> Plan:
+        """As the function of this name."""
+        space = self._space(only_moves if only_moves is not None else budget_bytes is None)
+        if budget_bytes is None:
+            return _plan(self.profile, space.unslowed(), None, self.profile.plain_s)
+        return _plan(self.profile, space.fastest(budget_bytes), budget_bytes, space.bound_s(budget_bytes))
+
+    def front(self, points: int = _POINTS) -> list[Point]:
+        """As the function of this name."""
+        low, high = self.smallest_budget(), self._space(False).kept.least_bytes
+        row = sorted({low + (high - low) * step // max(1, points - 1) for step in range(points)})
+        return [self._point(budget_bytes) for budget_bytes in row]
+
+    def _point(self, budget_bytes: int) -> Point:
+        space = self._space(False)
+        tried = space.fastest(budget_bytes)
+        plan = _plan(self.profile, tried, budget_bytes, space.bound_s(budget_bytes))
+        return Point(budget_bytes, plan, tried.outcome)
+
+    def smallest_budget(self, *, only_moves: bool = False) -> int:
+        """As the function of this name."""
+        return self._space(only_moves).leanest.least_bytes
+
+    def held(self, *, only_moves: bool = False) -> Mapping[str, int]:
+        """What the smallest budget is made of, by name, in bytes, the largest first."""
+        return what_holds(self.profile, self._space(only_moves).leanest.options)
+
+    def _space(self, only_moves: bool) -> "_Space":
+        return self._spaces.setdefault(only_moves, _Space(Model(self.profile, only_moves)))
+
+
+class _Space:
+    """What may be chosen, and the best of it."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._profile = model.profile
+        self.kept = all_kept(model)
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        return candidates_of(self._model)
+
+    @cached_property
+    def leanest(self) -> Candidate:
+        """Of those that the host has room for, what needs the smallest budget."""
+        limit = self._profile.host_limit_bytes
+        fitting = [c for c in self.candidates if limit is None or c.moved_bytes <= limit]
+        return min(fitting, key=lambda candidate: (candidate.least_bytes, candidate.again_s, candidate.moved_bytes))
+
+    def fastest(self, budget_bytes: int) -> _Tried:
+        """Raises PlanError if nothing fits."""
+        best = self._try(self.kept, budget_bytes)
+        if best is not None:
+            return best
+        fitting = (candidate for candidate in self.candidates if candidate.least_bytes <= budget_bytes)
+        bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
+        for least_s, candidate in sorted(bounded, key=lambda pair: pair[0]):
+            if best is not None and least_s > best.outcome.step_s + 1e-9:
+                break
+            tried = self._try(candidate, budget_bytes)
+            if tried is not None and (best is None or tried.rank < best.rank):
+                best = tried
+        if best is None:
+            held = what_holds(self._profile, self.leanest.options)
+            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, held))
+        return best
+
+    def unslowed(self) -> _Tried:
+        """The smallest peak of what does not make the step slower; nothing moves if none is worth it."""
+        best = self._try(self.kept, self.kept.least_bytes)
+        assert best is not None
+        most = int(best.outcome.peak_bytes * (1 - _WORTH_MOVING))
+        for candidate in sorted(self.candidates, key=lambda candidate: candidate.least_bytes):
+            if candidate.least_bytes > most:
+                break
+            tried = self._least_unslowed(candidate, most)
+            if tried is not None:
+                best = tried
+                most = tried.outcome.peak_bytes - 1
+        return best
+
+    def _least_unslowed(self, candidate: Candidate, most: int) -> _Tried | None:
+        """With the smallest budget up to `most` at which it does not slow the step, found by halving."""
+        if self._least_s(candidate, most) > _BESIDE * self._profile.plain_s:
+            return None
+        best = self._try_unslowed(candidate, most)
+        low, high = candidate.least_bytes, most
+        while best is not None and high - low > _FINE * high:
+            middle = (low + high) // 2
+            tried = self._try_unslowed(candidate, middle)
+            if tried is None:
+                low = middle
+            else:
+                best, high = tried, middle
+        return best
+
+    def _try_unslowed(self, candidate: Candidate, budget_bytes: int) -> _Tried | None:
+        tried = self._try(candidate, budget_bytes)
+        if tried is None:
+            return None
+        outcome, plain_s = tried.outcome, self._profile.plain_s
+        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
+        limit_s = plain_s * (_NO_SLOWER if waits else _BESIDE)
+        return tried if outcome.step_s <= limit_s else None
+
+    def bound_s(self, budget_bytes: int) -> float:
+        """No plan of these is faster."""
+        options: list[tuple[Option, ...]] = [()] * len(self._profile.regions)
+        for unit in self._model.units:
+            for place, visit in enumerate(unit.visits):
+                options[visit] = tuple(costs[place] for costs in unit.costs)
+        return least_step_s(self._profile, options, budget_bytes)
+
+    def _least_s(self, candidate: Candidate, budget_bytes: int) -> float:
+        """What the simulator could not go below: for leaving most candidates out."""
+        around, link = self._profile.around, self._profile.link
+        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
+        sent = max(0, candidate.moved_bytes - max(0, budget_bytes - fixed))
+        beside = link.interference / (1 + link.interference)
+        forward_s = max(self._forward_s + beside * sent / link.out, around.before_s + sent / link.out)
+        backward_s = self._profile.plain_s - self._forward_s + candidate.again_s + beside * sent / link.back
+        return forward_s + max(backward_s, around.turn_s + around.end_s + sent / link.back)
+
+    @cached_property
+    def _forward_s(self) -> float:
+        regions = self._profile.regions
+        return self._profile.around.before_s + self._profile.around.after_s + sum(r.forward_s for r in regions)
+
+    def _try(self, candidate: Candidate, budget_bytes: int) -> _Tried | None:
+        pace = pace_within(self._profile, candidate.options, budget_bytes)
+        if pace is None:
+            return None
+        outcome = simulate(self._profile, candidate.options, pace)
+        limit = self._profile.host_limit_bytes
+        fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)
+        return _Tried(candidate, pace, outcome) if fits else None
+
+
+def _plan(profile: Profile, tried: _Tried, budget_bytes: int | None, bound_s: float) -> Plan:
+    outcome, options = tried.outcome, tried.candidate.options
+    if all(option.recipe.action == "keep" for option in options):
+        bound_s = outcome.step_s
+    return Plan(
+        regions=_region_plans(profile, tried, reasons_of(profile, options, outcome, budget_bytes is not None)),
+        outside=_outside(profile, tried.pace),
+        budget_bytes=budget_bytes,
+        predicted=Prediction(
+            step_s=outcome.step_s,
+            bound_s=min(bound_s, outcome.step_s),  # they differ in the last digits where they are equal
+            stall_forward_s=outcome.stall_forward_s,
+            stall_backward_s=outcome.stall_backward_s,
+            peak_bytes=outcome.peak_bytes,
+            moved_bytes=outcome.moved_bytes,
+            host_bytes=outcome.host_bytes,
+        ),
+    )
+
+
+def _region_plans(profile: Profile, tried: _Tried, reasons: list[str]) -> dict[str, RegionPlan]:
+    pace, options = tried.pace, tried.candidate.options
+    before = (None, *pace.windows)
+    changes = {r.name for r, window, was in zip(profile.regions, pace.windows, before, strict=False) if window != was}
+    plans: dict[str, RegionPlan] = {}
+    for number, region in enumerate(profile.regions):
+        points = (ReleasePoint(0, pace.windows[number]),) if region.name in changes else ()
+        prefetch = max(1, pace.prefetch[number])
+        plan = RegionPlan(options[number].recipe, points, prefetch, reasons[number])
+        plans.setdefault(region.name, plan)
+    return plans
+
+
+def _outside(profile: Profile, pace: Pace) -> RegionPlan:
+    """What is saved outside of the regions stays; what is on its way from them leaves behind the peak's save."""
+    return RegionPlan(
+        Recipe("keep"),
+        release=(ReleasePoint(max(0, profile.around.peak_save), pace.last_window),),
+        prefetch_bytes=max(1, *pace.prefetch[-1:]) if pace.prefetch else 1,
+        reason="needed again at once",
+    )

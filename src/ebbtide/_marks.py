@@ -28,10 +28,10 @@ from ebbtide.plan import Plan, Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
-from ebbtide.recompute.frame import Frame, Pack, hook_pair
+from ebbtide.recompute.frame import Frame, OnSave, Pack, hook_pair
 from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
-from ebbtide.types import Reason, Unable
+from ebbtide.types import Reason, Unable, Watch
 
 
 class Session:
@@ -84,12 +84,12 @@ class Session:
         return cast(Pack, self.pack_hook)
 
     @contextlib.contextmanager
-    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[None, None, None]:
+    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[OnSave | None, None, None]:
         """A region that runs again is being run, with hooks of its own."""
         before = self.pack_hook, self.packs_here, self.holding
         self.pack_hook, self.packs_here, self.holding = pack_hook, False, holding
         try:
-            yield
+            yield None
         finally:
             self.pack_hook, self.packs_here, self.holding = before
 
@@ -99,11 +99,15 @@ class Owner(Protocol):
 
     def session(self) -> Session | None: ...
 
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
     def enter_root(self) -> None: ...
 
     def leave_root(self, is_whole: bool) -> None: ...
 
-    def second_run(self, visit: Visit, plan: Plan, pack_hook: object) -> contextlib.AbstractContextManager[object]: ...
+    def second_run(
+        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
+    ) -> contextlib.AbstractContextManager[OnSave | None]: ...
 
     def dear_ops(self, recipe: Recipe) -> DearOps: ...
 
@@ -126,6 +130,9 @@ class Mark(abc.ABC):
             module.register_forward_hook(self._after, always_call=True),
         ]
         self.stand_outside()
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027 (most marks do not care)
+        """What the module is about to be called with."""
 
     @abc.abstractmethod
     def enter(self) -> None: ...
@@ -162,10 +169,11 @@ class Mark(abc.ABC):
         """The module's call that runs its hooks inside, if there is one to stand outside of."""
         return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
 
-    def _before(self, _module: torch.nn.Module, _args: Any) -> None:
+    def _before(self, _module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self._notice_trace()
         elif self._compiled is None:
+            self.given(args, {})
             self.enter()
 
     def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
@@ -191,6 +199,7 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
+        self._mark.given(args, kwargs)
         self._mark.enter()
         output = None
         try:
@@ -205,6 +214,9 @@ class RootMark(Mark):
         if "_orig_mod" in self._module._modules:
             return None  # what torch.compile returns hands its attributes on to the module inside: there are only hooks
         return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._handle.given(args, kwargs)
 
     def enter(self) -> None:
         self._handle.enter_root()
@@ -233,6 +245,8 @@ class InnerMark(Mark):
         session.frames.append((desk.visit, desk.stays))
         # What only a former plan made a region is none: its saves belong to what is around it.
         if self._region is not None and (self._is_block or self._region in session.plan.regions):
+            if desk.watch is not None:
+                desk.watch.entered(self._region)
             window_bytes = desk.visit.limits.window_bytes
             desk.visit = desk.visit.scope.visit(self._region)
             desk.visit.hold(window_bytes)
@@ -240,11 +254,14 @@ class InnerMark(Mark):
 
     def leave(self, is_whole: bool) -> None:  # noqa: ARG002 (a region has nothing to conclude from it)
         session = self._handle.session()
-        if session is not None and session.frames:
-            desk = session.desk
-            window_bytes = desk.visit.limits.window_bytes
-            desk.visit, desk.stays = session.frames.pop()
-            desk.visit.hold(window_bytes)
+        if session is None or not session.frames:
+            return
+        desk = session.desk
+        window_bytes = desk.visit.limits.window_bytes
+        desk.visit, desk.stays = session.frames.pop()
+        desk.visit.hold(window_bytes)
+        if desk.watch is not None and self._region is not None:
+            desk.watch.left(self._region)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._handle.session()
@@ -311,11 +328,11 @@ class InnerMark(Mark):
             dear = self._handle.dear_ops(recipe)
             holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites)
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
-        visit, plan = desk.visit, session.plan
+        visit, plan, watch = desk.visit, session.plan, desk.watch
 
-        def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[object]:
+        def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[OnSave | None]:
             if is_second_run:
-                return self._handle.second_run(visit, plan, pack_hook)
+                return self._handle.second_run(visit, plan, pack_hook, watch)
             return session.inside(pack_hook, holding)
 
         return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)

@@ -9,7 +9,7 @@ from ebbtide._bytes import MIB, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide.types import StoreFactory
 
-Mode = Literal["all", "off"]
+Mode = Literal["auto", "all", "off"]
 Names = str | type[torch.nn.Module]
 
 
@@ -18,7 +18,7 @@ class OffloadConfig:
     """Settings of a door. Sizes are bytes: an int, or text like "512MiB".
 
     Attributes:
-        mode: "all" moves every save that may travel; "off" does nothing.
+        mode: "auto" leaves to the planner what is moved; "all" moves every save that may travel; "off" does nothing.
         include, exclude: FQN patterns ("layers.*.mlp") or module classes. With `include`, only what is saved inside
             these modules' forward travels; what is saved inside `exclude` stays. The innermost match decides.
         keep_last: the saves of the last so many regions stay: backward needs them at once.

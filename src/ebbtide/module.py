@@ -4,29 +4,34 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from ebbtide import _checkpoint, _knobs
-from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError
+from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
+from ebbtide._planned import AnyDear, Budget, agreement, device_of, made_for, memory_of, names_of, tokens_of
 from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
+from ebbtide.engine.engine import Engine
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
 from ebbtide.plan import Plan, Recipe, RecipeLike, RegionPlan
+from ebbtide.planner.control import Control
+from ebbtide.planner.profile import Profile
 from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import DearOps
+from ebbtide.recompute.frame import OnSave
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
-from ebbtide.types import Reason, StoreFactory
+from ebbtide.types import Reason, StoreFactory, Watch
 
 _ATTRIBUTE = "_ebbtide_handle"
 
@@ -53,6 +58,8 @@ class OffloadHandle:
         self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
+        self._control: Control | None = None
+        self._tokens = 0
         self.regions = dict(self._blocks)
         """Module of each region, by name: the repeated blocks, and what recipes have made one."""
 
@@ -70,6 +77,7 @@ class OffloadHandle:
 
     def remove(self) -> None:
         """Undo `offload`. Graphs under way still run backward."""
+        self._control = None
         for mark in self._all_marks():
             mark.remove()
         self._root_mark = None
@@ -172,17 +180,78 @@ class OffloadHandle:
         return self._dear[recipe.ops]
 
     @contextlib.contextmanager
-    def second_run(self, visit: Visit, plan: Plan, pack_hook: object) -> Generator[None, None, None]:
+    def second_run(
+        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
+    ) -> Generator[OnSave | None, None, None]:
         """A region runs again in backward, in the thread that backward runs in."""
         desk = Desk(self._engines, visit)
         with contextlib.ExitStack() as stack:
+            on_save = None if watch is None else stack.enter_context(watch.running_again(visit.region))
             for mark in self._former_marks:  # removed since: a graph under way goes by what its forward went by
                 stack.enter_context(mark.standing_again())
             self._stack().append(Session(desk, plan, pack_hook))
             try:
-                yield
+                yield on_save
             finally:
                 self._stack().pop()
+
+    # -- what its control asks -------------------------------------------------------------------------------------
+
+    @property
+    def profile(self) -> Profile | None:
+        """What a step was measured to do; None before that, and without a planner."""
+        return None if self._control is None else self._control.profile
+
+    def engine(self) -> Engine | None:
+        """Of the device the model computes on; None while nothing can move there."""
+        device = device_of(self._module)
+        if device is None or not self._scope.serves(device):
+            return None
+        engine = self._engines.on(device)
+        return None if isinstance(engine, Reason) or not engine.device.has_clock else engine
+
+    def made_for(self) -> dict[str, str]:
+        """What a profile has to be of to be of use here, by name."""
+        return made_for(self._module, device_of(self._module))
+
+    def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of parameters and gradients, and of the gradients that backward will allocate, by region."""
+        return memory_of(self._module, self.regions, device_of(self._module))
+
+    def plan_within(
+        self,
+        budget: Budget | None,
+        regions: Names | list[Names] | tuple[Names, ...],
+        profile: Profile | None,
+        replans_on_oom: bool,
+    ) -> None:
+        """Have a planner set the plan from now on. Raises PlanError, ModuleError."""
+        names = regions if isinstance(regions, list | tuple) else (regions,)
+        found = names_of(self._module, find_named(self._module, names, "regions")) if names else self._blocks
+        if not found:
+            raise PlanError(
+                f"{type(self._module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
+                "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
+            )
+        control = Control(
+            self,
+            tuple(found),
+            self._scope,
+            budget,
+            AnyDear(),
+            profile,
+            replans_on_oom=replans_on_oom,
+            agree=agreement(),
+        )
+        control.start()
+        self._control = control
+
+    # -- what its marks ask ----------------------------------------------------------------------------------------
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The module is about to be called with these."""
+        if self._control is not None:
+            self._tokens = tokens_of(args, kwargs)
 
     def session(self) -> Session | None:
         stack = self._stack()
@@ -195,9 +264,13 @@ class OffloadHandle:
             return
         for mark in self._all_marks():
             mark.stand_outside()  # a block may have been compiled after `offload`
+        follows = None
+        if self._control is not None and torch.is_grad_enabled():
+            follows = self._control.step_begins(self._tokens)
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
+        desk.watch = follows
         desk.stays = door_stays = Reason.OUTSIDE if self._config.include else None
         if self._plan.outside is not None:
             desk.follow(self._plan.outside)
@@ -228,7 +301,9 @@ class OffloadHandle:
             return
         assert session.hooks is not None
         session.hooks.__exit__()
-        if is_whole and torch.is_grad_enabled():
+        if self._control is not None and session.desk.watch is not None:
+            session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
+        if is_whole and torch.is_grad_enabled() and self._control is None:  # a planner has its reasons
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:
@@ -289,15 +364,19 @@ class OffloadHandle:
 def offload(
     module: torch.nn.Module,
     *,
-    mode: Mode = "all",
+    mode: Mode | None = None,
+    budget: int | float | str | None = None,
     include: Names | list[Names] | tuple[Names, ...] = (),
     exclude: Names | list[Names] | tuple[Names, ...] = (),
     keep_last: int = 0,
+    regions: Names | list[Names] | tuple[Names, ...] = (),
     recipe: RecipeLike | Mapping[Names, RecipeLike] | None = None,
     plan: Plan | None = None,
+    profile: Profile | None = None,
+    on_oom: Literal["raise", "replan"] = "raise",
     store: str | StoreFactory | None = None,
-    window: int | str = "512MiB",
-    prefetch: int | str = "512MiB",
+    window: int | str | None = None,
+    prefetch: int | str | None = None,
     min_bytes: int | str = "1MiB",
     host_limit: int | str | None = None,
 ) -> OffloadHandle:
@@ -305,29 +384,40 @@ def offload(
 
     Loss and gradients are those of the plain run, bit for bit; names and `state_dict` are unchanged::
 
-        handle = ebbtide.offload(model, include=["layers.*.mlp"])
+        handle = ebbtide.offload(model)                  # what the link carries without slowing the step
+        handle = ebbtide.offload(model, budget="40GiB")  # the fastest step that stays below that peak
+        handle = ebbtide.offload(model, mode="all", include=["layers.*.mlp"])
         ...  # train as before
-        print(handle.report())
+        print(handle.plan, handle.report())
         handle.remove()
 
     Args:
         module: a model, before or after compile(), fully_shard, DDP or PEFT.
-        mode: "all", or "off" for a handle that does nothing.
+        mode: "auto" leaves to the planner what is moved: two of the first steps are watched, then it goes by a plan.
+            "all" moves everything, "off" is a handle that does nothing. Default: "auto", unless one of the other
+            settings says what is to be moved and how (include, exclude, keep_last, recipe, plan, window, prefetch).
+        budget: the peak of device memory to stay under, as the allocator counts it: bytes, "40GiB", or a share of the
+            device's memory such as 0.8. The planner keeps, moves and recomputes whatever gives the fastest step.
         include, exclude: names or patterns of modules inside ("layers.*.mlp") or module classes. With `include`, only
             what is saved inside these modules' forward travels; what is saved inside `exclude` stays. Of nested ones
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
+        regions: names, patterns or classes of the modules that are planned one by one. Default: the repeated blocks.
         recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the
             modules it does mean. `handle.set_recipe` changes it between steps.
         plan: instead of a recipe: what is done with each region, and when what travels leaves and comes back.
             `handle.set_plan` changes it between steps.
+        profile: of this model on this device, measured before (`handle.profile`, saved): no step has to be watched.
+        on_oom: "replan" plans for less from the next step on when the device runs out of memory in forward; the error
+            is raised in any case.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
+            Default 512MiB; a plan has windows of its own.
         prefetch: most bytes brought back before backward asks for them. What a region needs to run again comes
-            together, also where that is more.
+            together, also where that is more. Default 512MiB; a plan has windows of its own.
         min_bytes: saves of smaller storages stay where they are.
         host_limit: most host memory to take; what does not fit stays on the device, counted. Default: 80 % of free
             memory, divided among the processes of this host.
@@ -338,34 +428,61 @@ def offload(
     Raises:
         ConfigError: a setting that cannot be.
         ModuleError: the module is on the meta device, has a handle already (or has one inside), a name means nothing.
+        PlanError: no regions are found to plan for, the profile is of something else, or no plan fits the budget (in
+            the first planned step, if no profile was given).
         DeviceError: the module is on a device without streams.
     """
+    given = {"include": include, "exclude": exclude, "keep_last": keep_last, "window": window, "prefetch": prefetch}
+    says_how = [name for name, value in {**given, "recipe": recipe, "plan": plan}.items() if value]
+    is_planned = _is_planned(mode, budget, profile, says_how)
     config = make_config(
-        mode=mode,
+        mode=mode or ("auto" if is_planned else "all"),
         include=include,
         exclude=exclude,
         keep_last=keep_last,
         store=store,
-        window=window,
-        prefetch=prefetch,
+        window="512MiB" if window is None else window,
+        prefetch="512MiB" if prefetch is None else prefetch,
         min_bytes=min_bytes,
         host_limit=host_limit,
     )
+    if recipe is not None and plan is not None:
+        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
+    if (recipe is not None or plan is not None) and keep_last:
+        raise ConfigError(
+            "keep_last= and recipe= (or plan=) both say what the last blocks do: give those the recipe 'keep'"
+        )
+    budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
-    if config.mode != "off":
-        if recipe is not None and plan is not None:
-            raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
-        handle.install()
-        try:
-            if plan is None:
-                handle.set_recipe(recipe)
-            else:
-                handle.set_plan(plan)
-        except EbbtideError:
-            handle.remove()
-            raise
+    if config.mode == "off":
+        return handle
+    handle.install()
+    try:
+        if plan is not None:
+            handle.set_plan(plan)
+        else:
+            handle.set_recipe(recipe)
+        if is_planned:
+            handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
+    except EbbtideError:
+        handle.remove()
+        raise
     return handle
+
+
+def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
+    """Whether the planner decides. Raises ConfigError if somebody else does too."""
+    asks = [name for name, value in (("budget", budget), ("profile", profile)) if value is not None]
+    if mode in ("all", "off") and asks:
+        raise ConfigError(f"mode={mode!r} plans nothing, and {asks[0]}= asks for a plan: leave one of them out")
+    if (asks or mode == "auto") and says_how:
+        wanted = f"{asks[0]}=" if asks else "mode='auto'"
+        raise ConfigError(
+            f"{wanted} leaves it to the planner what is moved and when, and {says_how[0]}= says it: leave one of them "
+            "out"
+        )
+    return mode == "auto" or bool(asks) or (mode is None and not says_how)
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -122,9 +123,56 @@ class Device(Protocol):
         """This device as capture `capture`, under way now, sees it; None where nothing may move in that capture."""
         ...
 
+    def memory(self) -> "Memory":
+        """What is allocated now, and the most since `forget_peak` was last called (by anybody)."""
+        ...
+
+    def total_bytes(self) -> int:
+        """What there is of it, allocated or not."""
+        ...
+
+    def forget_peak(self) -> None:
+        """Let the peak begin with what is allocated now."""
+        ...
+
     def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
         """Let `storage` be freed in the order of `owner`, not before `event`. Does not block the host."""
         ...
+
+
+class Watch(Protocol):
+    """What follows one step, for a planner."""
+
+    def entered(self, region: str) -> None:
+        """Forward enters a region."""
+        ...
+
+    def left(self, region: str) -> None:
+        """Forward leaves it."""
+        ...
+
+    def forward_ended(self) -> None:
+        """Forward has come to its end, no exception."""
+        ...
+
+    def saved(self, region: str, index: int, t: torch.Tensor) -> None:
+        """The desk was given `t`, the region's save of this index."""
+        ...
+
+    def read(self, region: str) -> None:
+        """The desk is asked for something that was saved in the region."""
+        ...
+
+    def running_again(self, region: str) -> AbstractContextManager[Callable[[int, torch.Tensor], None] | None]:
+        """Around a region's second run; gives what is to be told of each save in it, if anything is."""
+        ...
+
+
+class Memory(NamedTuple):
+    """Of a device, in bytes."""
+
+    allocated_bytes: int
+    peak_bytes: int
 
 
 class Block(Protocol):

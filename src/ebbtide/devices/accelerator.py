@@ -15,7 +15,7 @@ from ebbtide._bytes import as_bytes
 from ebbtide._torch import cuda_is_capturing, current_stream
 from ebbtide.devices.capture import capture_of, is_captured_in_parts
 from ebbtide.devices.cpu import HostEvent
-from ebbtide.types import Wait
+from ebbtide.types import Memory, Wait
 
 
 class AcceleratorDevice:
@@ -85,6 +85,16 @@ class AcceleratorDevice:
 
     def in_capture(self, capture: int) -> "CapturedDevice | None":
         return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
+
+    def memory(self) -> Memory:
+        allocator = torch.accelerator.memory
+        return Memory(allocator.memory_allocated(self._index), allocator.max_memory_allocated(self._index))
+
+    def total_bytes(self) -> int:
+        return torch.accelerator.memory.get_memory_info(self._index)[1]
+
+    def forget_peak(self) -> None:
+        torch.accelerator.memory.reset_peak_memory_stats(self._index)
 
     def retire(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
         if isinstance(event, HostEvent):

@@ -6,11 +6,12 @@ import time
 import weakref
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError
-from ebbtide.types import Device, Stream, StreamEvent, Wait
+from ebbtide.types import Device, Memory, Stream, StreamEvent, Wait
 
 
 class HostEvent:
@@ -90,6 +91,8 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self._process = psutil.Process()
+        self._peak_bytes = 0
 
     def current_stream(self) -> Stream:
         return None  # the calling thread itself
@@ -133,6 +136,18 @@ class CpuDevice:
 
     def in_capture(self, capture: int) -> Device | None:
         return None
+
+    def memory(self) -> Memory:
+        """Resident memory of the process; the peak is the most that was seen by calls of this."""
+        allocated = self._process.memory_info().rss
+        self._peak_bytes = max(self._peak_bytes, allocated)
+        return Memory(allocated, self._peak_bytes)
+
+    def total_bytes(self) -> int:
+        return psutil.virtual_memory().total
+
+    def forget_peak(self) -> None:
+        self._peak_bytes = 0
 
     def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
         """Queue host work on a lane; the event carries its error to whoever waits."""

@@ -22,7 +22,7 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._torch import storage_offset
-from ebbtide.types import Device, Wait
+from ebbtide.types import Device, Memory, Wait
 
 Order = Literal["late", "early", "shuffled"]
 
@@ -145,6 +145,15 @@ class SimDevice:
 
     def is_done(self, event: SimEvent) -> bool:
         return event.has_passed
+
+    def memory(self) -> Memory:
+        return Memory(0, 0)  # nothing is short here
+
+    def total_bytes(self) -> int:
+        return 0
+
+    def forget_peak(self) -> None:
+        pass
 
     def seconds_between(self, start: SimEvent, end: SimEvent) -> float:
         return 0.0  # the simulator orders, it does not time

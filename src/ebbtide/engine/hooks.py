@@ -11,7 +11,7 @@ from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_ten
 from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.select import select, select_subclass
 from ebbtide.plan import RegionPlan
-from ebbtide.types import Reason
+from ebbtide.types import Reason, Watch
 
 Packed: TypeAlias = "Kept | Ticket | Flattened"
 
@@ -45,12 +45,14 @@ class Desk:
     Attributes:
         visit: the pass through a region that saves belong to now. Doors that know regions change it as they go.
         stays: why saves stay on the device at this place, whatever they are; None where they may travel.
+        watch: what follows this step, if anything does.
     """
 
     def __init__(self, engines: Engines, visit: Visit) -> None:
         self._engines = engines
         self.visit = visit
         self.stays: Reason | None = None
+        self.watch: Watch | None = None
         self._was_read = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -90,6 +92,8 @@ class Desk:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
         self._was_read = True
+        if self.watch is not None:
+            self.watch.read(_region_of(packed))
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
@@ -134,6 +138,8 @@ class Desk:
         visit.next_index = index + 1
         if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
             self._release(t.device, visit)
+        if self.watch is not None:
+            self.watch.saved(visit.region, index, t)
         reason = select(t, visit.scope) or stays
         if reason is None and visit.sites is not None and index not in visit.sites:
             reason = Reason.RECIPE
@@ -178,6 +184,12 @@ class Desk:
         inner = {name: self.unpack_part(value) for name, value in packed.inner.items()}
         t: torch.Tensor = packed.cls.__tensor_unflatten__(inner, packed.meta, packed.size, packed.stride)
         return t
+
+
+def _region_of(packed: Packed) -> str:
+    if type(packed) is tuple:
+        return packed[2]
+    return packed.parcel.site.region if isinstance(packed, Ticket) else cast(Flattened, packed).where
 
 
 def is_unmodified(part: object) -> bool:

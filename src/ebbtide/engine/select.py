@@ -16,7 +16,12 @@ _ACCUMULATE = "AccumulateGrad"
 
 
 def select(t: torch.Tensor, scope: Scope) -> Reason | None:
-    """None if `t` (a plain tensor, not a subclass) may travel, else why not. The cheap and frequent tests first."""
+    """None if `t` (a plain tensor, not a subclass) may travel, else why not."""
+    return why_never(t, scope) or (Reason.IN_BACKWARD if graph_task_id() != -1 else None)
+
+
+def why_never(t: torch.Tensor, scope: Scope) -> Reason | None:
+    """Why `t` may not travel wherever it is saved; None if it may. The cheap and frequent tests first."""
     # `type(...) is` first: isinstance(..., Parameter) runs Python code of torch for everything that is none.
     if type(t) is Parameter or (t.requires_grad and t.is_leaf):
         return Reason.PARAMETER
@@ -33,8 +38,6 @@ def select(t: torch.Tensor, scope: Scope) -> Reason | None:
         return Reason.SMALL
     if t.numel() == 0 or storage_nbytes == 0:
         return Reason.EMPTY
-    if graph_task_id() != -1:
-        return Reason.IN_BACKWARD
     if storage._cdata in scope.buffers:
         return Reason.BUFFER
     if _is_cast_parameter(t if base is None else base):

@@ -19,8 +19,10 @@ from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
 from ebbtide.recompute.state import RegionState, version_of
 
 Pack = Callable[[torch.Tensor], Any]
-Around = Callable[[Pack, bool], contextlib.AbstractContextManager[object]]
-"""What a door puts around region code: given the pack hook that is active inside, and whether this is a second run."""
+OnSave = Callable[[int, torch.Tensor], None]
+Around = Callable[[Pack, bool], contextlib.AbstractContextManager[OnSave | None]]
+"""What a door puts around region code: given the pack hook that is active inside, and whether this is a second run.
+Gives what is to be told of each save of a second run, its number and the tensor, if anything is."""
 
 
 class Holder:
@@ -150,7 +152,7 @@ class Frame:
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors
         hooks = hook_pair(again.pack, again.unpack)
-        with self._surroundings(again), self._around(hooks.pack_hook, True), hooks:
+        with self._surroundings(again), self._around(hooks.pack_hook, True) as again.on_save, hooks:
             try:
                 self._call(*args, **kwargs)
             except _EnoughError as enough:
@@ -237,12 +239,15 @@ class SecondRun:
         self._holders = holders
         self._looks = looks
         self.count = 0
+        self.on_save: OnSave | None = None
         self._last = max((n for n, ref in enumerate(holders) if _lacks_value(ref())), default=-1)
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         alias = t.detach()
         number = self.count
         self.count += 1
+        if self.on_save is not None:
+            self.on_save(number, t)
         if number < len(self._holders):
             looks = _looks(t)
             if not _fits(looks, self._looks[number]):

@@ -1,0 +1,124 @@
+"""What a handle tells its control: the memory it found, what a profile has to be of, and how large a batch is."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ebbtide._bytes import parse_bytes
+from ebbtide._errors import ConfigError
+from ebbtide._regions import clean_name
+from ebbtide._torch import named_modules
+from ebbtide.plan import OP_CLASSES
+from ebbtide.planner.profile import Profile
+from ebbtide.recompute.dear import DearOps
+
+
+class Budget:
+    """A peak to stay under: bytes, text like "40GiB", or a share of the device's memory between 0 and 1.
+
+    Raises ConfigError for anything else.
+    """
+
+    def __init__(self, given: int | float | str) -> None:
+        self._share: float | None = None
+        self._nbytes = 0
+        if isinstance(given, float):
+            if not 0 < given <= 1:
+                raise ConfigError(f"budget={given!r}: a share of the device's memory is between 0 and 1, such as 0.8")
+            self._share = given
+        else:
+            self._nbytes = parse_bytes(given, "budget")
+
+    def __call__(self, total_bytes: int) -> int:
+        """In bytes, of a device with so many."""
+        return self._nbytes if self._share is None else int(self._share * total_bytes)
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """How large a batch is: elements of the largest tensor that the model is given."""
+    return max((t.numel() for t in _tensors((*args, *kwargs.values()))), default=0)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+
+
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    """Where most of the parameters are; None without any."""
+    nbytes: dict[torch.device, int] = {}
+    for p in module.parameters():
+        nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
+    return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
+
+
+def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
+    """What a profile of `module` is of: one of something else says nothing about it."""
+    parameters = list(module.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    return {
+        "model": f"{type(module).__name__}, {sum(p.numel() for p in parameters)} parameters in {', '.join(dtypes)}",
+        "device": _name_of(device),
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def _name_of(device: torch.device | None) -> str:
+    if device is None or device.type == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def memory_of(
+    module: torch.nn.Module, regions: Mapping[str, torch.nn.Module], device: torch.device | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of parameters and gradients on `device`, and of the gradients to come, by region, "" for others."""
+    owner = {id(p): name for name, region in regions.items() for p in region.parameters()}
+    base = {"parameters": 0, "gradients": 0}
+    coming: dict[str, int] = {}
+    for p in module.parameters():
+        if p.device != device:
+            continue
+        nbytes = p.numel() * p.element_size()
+        base["parameters"] += nbytes
+        if p.grad is not None:
+            base["gradients"] += p.grad.numel() * p.grad.element_size()
+        elif p.requires_grad:
+            name = owner.get(id(p), "")
+            coming[name] = coming.get(name, 0) + nbytes
+    return base, coming
+
+
+class AnyDear:
+    """Whether a call is of one of the classes of operators that a planner may hold the outputs of."""
+
+    def __init__(self) -> None:
+        self._ops = DearOps(tuple(OP_CLASSES))
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return self._ops.may_be(op) and self._ops.is_dear(op, args, kwargs, ())
+
+
+def agreement() -> Callable[[Profile], list[Profile]] | None:
+    """What gives the profiles of all ranks for this rank's one; None where there is only one rank."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return None
+
+    def all_profiles(mine: Profile) -> list[Profile]:
+        found: list[Profile | None] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, mine)
+        return [profile for profile in found if profile is not None]
+
+    return all_profiles
+
+
+def names_of(root: torch.nn.Module, modules: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """`modules` of `root` by name, in order."""
+    return {clean_name(fqn): module for fqn, module in named_modules(root) if module in modules}

@@ -1,0 +1,422 @@
+"""From profile to plan, and looking after it: what a handle asks at the beginning of every step.
+
+Note [Control]
+~~~~~~~~~~~~~~
+1. The first steps run with what needs the least: every region runs again with its inputs moved if there is a budget,
+   every region keeps if there is none. One step warms up, one is watched for times, one for details; then the plan.
+2. From then on each step's time is compared with what was predicted, without waiting for it. Off by more than
+   REPLAN_AT for PATIENCE steps, the profile is refitted and solved again; each time it takes more patience, and a plan
+   that turns out slower than the best one so far gives way to that one for good. So it cannot swing.
+3. The peak is looked at once a plan has run twice: what it is beyond the prediction is taken off the budget that is
+   planned for, what it is below is given back.
+4. A batch of another size goes by the profile scaled to it, one plan per bucket.
+5. Where a job has several ranks and regions run again, all ranks plan from the same profile, the slowest of theirs.
+"""
+
+import dataclasses
+import enum
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ebbtide import types
+from ebbtide._bytes import format_bytes
+from ebbtide._errors import EbbtideWarning, PlanError
+from ebbtide.engine.engine import Engine
+from ebbtide.engine.probe import link_rates
+from ebbtide.engine.scope import Scope
+from ebbtide.plan import Plan, Recipe, RegionPlan
+from ebbtide.planner.measure import IsDear, Pulse, Surroundings, Watch, profile_of
+from ebbtide.planner.profile import Around, Link, Profile, RegionProfile
+from ebbtide.planner.solve import Solver
+
+Row = TypeVar("Row", RegionProfile, Around)
+
+REPLAN_AT = 0.05
+PATIENCE = 3
+_MOST_REPLANS = 4
+_BUCKETS_PER_OCTAVE = 8
+_LATENCY_S = 1e-5
+_MOST_FAILURES = 3
+_FORWARDS_TO_WAIT = 24
+
+
+class Planned(Protocol):
+    """The handle, as its control sees it."""
+
+    def set_plan(self, plan: Plan) -> None: ...
+
+    def engine(self) -> Engine | None:
+        """Of the device that the model computes on; None while nothing can move there."""
+        ...
+
+    def made_for(self) -> Mapping[str, str]:
+        """What a profile has to be of, by name."""
+        ...
+
+    def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by kind (parameters, gradients), and those of gradients that backward will allocate, by region."""
+        ...
+
+
+class Phase(enum.Enum):
+    """What the step at hand is for."""
+
+    WARM = "warms up"
+    TIMES = "is watched for times"
+    DETAILS = "is watched for details"
+    PLANNED = "goes by the plan"
+    GAVE_UP = "goes by the recipes it began with"
+
+
+class Control:
+    """Plans for one handle.
+
+    Args:
+        handle: whose plan it sets.
+        names: of its regions.
+        scope: its saves' scope.
+        budget_bytes: the peak to stay under; None: move what costs no time.
+        profile: of this model, measured before; spares the watched steps.
+        replans_on_oom: plan for less after the device ran out of memory.
+        agree: gives the profiles of all ranks for this rank's one; None where there is only one.
+    """
+
+    def __init__(
+        self,
+        handle: Planned,
+        names: tuple[str, ...],
+        scope: Scope,
+        budget_bytes: Callable[[int], int] | None,
+        is_dear: IsDear,
+        profile: Profile | None = None,
+        replans_on_oom: bool = False,
+        agree: Callable[[Profile], list[Profile]] | None = None,
+    ) -> None:
+        self._handle = handle
+        self._names = names
+        self._scope = scope
+        self._budget_of = budget_bytes
+        self._is_dear = is_dear
+        self._replans_on_oom = replans_on_oom
+        self._agree = agree
+        self._times: Watch | None = None
+        self._watch: Watch | None = None
+        self._pulse: Pulse | None = None
+        self._unfinished = 0
+        self._tokens = 0
+        self._solvers: dict[int, Solver] = {}
+        self._plans: dict[int, Plan] = {}
+        self._follow: _Follower | None = None
+        self._spare_bytes = 0  # of the budget: what measured peaks were beyond the predicted ones
+        self._failures = 0
+        self.profile = profile
+        self.phase = Phase.WARM
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the first steps run every region again."""
+        return self._budget_of is not None
+
+    def start(self) -> None:
+        """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
+        if self.profile is None:
+            self._set_first()
+            return
+        self.profile.check_made_for(self._handle.made_for())
+        self._tokens = self.profile.tokens
+        self._plan_for(self.profile.tokens)
+        self.phase = Phase.PLANNED
+
+    def _set_first(self, prefetch_bytes: int | None = None) -> None:
+        recipe = Recipe("recompute" if self.runs_again else "keep")
+        regions = {name: RegionPlan(recipe, prefetch_bytes=prefetch_bytes) for name in self._names}
+        self._handle.set_plan(Plan(regions, outside=RegionPlan(Recipe("keep"))))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step_begins(self, tokens: int) -> "types.Watch | None":
+        """Before a forward that saves: sets the plan it goes by, and returns what follows it."""
+        engine = self._handle.engine()
+        if engine is None or self.phase is Phase.GAVE_UP:
+            return None
+        if self.phase is Phase.PLANNED:
+            return self._planned_step(engine, tokens)
+        return self._watched_step(engine, tokens)
+
+    def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
+        if self._watch is not None:
+            if not self._watch.is_over:
+                return self._wait_for_backward()
+            if not self._watch.is_readable and self._agree is None and self.phase is Phase.DETAILS:
+                return None
+            self._unfinished = 0
+            if self._move_on(self._watch, engine):
+                return None
+        elif engine.device.has_clock:
+            self._tokens = tokens
+        if self.phase in (Phase.TIMES, Phase.DETAILS) and tokens != self._tokens:
+            self._tokens = tokens
+            self.phase, self._times = Phase.TIMES, None  # both have to be of one shape
+        is_detailed = self.phase is Phase.DETAILS
+        self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
+        self._watch = Watch(
+            engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
+            is_dear=self._is_dear if self.runs_again else None,
+        )  # fmt: skip
+        self._watch.began()
+        return self._watch
+
+    def _wait_for_backward(self) -> None:
+        """The graph that is watched has not run backward: accumulation, a pipeline, or it was dropped."""
+        self._unfinished += 1
+        if self._unfinished >= _FORWARDS_TO_WAIT:
+            self._watch = None
+            self._unfinished = 0
+
+    def _move_on(self, watch: Watch, engine: Engine) -> bool:
+        """To the next phase; true if there is a plan now."""
+        if self.phase is Phase.WARM:
+            self.phase = Phase.TIMES
+        elif self.phase is Phase.TIMES:
+            self.phase, self._times = Phase.DETAILS, watch
+        else:
+            assert self._times is not None
+            while not watch.is_readable:  # ranks have to come to their plan in the same step
+                time.sleep(1e-4)
+            self.profile = self._profile(self._times, watch, engine)
+            self._times = self._watch = None
+            if self.profile is None:
+                self._could_not_read()
+                return False
+            self._plan_for(self._tokens)
+            self.phase = Phase.PLANNED
+            return True
+        return False
+
+    def _could_not_read(self) -> None:
+        """The watched steps came by other regions, or by none: they are watched again, a few times."""
+        self._failures += 1
+        self.phase = Phase.TIMES
+        if self._failures == _MOST_FAILURES:
+            self.phase = Phase.GAVE_UP
+            done = "run again with their inputs moved" if self.runs_again else "are kept"
+            warnings.warn(
+                f"no plan was made: the steps came by other regions each time, or by none of {len(self._names)} "
+                f"({', '.join(self._names[:4])}, ...). All {done}. Name some that every step comes by: regions=[...]",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+
+    def _profile(self, times: Watch, details: Watch, engine: Engine) -> Profile | None:
+        base, grads = self._handle.memory_before()
+        rates = link_rates(engine)
+        if rates is None:
+            self.phase = Phase.GAVE_UP
+            raise PlanError(
+                "the store has no room for a single megabyte: give it a larger host_limit, or another store="
+            )
+        about = Surroundings(
+            made_for=self._handle.made_for(),
+            link=Link(*rates, _LATENCY_S),
+            base=base,
+            grads=grads,
+            host_limit_bytes=engine.store_stats().limit_bytes,
+            tokens=self._tokens,
+            window_bytes=self._scope.limits.window_bytes,
+        )
+        profile = profile_of(times, details, self._names, about)
+        return profile if profile is None or self._agree is None else slowest(self._agree(profile))
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
+        if self._budget_of is None:
+            return None
+        engine = self._handle.engine()
+        return self._budget_of(0 if engine is None else engine.device.total_bytes()) - self._spare_bytes
+
+    def _plan_for(self, tokens: int) -> None:
+        plan = self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = self._solve(tokens)
+        self._follow = _Follower(plan)
+        self._handle.set_plan(plan)
+
+    def _solve(self, tokens: int) -> Plan:
+        assert self.profile is not None
+        solver = self._solvers.get(tokens)
+        if solver is None:
+            solver = self._solvers[tokens] = Solver(self.profile.scaled(tokens))
+        return solver.solve(self.budget_bytes)
+
+    def _planned_step(self, engine: Engine, tokens: int) -> Pulse:
+        self._read_pulse(engine)
+        bucket = self._bucket(tokens)
+        if bucket != self._tokens:
+            self._tokens = bucket
+            self._plan_for(bucket)
+        self._pulse = Pulse(engine.device)
+        return self._pulse
+
+    def _bucket(self, tokens: int) -> int:
+        """The size that is planned for instead: no smaller, and one of a few per octave."""
+        assert self.profile is not None
+        if tokens <= 0:
+            return self._tokens
+        steps = math.log2(tokens / self.profile.tokens) * _BUCKETS_PER_OCTAVE
+        return round(self.profile.tokens * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
+
+    def _read_pulse(self, engine: Engine) -> None:
+        pulse, follow = self._pulse, self._follow
+        if pulse is None or follow is None or not pulse.is_readable:
+            return
+        self._pulse = None
+        _, step_s = pulse.seconds()
+        self._look_at_peak(engine, follow)
+        if follow.saw(step_s):
+            self._replan(follow, step_s)
+
+    def _replan(self, follow: "_Follower", step_s: float) -> None:
+        """The steps are not what was predicted: refit what was measured, and plan again."""
+        assert self.profile is not None
+        predicted = follow.plan.predicted
+        if predicted is None or self._agree is not None:
+            return
+        ratio = step_s / predicted.step_s
+        self.profile = self.profile.refitted(ratio, ratio)
+        self._solvers.clear()
+        self._plans.clear()
+        best = follow.best
+        plan = self._solve(self._tokens)
+        if best is not None and plan.predicted is not None and plan.predicted.step_s > best[0]:
+            plan = dataclasses.replace(best[1], predicted=dataclasses.replace(predicted, step_s=best[0]))
+        self._plans[self._tokens] = plan
+        follow.goes_by(plan)
+        self._handle.set_plan(plan)
+
+    def _look_at_peak(self, engine: Engine, follow: "_Follower") -> None:
+        """Once per plan, after its second step."""
+        if follow.steps == 0:
+            engine.device.forget_peak()
+        predicted = follow.plan.predicted
+        budget_bytes = self.budget_bytes
+        if follow.steps != 2 or predicted is None or budget_bytes is None:
+            return
+        beyond = engine.device.memory().peak_bytes - predicted.peak_bytes
+        follow.peak_bytes = predicted.peak_bytes + beyond
+        if abs(beyond) <= 0.01 * budget_bytes or self._agree is not None:
+            return
+        self._spare_bytes += beyond
+        self._plans.clear()
+        try:
+            plan = self._plans[self._tokens] = self._solve(self._tokens)
+        except PlanError:
+            self._spare_bytes -= beyond  # nothing smaller fits: what is there has to do
+            return
+        follow.goes_by(plan)
+        self._handle.set_plan(plan)
+
+    # -- out of memory ---------------------------------------------------------------------------------------------
+
+    def forward_failed(self) -> None:
+        """An exception leaves the forward. If the device is out of memory, say what was planned."""
+        error = sys.exc_info()[1]
+        self._watch = self._pulse = None
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        text = self._oom_text()
+        if sys.version_info >= (3, 11):
+            error.add_note(text)
+        else:
+            warnings.warn(text, EbbtideWarning, stacklevel=2)
+        if self._replans_on_oom and self.budget_bytes is not None and self.phase is Phase.PLANNED:
+            self._spare_bytes += self.budget_bytes // 20
+            self._plans.clear()
+            self._plan_for(self._tokens)
+
+    def _oom_text(self) -> str:
+        budget = self.budget_bytes
+        if budget is None:
+            return "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
+        plan = self._plans.get(self._tokens)
+        engine = self._handle.engine()
+        if plan is None or plan.predicted is None or engine is None:
+            return f"ebbtide: the step {self.phase.value}, which needs the least that recipes can do"
+        measured = engine.device.memory().peak_bytes
+        fitting = max(0, budget - max(0, measured - plan.predicted.peak_bytes) - budget // 20)
+        return (
+            f"ebbtide: a peak of {format_bytes(plan.predicted.peak_bytes)} was predicted for a budget of "
+            f"{format_bytes(budget)}, and {format_bytes(measured)} were allocated. Something outside of the plan needs "
+            f"the rest: budget={fitting / 2**30:.1f}GiB would have fitted, or write on_oom='replan'"
+        )
+
+
+class _Follower:
+    """How the steps of a plan turn out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.steps = 0
+        self.peak_bytes = 0
+        self.best: tuple[float, Plan] | None = None
+        self._off = 0
+        self._replans = 0
+        self._times: list[float] = []
+
+    def saw(self, step_s: float) -> bool:
+        """Whether it is time to plan again."""
+        self.steps += 1
+        predicted = self.plan.predicted
+        if predicted is None or self.steps <= 2:
+            return False  # the timetable has still to learn the order
+        self._times = [*self._times[-2:], step_s]
+        is_off = abs(step_s / predicted.step_s - 1) > REPLAN_AT if predicted.step_s > 0 else False
+        self._off = self._off + 1 if is_off else 0
+        typical = sorted(self._times)[len(self._times) // 2]
+        if len(self._times) == 3 and (self.best is None or typical < self.best[0]):
+            self.best = typical, self.plan
+        return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
+
+    def goes_by(self, plan: Plan) -> None:
+        self.plan = plan
+        self.steps = 0
+        self._off = 0
+        self._replans += 1
+        self._times.clear()
+
+
+def slowest(profiles: list[Profile]) -> Profile:
+    """One profile for all ranks: of every figure the largest. Raises PlanError if they are of different regions."""
+    first = profiles[0]
+    for other in profiles[1:]:
+        if [region.name for region in other.regions] != [region.name for region in first.regions]:
+            raise PlanError("ranks have different regions: give each rank its own plan=, or the recipes by hand")
+    regions = tuple(_largest([p.regions[k] for p in profiles]) for k in range(len(first.regions)))
+    link = dataclasses.replace(
+        first.link, **{name: min(getattr(p.link, name) for p in profiles) for name in ("out", "back")}
+    )
+    return dataclasses.replace(
+        first,
+        regions=regions,
+        around=_largest([p.around for p in profiles]),
+        base_bytes=max(p.base_bytes for p in profiles),
+        link=link,
+    )
+
+
+def _largest(rows: "list[Row]") -> "Row":
+    """Of each number the largest; what is no number, of the first."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(rows[0]):
+        values = [getattr(row, field.name) for row in rows]
+        if isinstance(values[0], int | float):
+            changed[field.name] = max(values)
+    return dataclasses.replace(rows[0], **changed)

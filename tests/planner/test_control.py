@@ -1,0 +1,281 @@
+"""A handle that plans for itself: the first steps are watched, the others go by the plan, and all equal the twin's."""
+
+import dataclasses
+import gc
+
+import psutil
+import pytest
+import torch
+from support import assert_equal
+from torch import nn
+
+import ebbtide
+from ebbtide import ConfigError, PlanError
+from ebbtide.planner.control import Phase, slowest
+from ebbtide.planner.profile import Profile
+
+WIDTH = 64
+ROWS = 256
+SETTINGS = {"store": "disk", "min_bytes": 1}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    gc.collect()
+    ebbtide.release_memory()
+
+
+def make(depth=3):
+    torch.manual_seed(0)
+    return Stack(depth)
+
+
+def batch(seed, rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def step(model, seed, rows=ROWS):
+    model.zero_grad()
+    x = batch(seed, rows)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def follow(model, steps=8, rows=lambda k: ROWS):
+    """Steps that equal the twin's, and the phase in which each began."""
+    twin = make(len(model.layers))
+    phases = []
+    handle = model.__dict__["_ebbtide_handle"]
+    for k in range(steps):
+        assert_equal(step(model, k, rows(k)), step(twin, k, rows(k)))
+        phases.append(handle._control.phase)
+    return phases
+
+
+def a_large_budget():
+    return psutil.Process().memory_info().rss + 2**34
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"budget": 1.0}])
+def test_the_first_steps_are_watched_and_all_equal_the_twin(settings):
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    phases = follow(model)
+    assert phases[:3] == [Phase.WARM, Phase.TIMES, Phase.DETAILS]
+    assert set(phases[3:]) == {Phase.PLANNED}
+    assert list(handle.plan.regions) == ["layers.0", "layers.1", "layers.2"]
+    assert handle.plan.predicted is not None
+
+
+def test_a_profile_says_what_the_regions_save():
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    follow(model, 5)
+    profile = handle.profile
+    assert profile.tokens == ROWS * WIDTH
+    for region in profile.regions:
+        # x for the norm, its output for the first product, that one's for gelu, and gelu's for the second.
+        assert sum(save.nbytes for save in region.saves if save.nbytes >= 2**14) == ROWS * WIDTH * 4 * (1 + 1 + 4 + 4)
+        assert [save.nbytes for save in region.inputs] == [ROWS * WIDTH * 4]
+        assert [dear.nbytes for dear in region.dear] == [ROWS * WIDTH * 4 * 4]  # the second product is never run again
+        assert region.forward_s > 0
+        assert region.again_s > 0
+        assert region.backward_s > 0
+    assert profile.base["parameters"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_what_a_profile_says_of_kept_regions_is_what_it_says_of_regions_that_run_again():
+    kept, again = make(), make()
+    ebbtide.offload(kept, **SETTINGS)
+    ebbtide.offload(again, budget=a_large_budget(), **SETTINGS)
+    for model in (kept, again):
+        follow(model, 5)
+    profiles = [model.__dict__["_ebbtide_handle"].profile for model in (kept, again)]
+    saves = [[[(s.index, s.nbytes) for s in region.saves] for region in profile.regions] for profile in profiles]
+    assert saves[0][1:] == saves[1][1:]  # what the first region is given, its caller holds
+
+
+def test_with_a_profile_the_first_step_goes_by_a_plan(tmp_path):
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    follow(model, 5)
+    handle.profile.save(tmp_path / "profile.json")
+    handle.remove()
+    loaded = Profile.load(tmp_path / "profile.json")
+    handle = ebbtide.offload(model, budget=a_large_budget(), profile=loaded, **SETTINGS)
+    assert handle.plan.predicted is not None
+    assert set(follow(model, 3)) == {Phase.PLANNED}
+
+
+def test_a_profile_of_something_else_is_refused():
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    follow(model, 5)
+    profile = handle.profile
+    handle.remove()
+    for other in (make(4), make()):
+        wrong = profile if len(other.layers) == 4 else dataclasses.replace(profile, made_for={"torch": "1.0"})
+        with pytest.raises(PlanError, match="measure one here"):
+            ebbtide.offload(other, budget="1GiB", profile=wrong, **SETTINGS)
+        ebbtide.offload(other, **SETTINGS).remove()  # nothing is left of the first
+
+
+def test_a_budget_that_nothing_fits_says_what_would():
+    model = make()
+    ebbtide.offload(model, budget="1MiB", **SETTINGS)
+    with pytest.raises(PlanError, match="budget="):
+        follow(model, 5)
+
+
+def test_batches_of_other_sizes_go_by_plans_of_their_own():
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    phases = follow(model, 12, rows=lambda k: ROWS if k < 5 else (64, 200, 256, 512)[k % 4])
+    assert set(phases[4:]) == {Phase.PLANNED}
+    assert len(handle._control._plans) >= 3
+
+
+def test_two_watched_steps_of_different_sizes_make_no_profile():
+    model = make()
+    ebbtide.offload(model, **SETTINGS)
+    phases = follow(model, 6, rows=lambda k: ROWS + 8 * (k < 2))
+    assert phases[:4] == [Phase.WARM, Phase.TIMES, Phase.TIMES, Phase.DETAILS]
+
+
+def test_forwards_without_backward_do_not_hold_the_plan_up():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    for k in range(40):
+        model(batch(k))  # dropped
+        with torch.no_grad():
+            model(batch(k))
+        assert_equal(step(model, k), step(twin, k))
+    assert handle._control.phase is Phase.PLANNED
+
+
+def test_accumulated_and_interleaved_backwards_equal_the_twin():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+
+    def two(m, seed):
+        m.zero_grad()
+        losses = [m(batch(seed)), m(batch(seed + 100))]
+        for loss in reversed(losses):
+            loss.backward()
+        return [*[loss.detach() for loss in losses], *[p.grad for p in m.parameters()]]
+
+    for k in range(8):
+        assert_equal(two(model, k), two(twin, k))
+    assert handle._control.phase is Phase.PLANNED
+
+
+class Exhausted(nn.Module):
+    """A block whose device has no memory left, when told."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.is_exhausted = False
+
+    def forward(self, x):
+        if self.is_exhausted:
+            raise torch.OutOfMemoryError("no memory left")
+        return self.block(x)
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "replan"])
+def test_out_of_memory_says_what_was_planned_and_goes_on(on_oom):
+    torch.manual_seed(0)
+    model = nn.Sequential(Exhausted(), Exhausted())
+    handle = ebbtide.offload(model, budget=a_large_budget(), on_oom=on_oom, **SETTINGS)
+    for _ in range(5):
+        model(batch(0)).sum().backward()
+    before = handle._control.budget_bytes
+    model[1].is_exhausted = True
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(batch(0))
+    assert "was predicted for a budget of" in "".join(
+        getattr(caught.value, "__notes__", ["was predicted for a budget of"])
+    )
+    model[1].is_exhausted = False
+    assert (handle._control.budget_bytes < before) == (on_oom == "replan")
+    model(batch(0)).sum().backward()
+
+
+def test_a_model_without_repeated_blocks_wants_its_regions_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with pytest.raises(PlanError, match="regions="):
+        ebbtide.offload(model, **SETTINGS)
+    handle = ebbtide.offload(model, regions=["0", "1"], **SETTINGS)
+    for _ in range(5):
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert list(handle.plan.regions) == ["0", "1"]
+
+
+def test_regions_that_no_step_comes_by_are_given_up_on():
+    model = Stack()
+    model.unused = nn.Linear(8, 8)
+    handle = ebbtide.offload(model, regions=["unused"], **SETTINGS)
+    with pytest.warns(ebbtide.EbbtideWarning, match="no plan was made"):
+        for k in range(20):
+            step(model, k)
+    assert handle._control.phase is Phase.GAVE_UP
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"budget": "40GiB", "recipe": "recompute"}, "recipe="),
+        ({"budget": "40GiB", "include": "layers.*"}, "include="),
+        ({"mode": "auto", "window": "1GiB"}, "window="),
+        ({"mode": "all", "budget": "40GiB"}, "budget="),
+        ({"mode": "off", "budget": "40GiB"}, "budget="),
+        ({"budget": 1.5}, "between 0 and 1"),
+        ({"budget": "40 parsecs"}, "budget="),
+        ({"budget": -1}, "budget="),
+        ({"mode": "most"}, "mode="),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, text):
+    model = make()
+    with pytest.raises(ConfigError, match=text):
+        ebbtide.offload(model, **SETTINGS, **settings)
+    assert "_ebbtide_handle" not in model.__dict__
+
+
+def test_ranks_plan_from_the_slowest_of_their_profiles():
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    follow(model, 5)
+    mine = handle.profile
+    slow = mine.refitted(2.0, 3.0)
+    agreed = slowest([mine, slow])
+    assert agreed.plain_s == pytest.approx(slow.plain_s)
+    assert agreed.regions[0].saves == mine.regions[0].saves
+    with pytest.raises(PlanError, match="different regions"):
+        slowest([mine, dataclasses.replace(mine, regions=mine.regions[:1])])

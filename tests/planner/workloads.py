@@ -1,6 +1,6 @@
 """Profiles for tests: small ones made of numbers, and two that are like the workloads of MEASURED.md."""
 
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 
 GIB = 1024**3
 MIB = 1024**2
@@ -33,11 +33,15 @@ def around(**changes):
         "turn_s": 0.0,
         "end_s": 0.0,
         "kept_bytes": 0,
-        "peak_bytes": 0,
-        "peak_save": 3,
-        "release_saves": (1, 2, 3),
     }
-    return Around(**{**given, **changes})
+    peak_bytes = changes.pop("peak_bytes", 0)
+    given = {**given, **changes}
+    return Around(**given, turns=at_the_end(given["after_s"], peak_bytes))
+
+
+def at_the_end(after_s, peak_bytes, save=3):
+    """One place behind the last region: the save at the end of forward."""
+    return (Turn(save, after_s, peak_bytes),)
 
 
 def profile(*regions, around=around(), link=None, base_bytes=1_000_000_000, **changes):  # noqa: B008
@@ -96,9 +100,7 @@ def workload_a(count=16):
         turn_s=24.7 * MS,
         end_s=0.5 * MS,
         kept_bytes=int(1.5 * GIB),
-        peak_bytes=5 * GIB,
-        peak_save=20,
-        release_saves=tuple(range(4, 21)),
+        turns=at_the_end(12.1 * MS, 5 * GIB, save=20),
     )
     return _llama("a", blocks, outside, 16384)
 
@@ -142,9 +144,7 @@ def workload_b(count=16):
         turn_s=45 * MS,
         end_s=2 * MS,
         kept_bytes=int(2.3 * GIB),
-        peak_bytes=int(12.2 * GIB),
-        peak_save=20,
-        release_saves=tuple(range(4, 21)),
+        turns=at_the_end(20 * MS, int(12.2 * GIB), save=20),
     )
     return _llama("b", blocks, outside, 32768)
 

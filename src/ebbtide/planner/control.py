@@ -7,8 +7,8 @@ Note [Control]
 2. From then on each step's time is compared with what was predicted, without waiting for it. Off by more than
    REPLAN_AT for PATIENCE steps, the profile is refitted and solved again; each time it takes more patience, and a plan
    that turns out slower than the best one so far gives way to that one for good. So it cannot swing.
-3. The peak is looked at once a plan has run twice: what it is beyond the prediction is taken off the budget that is
-   planned for, what it is below is given back.
+3. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
+   beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times.
 4. A batch of another size goes by the profile scaled to it, one plan per bucket.
 5. Where a job has several ranks and regions run again, all ranks plan from the same profile, the slowest of theirs.
 """
@@ -43,6 +43,9 @@ _MOST_REPLANS = 4
 _BUCKETS_PER_OCTAVE = 8
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
+_MOST_FITS = 3
+_NEAR = 0.01
+_STEPS_TO_LEARN = 2
 _FORWARDS_TO_WAIT = 24
 
 
@@ -114,6 +117,7 @@ class Control:
         self._plans: dict[int, Plan] = {}
         self._follow: _Follower | None = None
         self._spare_bytes = 0  # of the budget: what measured peaks were beyond the predicted ones
+        self._peaks_fitted = 0
         self._failures = 0
         self.profile = profile
         self.phase = Phase.WARM
@@ -258,12 +262,12 @@ class Control:
         return solver.solve(self.budget_bytes)
 
     def _planned_step(self, engine: Engine, tokens: int) -> Pulse:
-        self._read_pulse(engine)
+        self._read_pulse()
         bucket = self._bucket(tokens)
         if bucket != self._tokens:
             self._tokens = bucket
             self._plan_for(bucket)
-        self._pulse = Pulse(engine.device)
+        self._pulse = Pulse(engine.device, looks_at_peak=self._wants_peak())
         return self._pulse
 
     def _bucket(self, tokens: int) -> int:
@@ -274,14 +278,15 @@ class Control:
         steps = math.log2(tokens / self.profile.tokens) * _BUCKETS_PER_OCTAVE
         return round(self.profile.tokens * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
-    def _read_pulse(self, engine: Engine) -> None:
+    def _read_pulse(self) -> None:
         pulse, follow = self._pulse, self._follow
         if pulse is None or follow is None or not pulse.is_readable:
             return
         self._pulse = None
         _, step_s = pulse.seconds()
-        self._look_at_peak(engine, follow)
-        if follow.saw(step_s):
+        if pulse.looks_at_peak:
+            self._fit_peak(follow, pulse.peak_bytes)
+        elif follow.saw(step_s):
             self._replan(follow, step_s)
 
     def _replan(self, follow: "_Follower", step_s: float) -> None:
@@ -302,24 +307,31 @@ class Control:
         follow.goes_by(plan)
         self._handle.set_plan(plan)
 
-    def _look_at_peak(self, engine: Engine, follow: "_Follower") -> None:
-        """Once per plan, after its second step."""
-        if follow.steps == 0:
-            engine.device.forget_peak()
-        predicted = follow.plan.predicted
-        budget_bytes = self.budget_bytes
-        if follow.steps != 2 or predicted is None or budget_bytes is None:
+    def _wants_peak(self) -> bool:
+        """Once per plan, when its order has been learned."""
+        follow = self._follow
+        is_watched = self._budget_of is not None and self._agree is None
+        return is_watched and follow is not None and follow.steps == _STEPS_TO_LEARN and follow.peak_bytes == 0
+
+    def _fit_peak(self, follow: "_Follower", peak_bytes: int) -> None:
+        """Plan for less if the peak was beyond the prediction, and for more if it was well below."""
+        follow.peak_bytes = peak_bytes
+        predicted, budget_bytes = follow.plan.predicted, self.budget_bytes
+        if predicted is None or budget_bytes is None or self._peaks_fitted == _MOST_FITS:
             return
-        beyond = engine.device.memory().peak_bytes - predicted.peak_bytes
-        follow.peak_bytes = predicted.peak_bytes + beyond
-        if abs(beyond) <= 0.01 * budget_bytes or self._agree is not None:
+        beyond = peak_bytes - predicted.peak_bytes
+        is_over = peak_bytes > budget_bytes + self._spare_bytes
+        if not is_over and abs(beyond) <= _NEAR * budget_bytes:
             return
+        self._peaks_fitted += 1
+        before = self._spare_bytes
         self._spare_bytes += beyond
         self._plans.clear()
         try:
             plan = self._plans[self._tokens] = self._solve(self._tokens)
         except PlanError:
-            self._spare_bytes -= beyond  # nothing smaller fits: what is there has to do
+            self._spare_bytes = before  # nothing smaller fits: what is there has to do
+            self._plans[self._tokens] = follow.plan
             return
         follow.goes_by(plan)
         self._handle.set_plan(plan)
@@ -375,7 +387,7 @@ class _Follower:
         """Whether it is time to plan again."""
         self.steps += 1
         predicted = self.plan.predicted
-        if predicted is None or self.steps <= 2:
+        if predicted is None or self.steps <= _STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
         self._times = [*self._times[-2:], step_s]
         is_off = abs(step_s / predicted.step_s - 1) > REPLAN_AT if predicted.step_s > 0 else False
@@ -388,6 +400,7 @@ class _Follower:
     def goes_by(self, plan: Plan) -> None:
         self.plan = plan
         self.steps = 0
+        self.peak_bytes = 0
         self._off = 0
         self._replans += 1
         self._times.clear()

@@ -24,7 +24,7 @@ from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 from ebbtide.types import Device, Memory, Reason, StreamEvent
 
 OnSave = Callable[[int, torch.Tensor], None]
@@ -67,6 +67,14 @@ class _Seen:
     before: StreamEvent = None
 
 
+class _Outside(NamedTuple):
+    """A save outside of all regions: its index, when it was made, and the memory since the place before it."""
+
+    save: int
+    event: StreamEvent
+    memory: Memory
+
+
 @dataclass
 class _Visit:
     """What was seen in one pass through a region."""
@@ -96,8 +104,8 @@ class Watch:
         self.device = device
         self.notes: list[Note] = []
         self.visits: list[_Visit] = []
-        self.outside: list[tuple[int, Memory]] = []
-        """Saves outside of all regions after the last one: index, and the memory when each was made."""
+        self.outside: list[_Outside] = []
+        """Saves outside of all regions after the last one."""
         self.again: list[_Visit] = []
         self.is_over = False
         self._scope = scope
@@ -159,7 +167,9 @@ class Watch:
         if not self._is_detailed or not self._scope.serves(t.device):
             return
         if not region:
-            self.outside.append((index, self.device.memory()))
+            point = self.device.record(self.device.current_stream())
+            self.outside.append(_Outside(index, point, self.device.memory()))
+            self.device.forget_peak()
         elif self.visits and self.visits[-1].region == region:
             visit = self.visits[-1]
             self._look_at(visit.inputs if self._runs_again else visit.saves, visit, index, t)
@@ -216,10 +226,19 @@ class Watch:
 
 
 class Pulse:
-    """One step, looked at from the outside: when it began, when forward and backward ended. Costs three events."""
+    """One step, looked at from the outside: when it began, when forward and backward ended. Costs three events.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        device: where the model computes.
+        looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
+    """
+
+    def __init__(self, device: Device, looks_at_peak: bool) -> None:
         self.device = device
+        self.looks_at_peak = looks_at_peak
+        self.peak_bytes = 0
+        if looks_at_peak:
+            device.forget_peak()
         self._began = device.record(device.current_stream())
         self._forward_ended: StreamEvent = None
         self._ended: StreamEvent = None
@@ -227,6 +246,11 @@ class Pulse:
 
     def forward_ended(self) -> None:
         self._forward_ended = self.device.record(self.device.current_stream())
+        self._look()
+
+    def _look(self) -> None:
+        if self.looks_at_peak:
+            self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
     def entered(self, region: str) -> None:
         pass
@@ -248,6 +272,7 @@ class Pulse:
 
     def _end(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
+        self._look()
 
     @property
     def is_over(self) -> bool:
@@ -337,7 +362,7 @@ def profile_of(times: Watch, details: Watch, names: Collection[str], about: Surr
     return Profile(
         made_for=dict(about.made_for),
         regions=_with_grads_outside(regions, about.grads.get("", 0)),
-        around=_around(clock, memory, details),
+        around=_around(clock, memory),
         link=about.link,
         base_bytes=memory.base_bytes,
         base={**about.base, "other": max(0, memory.base_bytes - sum(about.base.values()))},
@@ -464,7 +489,8 @@ class _Curve:
         spans = list(_backward_spans(notes))
         first = notes.index(spans[0].begin) if spans else len(notes) - 1
         self.last_left = notes[left[-1]].memory if left else notes[0].memory
-        self.turn_peak_bytes = _peak(notes[left[-1] + 1 : first + 1], notes[left[-1]]) if left else 0
+        since = notes[left[-1]] if left else notes[0]
+        self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
         by_region: dict[str, list[int]] = {}
         for span in reversed(spans):
             a, b = notes.index(span.begin), notes.index(span.end)
@@ -477,22 +503,21 @@ def _peak(notes: Sequence[Note], since: Note) -> int:
     return max(0, max((note.memory.peak_bytes for note in notes), default=0) - since.memory.allocated_bytes)
 
 
-def _around(clock: _Clock, memory: _Curve, details: Watch) -> Around:
-    saves = [index for index, _ in details.outside]
+def _turns(watch: Watch, since: Note, last_peak_bytes: int) -> Iterator[Turn]:
+    """Where what is on its way could leave behind the last region, and the most that is allocated from there on."""
+    peaks = [max(0, seen.memory.peak_bytes - since.memory.allocated_bytes) for seen in watch.outside]
+    yield Turn(-1, 0.0, peaks[0] if peaks else last_peak_bytes)
+    for seen, peak_bytes in zip(watch.outside, [*peaks[1:], last_peak_bytes][: len(peaks)], strict=True):
+        at_s = max(0.0, watch.device.seconds_between(since.event, seen.event))
+        yield Turn(seen.save, at_s, peak_bytes)
+
+
+def _around(clock: _Clock, memory: _Curve) -> Around:
     return Around(
         before_s=clock.before_s,
         after_s=clock.after_s,
         turn_s=clock.turn_s,
         end_s=clock.end_s,
         kept_bytes=memory.kept_bytes,
-        peak_bytes=memory.turn_peak_bytes,
-        peak_save=_peak_save(details, memory),
-        release_saves=tuple(saves),
+        turns=tuple(memory.turns),
     )
-
-
-def _peak_save(details: Watch, memory: _Curve) -> int:
-    """The last save behind the last region before the peak is reached: what is to leave has to leave there."""
-    peak = memory.last_left.allocated_bytes + memory.turn_peak_bytes
-    before = [index for index, then in details.outside if then.peak_bytes < 0.98 * peak]
-    return before[-1] if before else (details.outside[0][0] if details.outside else 0)

@@ -81,6 +81,23 @@ class RegionProfile:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A place between the last region's forward and its backward.
+
+    Attributes:
+        save: index of the save, outside of all regions, at which what is on its way may leave; -1 for the end of the
+            last region's forward, where there is none.
+        at_s: when forward comes by, after the last region's has ended.
+        peak_bytes: most that is allocated from here to the next of these places (or the last region's backward), beyond
+            what was there when its forward ended.
+    """
+
+    save: int
+    at_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Around:
     """The step outside of its regions: what comes before the first of them, and between forward and backward.
 
@@ -90,10 +107,7 @@ class Around:
         turn_s: backward before that of the last region (loss, logits).
         end_s: backward after that of the first region.
         kept_bytes: what is saved there and stays until backward, allocated before the first region begins.
-        peak_bytes: most that is allocated between the last region's forward and its backward, beyond what was there
-            when its forward ended.
-        peak_save: index of the save, outside of all regions, behind which that peak comes.
-        release_saves: indices of the saves after the last region, in order, where what is on its way could leave.
+        turns: places behind the last region, in order; the first is the end of its forward.
     """
 
     before_s: float
@@ -101,9 +115,12 @@ class Around:
     turn_s: float
     end_s: float
     kept_bytes: int
-    peak_bytes: int
-    peak_save: int
-    release_saves: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that is allocated behind the last region, beyond what was there when its forward ended."""
+        return max((turn.peak_bytes for turn in self.turns), default=0)
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ class Profile:
         return dataclasses.replace(
             self,
             regions=tuple(_scaled_region(region, k) for region in self.regions),
-            around=_scaled(self.around, k),
+            around=_scaled_around(self.around, k),
             tokens=tokens,
         )
 
@@ -191,7 +208,10 @@ class Profile:
                 after_s=self.around.after_s * forward,
                 turn_s=self.around.turn_s * backward,
                 end_s=self.around.end_s * backward,
-                peak_bytes=int(self.around.peak_bytes * memory),
+                turns=tuple(
+                    dataclasses.replace(turn, at_s=turn.at_s * forward, peak_bytes=int(turn.peak_bytes * memory))
+                    for turn in self.around.turns
+                ),
             ),
         )
 
@@ -222,7 +242,7 @@ class Profile:
 
 
 def _from_dict(data: dict[str, Any]) -> Profile:
-    around: dict[str, Any] = {**data["around"], "release_saves": tuple(data["around"]["release_saves"])}
+    around: dict[str, Any] = {**data["around"], "turns": tuple(Turn(**turn) for turn in data["around"]["turns"])}
     return Profile(
         made_for=data["made_for"],
         regions=tuple(map(_region_from_dict, data["regions"])),
@@ -244,7 +264,11 @@ def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
     return RegionProfile(**{**data, **rows})
 
 
-_NOT_SCALED = ("index", "peak_save", "grad_bytes")
+_NOT_SCALED = ("index", "save", "grad_bytes")
+
+
+def _scaled_around(around: Around, k: float) -> Around:
+    return dataclasses.replace(_scaled(around, k), turns=tuple(_scaled(turn, k) for turn in around.turns))
 
 
 def _scaled_region(region: RegionProfile, k: float) -> RegionProfile:

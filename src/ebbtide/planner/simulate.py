@@ -29,12 +29,12 @@ class Pace:
 
     Attributes:
         windows: per region: most that may wait on its way out while the region's forward runs.
-        last_window: the same at the peak behind the last region.
+        turns: the same at each place of `Around.turns` where something is saved.
         prefetch: per region: most that may be back before backward asks for it, while the region's backward runs.
     """
 
     windows: tuple[int, ...]
-    last_window: int
+    turns: tuple[int, ...]
     prefetch: tuple[int, ...]
 
 
@@ -66,18 +66,23 @@ def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -
     fixed = budget_bytes - profile.base_bytes - profile.around.kept_bytes
     kept = list(accumulate(option.kept_bytes for option in choice))
     windows = [fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)]
-    last_window = fixed - (kept[-1] if kept else 0) - profile.around.peak_bytes
+    turns = [fixed - (kept[-1] if kept else 0) - turn.peak_bytes for turn in profile.around.turns]
     behind = zip(kept, _grads_behind(profile), choice, strict=True)
     room = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
-    if min([*windows, last_window, *room]) < 0:
+    if min([*windows, *turns, *room], default=0) < 0:
         return None
     entering = _most_entering(room, choice)
     # What a region needs to run again comes together, as soon as there is room for the first of it.
     beyond = accumulate((_beyond_first(option) for option in choice), max, initial=0)
     carried = [room[0], *entering] if room else []
     prefetch = [max(0, min(r, c) - b) for r, c, b in zip(room, carried, beyond, strict=False)]
-    last_window = min([last_window, *entering[-1:]])
-    return Pace(_same_by_name(profile, windows), last_window, _same_by_name(profile, prefetch))
+    places = list(zip(turns, profile.around.turns, strict=True))
+    at_saves = [window for window, turn in places if turn.save >= 0]
+    at_saves[-1:] = [min([window, *entering[-1:]]) for window in at_saves[-1:]]
+    if windows:  # where nothing is saved, nothing can leave: it has to have left before
+        elsewhere = [window for window, turn in places if turn.save < 0]
+        windows[-1] = min([windows[-1], *elsewhere, *([] if at_saves else entering[-1:])])
+    return Pace(_same_by_name(profile, windows), tuple(at_saves), _same_by_name(profile, prefetch))
 
 
 def _most_entering(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
@@ -167,9 +172,19 @@ class _Forward:
             fixed += option.kept_bytes
             most = self._run_region(self._pace.windows[number], region.forward_s, option)
             self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
-        self._pass(around.after_s)
-        self._release(self._pace.last_window, len(self.sizes))
-        self.curve.append(Moment(self.now, fixed + self.waiting_bytes + around.peak_bytes, "behind the last region"))
+        self._run_turns(fixed)
+
+    def _run_turns(self, fixed: int) -> None:
+        around = self._profile.around
+        windows = iter(self._pace.turns)
+        passed_s = 0.0
+        for turn in around.turns:
+            self._pass(turn.at_s - passed_s)
+            passed_s = max(passed_s, turn.at_s)
+            if turn.save >= 0:
+                self._release(next(windows), len(self.sizes))
+            self.curve.append(Moment(self.now, fixed + self.waiting_bytes + turn.peak_bytes, "behind the last region"))
+        self._pass(around.after_s - passed_s)
 
     def _run_region(self, window: int, forward_s: float, option: Option) -> int:
         """Returns the most that waits on its way out meanwhile."""

@@ -254,10 +254,11 @@ def _region_plans(profile: Profile, tried: _Tried, reasons: list[str]) -> dict[s
 
 
 def _outside(profile: Profile, pace: Pace) -> RegionPlan:
-    """What is saved outside of the regions stays; what is on its way from them leaves behind the peak's save."""
+    """What is saved outside of the regions stays; what is on its way from them leaves as memory gets short."""
+    saves = [turn.save for turn in profile.around.turns if turn.save >= 0]
     return RegionPlan(
         Recipe("keep"),
-        release=(ReleasePoint(max(0, profile.around.peak_save), pace.last_window),),
+        release=tuple(ReleasePoint(save, window) for save, window in zip(saves, pace.turns, strict=True)),
         prefetch_bytes=max(1, *pace.prefetch[-1:]) if pace.prefetch else 1,
         reason="needed again at once",
     )

@@ -19,6 +19,7 @@ from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
 from ebbtide.plan import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
+from ebbtide.planner.profile import Profile
 
 __all__ = [
     "CaptureError",
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "Profile",
     "Recipe",
     "RecomputeError",
     "RegionPlan",

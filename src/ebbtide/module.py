@@ -124,7 +124,8 @@ class OffloadHandle:
         self._check_may_choose("plan")
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
-        self._follow(plan, find_planned(self._module, self._blocks, plan))
+        is_same = plan.regions.keys() == self._plan.regions.keys()  # a planner changes plans often, and names never
+        self._follow(plan, self.regions if is_same else find_planned(self._module, self._blocks, plan))
 
     def _check_installed(self, call: str) -> None:
         if self._root_mark is None:
@@ -213,6 +214,11 @@ class OffloadHandle:
     def made_for(self) -> dict[str, str]:
         """What a profile has to be of to be of use here, by name."""
         return made_for(self._module, device_of(self._module))
+
+    def compiled(self) -> set[str]:
+        """Regions whose operators the compiler hides."""
+        marks = self._marks
+        return {name for name, module in self.regions.items() if module in marks and marks[module].is_compiled}
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters and gradients, and of the gradients that backward will allocate, by region."""
@@ -449,9 +455,8 @@ def offload(
     if recipe is not None and plan is not None:
         raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
     if (recipe is not None or plan is not None) and keep_last:
-        raise ConfigError(
-            "keep_last= and recipe= (or plan=) both say what the last blocks do: give those the recipe 'keep'"
-        )
+        other = "recipe" if plan is None else "plan"
+        raise ConfigError(f"keep_last= and {other}= both say what the last blocks do: give those the recipe 'keep'")
     budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))

@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ _BUCKETS_PER_OCTAVE = 8
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
 _MOST_FITS = 3
-_NEAR = 0.01
+_NEAR = 0.02
 _STEPS_TO_LEARN = 2
 _FORWARDS_TO_WAIT = 24
 
@@ -60,6 +60,10 @@ class Planned(Protocol):
 
     def made_for(self) -> Mapping[str, str]:
         """What a profile has to be of, by name."""
+        ...
+
+    def compiled(self) -> Collection[str]:
+        """Regions whose operators the compiler hides."""
         ...
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -232,7 +236,7 @@ class Control:
             grads=grads,
             host_limit_bytes=engine.store_stats().limit_bytes,
             tokens=self._tokens,
-            window_bytes=self._scope.limits.window_bytes,
+            compiled=frozenset(self._handle.compiled()),
         )
         profile = profile_of(times, details, self._names, about)
         return profile if profile is None or self._agree is None else slowest(self._agree(profile))
@@ -319,13 +323,17 @@ class Control:
         predicted, budget_bytes = follow.plan.predicted, self.budget_bytes
         if predicted is None or budget_bytes is None or self._peaks_fitted == _MOST_FITS:
             return
+        asked_bytes = budget_bytes + self._spare_bytes
+        if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
+            return
+        # What the plan leaves unused on its own account is none of the prediction's fault.
         beyond = peak_bytes - predicted.peak_bytes
-        is_over = peak_bytes > budget_bytes + self._spare_bytes
-        if not is_over and abs(beyond) <= _NEAR * budget_bytes:
+        if beyond <= 0 and peak_bytes <= asked_bytes and -beyond <= _NEAR * asked_bytes:
             return
         self._peaks_fitted += 1
         before = self._spare_bytes
-        self._spare_bytes += beyond
+        over = peak_bytes - asked_bytes
+        self._spare_bytes = beyond if over <= 0 else max(beyond, before + over)
         self._plans.clear()
         try:
             plan = self._plans[self._tokens] = self._solve(self._tokens)

@@ -333,7 +333,7 @@ class Surroundings(NamedTuple):
 
     Attributes:
         grads: bytes of gradients by region that are allocated anew in each backward; "" for those outside.
-        window_bytes: what the outbound lane may have held back while the step was watched.
+        compiled: regions whose operators the compiler hides: none of them can be told to be held.
     """
 
     made_for: Mapping[str, str]
@@ -342,7 +342,7 @@ class Surroundings(NamedTuple):
     grads: Mapping[str, int]
     host_limit_bytes: int | None
     tokens: int
-    window_bytes: int
+    compiled: Collection[str]
 
 
 def profile_of(times: Watch, details: Watch, names: Collection[str], about: Surroundings) -> Profile | None:
@@ -387,7 +387,7 @@ def _region(
         saves=saves,
         stuck_bytes=stuck_bytes,
         inputs=tuple(_save(seen, visit, device) for seen in visit.inputs),
-        dear=tuple(_dear(seen, looked_at, device) for seen in looked_at.dear),
+        dear=() if visit.region in about.compiled else tuple(_dear(d, looked_at, device) for d in looked_at.dear),
         forward_work_bytes=max(0, memory.forward_work[k] - (saved_bytes if is_kept else 0)),
         backward_work_bytes=memory.backward_work[k] + (saved_bytes if is_kept else 0),
         grad_bytes=about.grads.get(visit.region, 0),

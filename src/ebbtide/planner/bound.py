@@ -69,9 +69,11 @@ class _Program:
     def _memory(self) -> None:
         """Kept up to a region, and what works there, forward and backward."""
         grads = sum(region.grad_bytes for region in self._profile.regions)
-        for number, region in enumerate(self._profile.regions):
+        options: list[list[tuple[int, Option]]] = [[] for _ in self._profile.regions]
+        for column, (number, option) in enumerate(self._flat):
+            options[number].append((column, option))
+        for number, (region, own) in enumerate(zip(self._profile.regions, options, strict=True)):
             kept = self._kept + number
-            own = [(column, option) for column, (of, option) in enumerate(self._flat) if of == number]
             before = [(kept - 1, 1.0)] if number else []
             self._at_most(0.0, (kept, -1.0), *before, *((column, o.kept_bytes / _GIB) for column, o in own))
             self._at_most(self._fixed - region.forward_work_bytes / _GIB, (kept, 1.0))

@@ -7,6 +7,7 @@ a fixed row of budgets between the least that any plan needs and what keeping ev
 candidate at every budget that it fits.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,7 @@ from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model, Unit
 from ebbtide.planner.options import Option
 from ebbtide.planner.simulate import least_budget
 
-_BUDGETS = 48
+_BUDGETS = 128
 _Choices = tuple[int, ...]  # per unit, the index of its recipe
 
 
@@ -38,7 +39,10 @@ class Candidate:
 
 
 def candidates_of(model: Model) -> list[Candidate]:
-    """All assignments if they are few, else those that a relaxation of the problem and habit suggest."""
+    """All assignments if they are few, else those that a relaxation of the problem and habit suggest.
+
+    Those of a model whose regions never run again are not repeated by one whose regions may: try them too.
+    """
     found = _all_choices(model) if model.assignments <= MOST_ASSIGNMENTS else _likely_choices(model)
     return [_candidate(model, choices) for choices in dict.fromkeys(found)]
 
@@ -65,9 +69,10 @@ def _all_choices(model: Model) -> Iterator[_Choices]:
 
 def _likely_choices(model: Model) -> Iterator[_Choices]:
     yield (0,) * len(model.units)
-    yield leanest(model)
+    lean = leanest(model)
+    yield lean
     yield from _uniform(model)
-    yield from _solved(model)
+    yield from _solved(model, least_budget(model.profile, model.options(lean)))
 
 
 def _uniform(model: Model) -> Iterator[_Choices]:
@@ -114,7 +119,7 @@ def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
         ]
         if not fitting:
             return None
-        chosen[number] = min(fitting, key=unit.kept_bytes)
+        chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
         room -= unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
     return tuple(chosen[number] for number in range(len(model.units))) if room >= profile.around.peak_bytes else None
@@ -123,18 +128,17 @@ def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
 # -- solved --------------------------------------------------------------------------------------------------------
 
 
-def budgets(model: Model) -> list[int]:
+def _budgets(model: Model, low: int) -> list[int]:
     """From the smallest that any plan needs to what keeping everything needs; closer together where it is tight."""
-    low = least_budget(model.profile, model.options(leanest(model)))
     high = least_budget(model.profile, model.options((0,) * len(model.units)))
     return [low + int((high - low) * (step / _BUDGETS) ** 1.5) for step in range(_BUDGETS + 1)]
 
 
-def _solved(model: Model) -> Iterator[_Choices]:
-    row = budgets(model)
-    for kind in (_anything, _only_moves, _moves_nothing):
+def _solved(model: Model, least_bytes: int) -> Iterator[_Choices]:
+    row = _budgets(model, least_bytes)
+    for kind, some in ((_anything, row), (_moves_nothing, row[::2])):
         counts = Counts(model, kind)
-        for budget_bytes in row:
+        for budget_bytes in some:
             solution = counts.solve(budget_bytes)
             if solution is not None:
                 yield from placed(model, solution)
@@ -144,12 +148,8 @@ def _anything(unit: Unit, choice: int) -> bool:  # noqa: ARG001
     return True
 
 
-def _only_moves(unit: Unit, choice: int) -> bool:
-    return not unit.recipes[choice].runs_again
-
-
 def _moves_nothing(unit: Unit, choice: int) -> bool:
-    return unit.moved_bytes(choice) == 0
+    return unit.moved_bytes[choice] == 0
 
 
 def placed(model: Model, solution: Iterable[Counted]) -> Iterator[_Choices]:
@@ -166,7 +166,7 @@ def placed(model: Model, solution: Iterable[Counted]) -> Iterator[_Choices]:
 def _repeated(model: Model, piece: Counted) -> list[int]:
     """Choices as often as they are counted, those that keep least and move most first."""
     unit = model.units[piece.units[0]]
-    order = sorted(piece.counts, key=lambda choice: (unit.kept_bytes(choice), -unit.moved_bytes(choice)))
+    order = sorted(piece.counts, key=lambda choice: (unit.kept_bytes[choice], -unit.moved_bytes[choice]))
     return [choice for choice in order for _ in range(piece.counts[choice])]
 
 
@@ -192,9 +192,9 @@ def _moved_at_the_end(model: Model, piece: Counted) -> list[int]:
 
 def _interleaved(choices: Sequence[int]) -> list[int]:
     """Each kind as evenly over the whole as its count allows."""
-    places = [
-        ((rank + 0.5) / choices.count(choice), position)
-        for position, choice in enumerate(choices)
-        for rank in [choices[:position].count(choice)]
-    ]
-    return [choices[position] for _, position in sorted(places)]
+    counts, seen = Counter(choices), Counter[int]()
+    places: list[tuple[float, int, int]] = []
+    for position, choice in enumerate(choices):
+        places.append(((seen[choice] + 0.5) / counts[choice], position, choice))
+        seen[choice] += 1
+    return [choice for _, _, choice in sorted(places)]

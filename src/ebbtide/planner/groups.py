@@ -9,6 +9,7 @@ Note [Units and groups]
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from ebbtide.plan import Recipe
@@ -38,14 +39,20 @@ class Unit:
     recipes: tuple[Recipe, ...]
     costs: tuple[tuple[Option, ...], ...]
 
-    def kept_bytes(self, choice: int) -> int:
-        return sum(option.kept_bytes for option in self.costs[choice])
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Per recipe, of all visits."""
+        return tuple(sum(option.kept_bytes for option in options) for options in self.costs)
 
-    def moved_bytes(self, choice: int) -> int:
-        return sum(option.moved_bytes for option in self.costs[choice])
+    @cached_property
+    def moved_bytes(self) -> tuple[int, ...]:
+        """Per recipe, of all visits."""
+        return tuple(sum(option.moved_bytes for option in options) for options in self.costs)
 
-    def again_s(self, choice: int) -> float:
-        return sum(option.again_s for option in self.costs[choice])
+    @cached_property
+    def again_s(self) -> tuple[float, ...]:
+        """Per recipe, of all visits."""
+        return tuple(sum(option.again_s for option in options) for options in self.costs)
 
 
 @dataclass(frozen=True)
@@ -71,14 +78,13 @@ class Model:
 
     def __init__(self, profile: Profile, only_moves: bool) -> None:
         self.profile = profile
-        self.units = tuple(
-            _unit(profile, name, visits, _recipes(profile.regions, visits, only_moves))
-            for name, visits in _visits(profile)
-        )
-        self.groups = tuple(Group(tuple(group)) for group in self._grouped())
-        self.assignments = prod(len(unit.recipes) for unit in self.units)
+        visits = _visits(profile)
+        self.groups = tuple(Group(tuple(group)) for group in _grouped(profile, list(visits.values())))
+        recipes = {name: _recipes(profile.regions, numbers, only_moves) for name, numbers in self._few(visits).items()}
+        self.assignments = prod(map(len, recipes.values())) if len(recipes) == len(visits) else MOST_ASSIGNMENTS + 1
         if self.assignments > MOST_ASSIGNMENTS:
-            self._share_recipes(only_moves)
+            recipes = self._shared_recipes(visits, only_moves)
+        self.units = tuple(_unit(profile, name, numbers, recipes[name]) for name, numbers in visits.items())
 
     def options(self, choices: Sequence[int]) -> tuple[Option, ...]:
         """An option for every region, from a choice for every unit."""
@@ -87,37 +93,41 @@ class Model:
             spread += zip(unit.visits, unit.costs[choice], strict=True)
         return tuple(option for _, option in sorted(spread, key=lambda pair: pair[0]))
 
-    def _grouped(self) -> list[list[int]]:
-        found: list[list[int]] = []
-        for number, unit in enumerate(self.units):
-            group = next((group for group in found if self._are_alike(self.units[group[0]], unit)), None)
-            if group is None:
-                found.append([number])
-            else:
-                group.append(number)
-        return found
+    def _few(self, visits: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """None of them if already two recipes each were more ways to choose than can be tried."""
+        return visits if 2 ** len(visits) <= MOST_ASSIGNMENTS else {}
 
-    def _are_alike(self, one: Unit, other: Unit) -> bool:
-        regions = self.profile.regions
-        pairs = zip(one.visits, other.visits, strict=False)
-        return len(one.visits) == len(other.visits) and all(_alike(regions[a], regions[b]) for a, b in pairs)
-
-    def _share_recipes(self, only_moves: bool) -> None:
+    def _shared_recipes(self, visits: dict[str, tuple[int, ...]], only_moves: bool) -> dict[str, tuple[Recipe, ...]]:
         """Which of two equal outputs is dearer is noise, and must not make each unit of a group another case."""
-        units = list(self.units)
+        names, shared = list(visits), dict[str, tuple[Recipe, ...]]()
         for group in self.groups:
-            regions = _mean_regions(self.profile.regions, [self.units[number].visits for number in group.units])
+            regions = _mean_regions(self.profile.regions, [visits[names[number]] for number in group.units])
             recipes = _recipes(regions, range(len(regions)), only_moves)
-            for number in group.units:
-                units[number] = _unit(self.profile, units[number].name, units[number].visits, recipes)
-        self.units = tuple(units)
+            shared.update({names[number]: recipes for number in group.units})
+        return shared
 
 
-def _visits(profile: Profile) -> list[tuple[str, tuple[int, ...]]]:
+def _visits(profile: Profile) -> dict[str, tuple[int, ...]]:
     names: dict[str, list[int]] = {}
     for number, region in enumerate(profile.regions):
         names.setdefault(region.name, []).append(number)
-    return [(name, tuple(visits)) for name, visits in names.items()]
+    return {name: tuple(numbers) for name, numbers in names.items()}
+
+
+def _grouped(profile: Profile, visits: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Numbers of units that are alike."""
+    found: list[list[int]] = []
+    for number, own in enumerate(visits):
+        group = next((group for group in found if _units_alike(profile.regions, visits[group[0]], own)), None)
+        if group is None:
+            found.append([number])
+        else:
+            group.append(number)
+    return found
+
+
+def _units_alike(regions: Sequence[RegionProfile], one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and all(_alike(regions[a], regions[b]) for a, b in zip(one, other, strict=True))
 
 
 def _unit(profile: Profile, name: str, visits: tuple[int, ...], recipes: tuple[Recipe, ...]) -> Unit:

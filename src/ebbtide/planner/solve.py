@@ -109,20 +109,30 @@ class Solver:
         return what_holds(self.profile, self._space(only_moves).leanest.options)
 
     def _space(self, only_moves: bool) -> "_Space":
-        return self._spaces.setdefault(only_moves, _Space(Model(self.profile, only_moves)))
+        space = self._spaces.get(only_moves)
+        if space is None:
+            others = None if only_moves else self._space(True)
+            space = self._spaces[only_moves] = _Space(Model(self.profile, only_moves), others)
+        return space
 
 
 class _Space:
-    """What may be chosen, and the best of it."""
+    """What may be chosen, and the best of it.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        others: whose candidates are also ones here, so that what may do more is never worse.
+    """
+
+    def __init__(self, model: Model, others: "_Space | None") -> None:
         self._model = model
+        self._others = others
         self._profile = model.profile
         self.kept = all_kept(model)
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        return candidates_of(self._model)
+        own = candidates_of(self._model)
+        return own if self._others is None else [*own, *self._others.candidates]
 
     @cached_property
     def leanest(self) -> Candidate:
@@ -154,21 +164,19 @@ class _Space:
         best = self._try(self.kept, self.kept.least_bytes)
         assert best is not None
         most = int(best.outcome.peak_bytes * (1 - _WORTH_MOVING))
-        for candidate in sorted(self.candidates, key=lambda candidate: candidate.least_bytes):
-            if candidate.least_bytes > most:
+        bounded = [(self._least_unslowed_bytes(candidate), candidate) for candidate in self.candidates]
+        for least_bytes, candidate in sorted(bounded, key=lambda pair: pair[0]):
+            if least_bytes > most:
                 break
-            tried = self._least_unslowed(candidate, most)
+            tried = self._least_unslowed(candidate, least_bytes, most)
             if tried is not None:
                 best = tried
                 most = tried.outcome.peak_bytes - 1
         return best
 
-    def _least_unslowed(self, candidate: Candidate, most: int) -> _Tried | None:
-        """With the smallest budget up to `most` at which it does not slow the step, found by halving."""
-        if self._least_s(candidate, most) > _BESIDE * self._profile.plain_s:
-            return None
-        best = self._try_unslowed(candidate, most)
-        low, high = candidate.least_bytes, most
+    def _least_unslowed(self, candidate: Candidate, low: int, high: int) -> _Tried | None:
+        """With the smallest budget between the two at which it does not slow the step, found by halving."""
+        best = self._try_unslowed(candidate, high)
         while best is not None and high - low > _FINE * high:
             middle = (low + high) // 2
             tried = self._try_unslowed(candidate, middle)
@@ -182,10 +190,26 @@ class _Space:
         tried = self._try(candidate, budget_bytes)
         if tried is None:
             return None
-        outcome, plain_s = tried.outcome, self._profile.plain_s
+        outcome = tried.outcome
         waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
-        limit_s = plain_s * (_NO_SLOWER if waits else _BESIDE)
-        return tried if outcome.step_s <= limit_s else None
+        return tried if outcome.step_s <= self._limit_s(waits) else None
+
+    def _limit_s(self, waits: bool) -> float:
+        return self._profile.plain_s * (_NO_SLOWER if waits else _BESIDE)
+
+    def _least_unslowed_bytes(self, candidate: Candidate) -> int:
+        """With less, more would have to leave than the link can carry while forward runs, slowed down by it or not."""
+        link, around = self._profile.link, self._profile.around
+        most_s = self._forward_s * (1 + link.interference) + (_NO_SLOWER - 1) * self._profile.plain_s
+        tail_bytes = candidate.moved_bytes - int((most_s - around.before_s) * link.out)
+        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
+        return max(candidate.least_bytes, fixed + tail_bytes)
+
+    def _sent(self, candidate: Candidate, budget_bytes: int) -> int:
+        """Bytes that have to leave: what does not fit beside the peak behind the last region."""
+        around = self._profile.around
+        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
+        return max(0, candidate.moved_bytes - max(0, budget_bytes - fixed))
 
     def bound_s(self, budget_bytes: int) -> float:
         """No plan of these is faster."""
@@ -198,8 +222,7 @@ class _Space:
     def _least_s(self, candidate: Candidate, budget_bytes: int) -> float:
         """What the simulator could not go below: for leaving most candidates out."""
         around, link = self._profile.around, self._profile.link
-        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
-        sent = max(0, candidate.moved_bytes - max(0, budget_bytes - fixed))
+        sent = self._sent(candidate, budget_bytes)
         beside = link.interference / (1 + link.interference)
         forward_s = max(self._forward_s + beside * sent / link.out, around.before_s + sent / link.out)
         backward_s = self._profile.plain_s - self._forward_s + candidate.again_s + beside * sent / link.back

@@ -181,6 +181,7 @@ def test_threads_enter_for_themselves():
     ("settings", "message"),
     [
         ({"mode": "some"}, "mode='some' is not a mode: write one of 'all'"),
+        ({"mode": "auto"}, "a context knows none: write ebbtide.offload"),
         ({"store": "tape"}, "store='tape' is not a store: write one of 'host'"),
         ({"store": "host:/here"}, "store='host:/here' is not a store"),
         ({"window": 0}, "window=0: expected more than zero bytes"),

@@ -9,7 +9,7 @@ from ebbtide._bytes import MIB, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide.types import StoreFactory
 
-Mode = Literal["auto", "all", "off"]
+Mode = Literal["all", "auto", "off"]
 Names = str | type[torch.nn.Module]
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 import torch
 
 from ebbtide import _checkpoint, _knobs
+from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
 from ebbtide.config import Mode, OffloadConfig, make_config
 from ebbtide.engine.engines import Engines
@@ -105,6 +106,11 @@ def offload_activations(
         Entered inside a compiled function it breaks the graph: enter it outside.
         A tensor changed in place between its save and backward raises ModifiedError, as it does without hooks.
     """
+    if mode == "auto":
+        raise ConfigError(
+            "mode='auto' plans the regions of a model, and a context knows none: write ebbtide.offload(model), or "
+            "mode='all' here"
+        )
     config = make_config(
         mode=mode, store=store, window=window, prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit
     )

@@ -139,7 +139,7 @@ class Link:
     out_duplex: float
     back_duplex: float
     latency_s: float
-    interference: float = 0.02
+    interference: float = 0.01
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,18 @@
 """What is to be done with each region: plain data."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
-from ebbtide._errors import ConfigError
+from ebbtide._bytes import format_bytes
+from ebbtide._errors import ConfigError, PlanError
+from ebbtide._text import as_range, counts_up, plain_table
+
+FORMAT = 1
+"""Of a plan in a file."""
 
 Action = Literal["keep", "offload", "recompute", "selective"]
 Place = Literal["keep", "offload"]
@@ -97,6 +105,21 @@ class ReleasePoint(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a recipe is expected to mean for one pass through a region. Bytes, seconds.
+
+    Attributes:
+        kept_bytes: stay on the device until its backward.
+        moved_bytes: go out, and come back.
+        again_s: what its second run takes.
+    """
+
+    kept_bytes: int
+    moved_bytes: int
+    again_s: float
+
+
+@dataclass(frozen=True)
 class RegionPlan:
     """What a plan says about one region.
 
@@ -106,12 +129,14 @@ class RegionPlan:
             before the region holds on; what the last one says holds behind the region too, up to the next in forward.
         prefetch_bytes: most bytes brought back before backward asks for them while it is here; None: as the door says.
         reason: why the planner chose it.
+        cost: what the planner expects of it; None for a plan written by hand.
     """
 
     recipe: Recipe
     release: tuple[ReleasePoint, ...] = ()
     prefetch_bytes: int | None = None
     reason: str = ""
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", as_recipe(self.recipe))
@@ -177,6 +202,34 @@ class Plan:
         """The recipe of the region of this name, if the plan has one."""
         found = None if region is None else self.regions.get(region)
         return None if found is None else found.recipe
+
+    def __str__(self) -> str:
+        return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=(2, 3, 4, 5, 6))])
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for `Plan.load`.
+
+        Raises:
+            PlanError: a recipe chooses operators by a function, which a file cannot hold.
+        """
+        for name, region in self.regions.items():
+            if not all(isinstance(op, str) for op in region.recipe.ops):
+                raise PlanError(
+                    f"{name}: the recipe chooses operators by a Python function, which cannot be saved: write classes "
+                    f"of operators ({_words(tuple(OP_CLASSES))}) or sites= instead"
+                )
+        Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read what `save` wrote. Raises PlanError for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if data.pop("format") == FORMAT:
+                return _plan_from(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{path} is no plan that ebbtide has written: {error!r}") from error
+        raise PlanError(f"{path} was written by another version of ebbtide: make the plan again")
 
 
 RecipeLike: TypeAlias = Recipe | str
@@ -247,3 +300,105 @@ def _words(words: tuple[str, ...]) -> str:
 
 def _past(place: Place) -> str:
     return "kept" if place == "keep" else "offloaded"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _plan_from(data: dict[str, Any]) -> Plan:
+    regions = {str(name): _region_from(region) for name, region in data.pop("regions").items()}
+    outside, predicted = data.pop("outside"), data.pop("predicted")
+    return Plan(
+        regions=regions,
+        outside=None if outside is None else _region_from(outside),
+        predicted=None if predicted is None else Prediction(**predicted),
+        **data,
+    )
+
+
+def _region_from(data: dict[str, Any]) -> RegionPlan:
+    recipe, cost = data.pop("recipe"), data.pop("cost")
+    sites = recipe.pop("sites")
+    return RegionPlan(
+        recipe=Recipe(sites=None if sites is None else tuple(sites), **recipe),
+        cost=None if cost is None else Cost(**cost),
+        **data,
+    )
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("regions", "recipe", "kept", "moved", "run again", "may wait", "fetched ahead", "why")
+
+
+class _Listed(NamedTuple):
+    """A region with the window that holds there, whether it changes there or not."""
+
+    name: str
+    plan: RegionPlan
+    window_bytes: int | None
+
+
+def _headline(plan: Plan) -> str:
+    budget = "" if plan.budget_bytes is None else f" within {format_bytes(plan.budget_bytes)}"
+    predicted = plan.predicted
+    if predicted is None:
+        return f"plan{budget}, {len(plan.regions)} regions"
+    stalls = f"{_ms(predicted.stall_forward_s)} forward and {_ms(predicted.stall_backward_s)} backward"
+    return (
+        f"plan{budget}: step {_ms(predicted.step_s)} (none is faster than {_ms(predicted.bound_s)}), waiting {stalls}; "
+        f"peak {format_bytes(predicted.peak_bytes)}, {format_bytes(predicted.moved_bytes)} out and back, "
+        f"{format_bytes(predicted.host_bytes)} on the host"
+    )
+
+
+def _rows(plan: Plan) -> Iterator[Sequence[str]]:
+    window_bytes: int | None = None
+    run: list[_Listed] = []
+    for name, region in plan.regions.items():
+        window_bytes = region.release[-1].window_bytes if region.release else window_bytes
+        listed = _Listed(name, region, window_bytes)
+        if run and not (run[-1].plan.recipe == region.recipe and counts_up(run[-1].name, name)):
+            yield _row(run)
+            run = []
+        run.append(listed)
+    if run:
+        yield _row(run)
+    if plan.outside is not None:
+        window_bytes = plan.outside.release[-1].window_bytes if plan.outside.release else window_bytes
+        yield _row([_Listed("outside of all", plan.outside, window_bytes)])
+
+
+def _row(run: Sequence[_Listed]) -> Sequence[str]:
+    """One line for regions that follow each other with one recipe."""
+    costs = [listed.plan.cost for listed in run if listed.plan.cost is not None]
+    return (
+        as_range(run[0].name, run[-1].name),
+        _recipe_text(run[0].plan.recipe),
+        _span([format_bytes(cost.kept_bytes) for cost in costs]),
+        _span([format_bytes(cost.moved_bytes) for cost in costs]),
+        _span([_ms(cost.again_s) for cost in costs]),
+        _span(["" if listed.window_bytes is None else format_bytes(listed.window_bytes) for listed in run]),
+        _span([format_bytes(listed.plan.prefetch_bytes or 0) for listed in run if listed.plan.prefetch_bytes]),
+        run[0].plan.reason,
+    )
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    """Without the classes of operators if all are named, as a planner does, which goes by sites."""
+    if recipe.action == "selective" and set(recipe.ops) == set(OP_CLASSES):
+        text = f"selective, outputs {_past(recipe.outputs)}, inputs {_past(recipe.inputs)}"
+    else:
+        text = str(recipe)
+    return text if recipe.sites is None else f"{text}, sites {','.join(map(str, recipe.sites))}"
+
+
+def _span(texts: Sequence[str]) -> str:
+    """From the first to the last."""
+    if not texts:
+        return ""
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} .. {texts[-1]}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

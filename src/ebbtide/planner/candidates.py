@@ -15,6 +15,7 @@ from itertools import product
 from ebbtide.planner.counts import Counted, Counts
 from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model, Unit
 from ebbtide.planner.options import Option
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.simulate import least_budget
 
 _BUDGETS = 128
@@ -44,19 +45,19 @@ def candidates_of(model: Model) -> list[Candidate]:
     Those of a model whose regions never run again are not repeated by one whose regions may: try them too.
     """
     found = _all_choices(model) if model.assignments <= MOST_ASSIGNMENTS else _likely_choices(model)
-    return [_candidate(model, choices) for choices in dict.fromkeys(found)]
+    return [candidate_from(model.profile, model.options(choices)) for choices in dict.fromkeys(found)]
 
 
 def all_kept(model: Model) -> Candidate:
     """Nothing moves, nothing runs again."""
-    return _candidate(model, (0,) * len(model.units))
+    return candidate_from(model.profile, model.options((0,) * len(model.units)))
 
 
-def _candidate(model: Model, choices: _Choices) -> Candidate:
-    options = model.options(choices)
+def candidate_from(profile: Profile, options: Sequence[Option]) -> Candidate:
+    """With an option for every region of `profile`."""
     return Candidate(
-        options,
-        least_budget(model.profile, options),
+        tuple(options),
+        least_budget(profile, options),
         sum(option.kept_bytes for option in options),
         sum(option.moved_bytes for option in options),
         sum(option.again_s for option in options),

@@ -234,11 +234,11 @@ class Profile:
         """Read what `save` wrote. Raises PlanError for anything else."""
         try:
             data = json.loads(Path(path).read_text())
-            if data.pop("format") != FORMAT:
-                raise PlanError(f"{path} was written by another version of ebbtide: measure the profile again")
-            return _from_dict(data)
+            if data.pop("format") == FORMAT:
+                return _from_dict(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{path} is no profile that ebbtide has written: {error}") from error
+            raise PlanError(f"{path} is no profile that ebbtide has written: {error!r}") from error
+        raise PlanError(f"{path} was written by another version of ebbtide: measure the profile again")
 
 
 def _from_dict(data: dict[str, Any]) -> Profile:

@@ -19,10 +19,21 @@ def reasons_of(profile: Profile, options: Sequence[Option], outcome: Outcome, ha
     if all(option.recipe.action == "keep" for option in options):
         cause = "the budget has room for all" if has_budget else "moving anything would make the step slower"
         return [f"{format_bytes(option.kept_bytes)} stay: {cause}" for option in options]
+    tail = outcome.tail_bytes(options)
     busy_s = outcome.moved_bytes / profile.link.out
     is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
     last_freeing = max(number for number, option in enumerate(options) if option.recipe.action != "keep")
-    return [_reason(profile, number, option, is_full, number > last_freeing) for number, option in enumerate(options)]
+    return [
+        _late(option, stays) or _reason(profile, number, option, is_full, number > last_freeing)
+        for number, (option, stays) in enumerate(zip(options, tail, strict=True))
+    ]
+
+
+def _late(option: Option, stays_bytes: int) -> str:
+    """Of what is meant to move but is not away before it is needed."""
+    if option.recipe.action != "offload" or 2 * stays_bytes < option.moved_bytes:
+        return ""
+    return f"late: {format_bytes(stays_bytes)} of {format_bytes(option.moved_bytes)} are needed before they could leave"
 
 
 def _reason(profile: Profile, number: int, option: Option, is_full: bool, is_late: bool) -> str:

@@ -60,6 +60,15 @@ class Outcome:
     host_bytes: int
     curve: tuple[Moment, ...]
 
+    def tail_bytes(self, choice: Sequence[Option]) -> list[int]:
+        """Per region: what is meant to move, and never left before backward asked for it. The last parcels, always."""
+        left = sum(option.moved_bytes for option in choice) - self.moved_bytes
+        stays: list[int] = []
+        for option in reversed(choice):
+            stays.append(min(left, option.moved_bytes))
+            left -= stays[-1]
+        return stays[::-1]
+
 
 def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -> Pace | None:
     """The widest windows with which memory stays below `budget_bytes`; None if even without any it does not."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide._errors import PlanError
-from ebbtide.plan import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
+from ebbtide.plan import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide.planner.bound import least_step_s
-from ebbtide.planner.candidates import Candidate, all_kept, candidates_of
+from ebbtide.planner.candidates import Candidate, all_kept, candidate_from, candidates_of
 from ebbtide.planner.groups import Model
 from ebbtide.planner.options import Option
 from ebbtide.planner.profile import Profile
@@ -26,6 +26,7 @@ from ebbtide.planner.simulate import Outcome, Pace, pace_within, simulate
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
 _BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
+_TRIFLE = 0.05  # of the memory that moving frees
 _FINE = 1e-3  # how closely the smallest budget is looked for
 _POINTS = 24
 
@@ -160,10 +161,30 @@ class _Space:
         return best
 
     def unslowed(self) -> _Tried:
-        """The smallest peak of what does not make the step slower; nothing moves if none is worth it."""
-        best = self._try(self.kept, self.kept.least_bytes)
-        assert best is not None
-        most = int(best.outcome.peak_bytes * (1 - _WORTH_MOVING))
+        """Of what does not make the step slower, about the smallest peak; nothing moves if none is worth it."""
+        kept = self._try(self.kept, self.kept.least_bytes)
+        assert kept is not None
+        best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
+        if best is kept:
+            return kept
+        return self._tidied(best, kept.outcome.peak_bytes) or best
+
+    def _tidied(self, best: _Tried, most: int) -> _Tried | None:
+        """The same without sending what is used before it could leave, if it does as well but for a trifle.
+
+        The last region still moves: its backward is where the engine first looks ahead.
+        """
+        tail = best.outcome.tail_bytes(best.candidate.options)
+        options = list(best.candidate.options)
+        for unit in self._model.units:
+            if all(tail[visit] == options[visit].moved_bytes and visit < len(options) - 1 for visit in unit.visits):
+                for visit, kept in zip(unit.visits, unit.costs[0], strict=True):
+                    options[visit] = kept
+        peak_bytes = best.outcome.peak_bytes
+        candidate = candidate_from(self._profile, options)
+        return self._try_unslowed(candidate, peak_bytes + int(_TRIFLE * (most - peak_bytes)))
+
+    def _least_peak(self, best: _Tried, most: int) -> _Tried:
         bounded = [(self._least_unslowed_bytes(candidate), candidate) for candidate in self.candidates]
         for least_bytes, candidate in sorted(bounded, key=lambda pair: pair[0]):
             if least_bytes > most:
@@ -271,8 +292,9 @@ def _region_plans(profile: Profile, tried: _Tried, reasons: list[str]) -> dict[s
     for number, region in enumerate(profile.regions):
         points = (ReleasePoint(0, pace.windows[number]),) if region.name in changes else ()
         prefetch = max(1, pace.prefetch[number])
-        plan = RegionPlan(options[number].recipe, points, prefetch, reasons[number])
-        plans.setdefault(region.name, plan)
+        option = options[number]
+        cost = Cost(option.kept_bytes, option.moved_bytes, option.again_s)
+        plans.setdefault(region.name, RegionPlan(option.recipe, points, prefetch, reasons[number], cost))
     return plans
 
 

@@ -1,6 +1,6 @@
 """What a handle tells its control: the memory it found, what a profile has to be of, and how large a batch is."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
 from ebbtide._torch import named_modules
 from ebbtide.plan import OP_CLASSES
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.control import Agree, Answer
 from ebbtide.recompute.dear import DearOps
 
 
@@ -105,18 +105,18 @@ class AnyDear:
         return self._ops.may_be(op) and self._ops.is_dear(op, args, kwargs, ())
 
 
-def agreement() -> Callable[[Profile], list[Profile]] | None:
-    """What gives the profiles of all ranks for this rank's one; None where there is only one rank."""
+def agreement() -> Agree | None:
+    """What gives the answers of all ranks for this rank's one; None where there is only one rank."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return None
 
-    def all_profiles(mine: Profile) -> list[Profile]:
-        found: list[Profile | None] = [None] * distributed.get_world_size()
+    def all_answers(mine: Answer) -> list[Answer]:
+        found: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, mine)
-        return [profile for profile in found if profile is not None]
+        return found
 
-    return all_profiles
+    return all_answers
 
 
 def names_of(root: torch.nn.Module, modules: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:

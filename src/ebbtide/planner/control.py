@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -47,6 +47,16 @@ _MOST_FITS = 3
 _NEAR = 0.02
 _STEPS_TO_LEARN = 2
 _FORWARDS_TO_WAIT = 24
+
+
+class Answer(NamedTuple):
+    """What a rank has to say before all go by one plan. `profile`: None if it could not make one."""
+
+    profile: Profile | None
+    budget_bytes: int | None
+
+
+Agree = Callable[[Answer], list[Answer]]
 
 
 class Planned(Protocol):
@@ -91,7 +101,7 @@ class Control:
         budget_bytes: the peak to stay under; None: move what costs no time.
         profile: of this model, measured before; spares the watched steps.
         replans_on_oom: plan for less after the device ran out of memory.
-        agree: gives the profiles of all ranks for this rank's one; None where there is only one.
+        agree: gives the answers of all ranks for this rank's one; None where there is only one.
     """
 
     def __init__(
@@ -103,7 +113,7 @@ class Control:
         is_dear: IsDear,
         profile: Profile | None = None,
         replans_on_oom: bool = False,
-        agree: Callable[[Profile], list[Profile]] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self._handle = handle
         self._names = names
@@ -122,6 +132,7 @@ class Control:
         self._follow: _Follower | None = None
         self._spare_bytes = 0  # of the budget: what measured peaks were beyond the predicted ones
         self._peaks_fitted = 0
+        self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
         self.profile = profile
         self.phase = Phase.WARM
@@ -239,15 +250,21 @@ class Control:
             compiled=frozenset(self._handle.compiled()),
         )
         profile = profile_of(times, details, self._names, about)
-        return profile if profile is None or self._agree is None else slowest(self._agree(profile))
+        if self._agree is None:
+            return profile
+        answers = self._agree(Answer(profile, self.budget_bytes))  # also without a profile: the others wait for it
+        budgets = [answer.budget_bytes for answer in answers if answer.budget_bytes is not None]
+        self._agreed_bytes = min(budgets, default=None)
+        found = [answer.profile for answer in answers if answer.profile is not None]
+        return slowest(found) if len(found) == len(answers) else None
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
     @property
     def budget_bytes(self) -> int | None:
         """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
-        if self._budget_of is None:
-            return None
+        if self._budget_of is None or self._agreed_bytes is not None:
+            return self._agreed_bytes
         engine = self._handle.engine()
         return self._budget_of(0 if engine is None else engine.device.total_bytes()) - self._spare_bytes
 

@@ -131,6 +131,10 @@ class Device(Protocol):
         """What there is of it, allocated or not."""
         ...
 
+    def failed_allocations(self) -> int:
+        """How often it ran out of memory so far; 0 where nobody counts."""
+        ...
+
     def forget_peak(self) -> None:
         """Let the peak begin with what is allocated now."""
         ...

@@ -7,6 +7,7 @@ import torch
 from workloads import GIB, layers, profile
 from workloads import around as turn_around
 
+from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
 from ebbtide.types import Memory
@@ -22,6 +23,7 @@ class ScriptedDevice:
         self.step_s = 1.0
         self.peak_bytes = 0
         self.peaks_forgotten = 0
+        self.failures = 0
 
     def current_stream(self):
         return None
@@ -40,6 +42,9 @@ class ScriptedDevice:
 
     def forget_peak(self):
         self.peaks_forgotten += 1
+
+    def failed_allocations(self):
+        return self.failures
 
     def total_bytes(self):
         return 100 * GIB
@@ -176,3 +181,20 @@ def test_every_size_of_batch_has_a_plan_and_the_largest_of_its_bucket_is_planned
     assert len(control._plans) == 4
     seconds = [control._plans[bucket].predicted.step_s for bucket in sorted(control._plans)]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("replans", [False, True])
+def test_a_backward_that_ran_out_of_memory_is_noticed_in_the_next_step(replans):
+    control, handle = control_of(budget_bytes=int(2.5 * GIB), replans_on_oom=replans)
+    control.step_begins(1000).forward_ended()  # its backward never ends
+    handle.device.failures = 1
+    with pytest.warns(EbbtideWarning, match="would have fitted"):
+        step(control)
+    assert (control.budget_bytes < 2.5 * GIB) == replans
+
+
+def test_a_backward_that_never_came_is_no_failure():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB), replans_on_oom=True)
+    control.step_begins(1000).forward_ended()
+    step(control)
+    assert len(handle.plans) == 1

@@ -93,6 +93,9 @@ class AcceleratorDevice:
     def total_bytes(self) -> int:
         return torch.accelerator.memory.get_memory_info(self._index)[1]
 
+    def failed_allocations(self) -> int:
+        return torch.accelerator.memory.memory_stats(self._index).get("num_ooms", 0)
+
     def forget_peak(self) -> None:
         torch.accelerator.memory.reset_peak_memory_stats(self._index)
 

@@ -146,6 +146,9 @@ class CpuDevice:
     def total_bytes(self) -> int:
         return psutil.virtual_memory().total
 
+    def failed_allocations(self) -> int:
+        return 0
+
     def forget_peak(self) -> None:
         self._peak_bytes = 0
 

@@ -152,6 +152,9 @@ class SimDevice:
     def total_bytes(self) -> int:
         return 0
 
+    def failed_allocations(self) -> int:
+        return 0
+
     def forget_peak(self) -> None:
         pass
 

@@ -45,6 +45,7 @@ _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
 _MOST_FITS = 3
 _NEAR = 0.02
+_OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _STEPS_TO_LEARN = 2
 _FORWARDS_TO_WAIT = 24
 
@@ -130,7 +131,8 @@ class Control:
         self._solvers: dict[int, Solver] = {}
         self._plans: dict[int, Plan] = {}
         self._follow: _Follower | None = None
-        self._spare_bytes = 0  # of the budget: what measured peaks were beyond the predicted ones
+        self._spare_bytes: int = 0  # of the budget: what measured peaks were beyond the predicted ones
+        self._failed_allocations = 0
         self._peaks_fitted = 0
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
@@ -283,6 +285,8 @@ class Control:
         return solver.solve(self.budget_bytes)
 
     def _planned_step(self, engine: Engine, tokens: int) -> Pulse:
+        if self._pulse is not None and not self._pulse.is_over:
+            self._look_for_failure(engine)
         self._read_pulse()
         bucket = self._bucket(tokens)
         if bucket != self._tokens:
@@ -374,9 +378,28 @@ class Control:
             error.add_note(text)
         else:
             warnings.warn(text, EbbtideWarning, stacklevel=2)
-        if self._replans_on_oom and self.budget_bytes is not None and self.phase is Phase.PLANNED:
-            self._spare_bytes += self.budget_bytes // 20
-            self._plans.clear()
+        self._plan_for_less()
+
+    def _look_for_failure(self, engine: Engine) -> None:
+        """The last backward did not come to its end: nobody asked us when it failed."""
+        failures = engine.device.failed_allocations()
+        if failures > self._failed_allocations:
+            warnings.warn(self._oom_text(), EbbtideWarning, stacklevel=2)
+            self._plan_for_less()
+        self._failed_allocations = failures
+        self._pulse = None
+
+    def _plan_for_less(self) -> None:
+        budget_bytes = self.budget_bytes
+        if not self._replans_on_oom or budget_bytes is None or self.phase is not Phase.PLANNED or self._agree:
+            return
+        before = self._spare_bytes
+        self._spare_bytes += budget_bytes // _OOM_SHARE
+        self._plans.clear()
+        try:
+            self._plan_for(self._tokens)
+        except PlanError:
+            self._spare_bytes = before  # there is nothing that needs less
             self._plan_for(self._tokens)
 
     def _oom_text(self) -> str:
@@ -388,7 +411,7 @@ class Control:
         if plan is None or plan.predicted is None or engine is None:
             return f"ebbtide: the step {self.phase.value}, which needs the least that recipes can do"
         measured = engine.device.memory().peak_bytes
-        fitting = max(0, budget - max(0, measured - plan.predicted.peak_bytes) - budget // 20)
+        fitting = max(0, budget - max(0, measured - plan.predicted.peak_bytes) - budget // _OOM_SHARE)
         return (
             f"ebbtide: a peak of {format_bytes(plan.predicted.peak_bytes)} was predicted for a budget of "
             f"{format_bytes(budget)}, and {format_bytes(measured)} were allocated. Something outside of the plan needs "

@@ -12,6 +12,7 @@ from torch import nn
 import ebbtide
 from ebbtide import ConfigError, PlanError
 from ebbtide.planner.control import Phase, slowest
+from ebbtide.planner.options import options_of
 from ebbtide.planner.profile import Profile
 
 WIDTH = 64
@@ -118,6 +119,34 @@ def test_what_a_profile_says_of_kept_regions_is_what_it_says_of_regions_that_run
     profiles = [model.__dict__["_ebbtide_handle"].profile for model in (kept, again)]
     saves = [[[(s.index, s.nbytes) for s in region.saves] for region in profile.regions] for profile in profiles]
     assert saves[0][1:] == saves[1][1:]  # what the first region is given, its caller holds
+
+
+class Twice(nn.Module):
+    """Saves one tensor twice, and another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.inner(x).exp()  # exp saves its result,
+        return y.sin() + y * y  # and so do sin, and the product twice
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+def test_saves_of_one_memory_travel_together_or_not_at_all(settings):
+    model = nn.Sequential(Twice(), Twice())
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    for k in range(5):
+        model(batch(k)).sum().backward()
+    for region in handle.profile.regions[1:]:
+        owner = next(save for save in region.saves if save.nbytes > 0 and save.shares == -1 and save.index > 0)
+        sharing = [save.index for save in region.saves if save.shares == owner.index]
+        assert len(sharing) == 3
+        for option in options_of(region):
+            sites = option.recipe.sites
+            if option.recipe.action == "offload" and sites is not None and owner.index in sites:
+                assert set(sharing) <= set(sites)
 
 
 def test_with_a_profile_the_first_step_goes_by_a_plan(tmp_path):

@@ -65,6 +65,7 @@ class _Seen:
     event: StreamEvent
     op: str = ""
     before: StreamEvent = None
+    shares: int = -1
 
 
 class _Outside(NamedTuple):
@@ -85,6 +86,14 @@ class _Visit:
     inputs: list[_Seen] = field(default_factory=list[_Seen])
     dear: list[_Seen] = field(default_factory=list[_Seen])
     stuck_bytes: int = 0
+
+
+class _First(NamedTuple):
+    """Where a storage was seen first."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    visit: _Visit
+    save: int
 
 
 class Watch:
@@ -112,7 +121,7 @@ class Watch:
         self._is_detailed = is_detailed
         self._runs_again = runs_again
         self._is_dear = is_dear
-        self._storages: dict[tuple[int, bool], weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[tuple[int, bool], _First] = {}
         self._region_read: str | None = None
         self._has_callback = False
 
@@ -184,24 +193,29 @@ class Watch:
             return
         storage = t.untyped_storage() if reason is None else None
         nbytes = t.numel() * t.element_size() if storage is None else span_of(t, storage.nbytes()).sent_nbytes
-        if storage is not None and not self._is_new(storage, seen is visit.inputs):
-            nbytes = 0
-        if reason is None:
-            seen.append(_Seen(index, nbytes, self.device.record(self.device.current_stream())))
-        else:
+        if storage is None:
             visit.stuck_bytes += nbytes
+            return
+        first = self._first_of(storage, seen is visit.inputs, visit, index)
+        point = self.device.record(self.device.current_stream())
+        seen.append(_Seen(index, nbytes if first is None else 0, point, shares=-1 if first is None else first))
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:  # a leaf is what a region was given, cut off for its second run
             return why_never(t.detach() if t.is_leaf and self._runs_again else t, self._scope)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
 
-    def _is_new(self, storage: torch.UntypedStorage, is_input: bool) -> bool:
-        """Whether its bytes are not counted yet: a region's input is one of its saves, should it keep them."""
+    def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: _Visit, index: int) -> int | None:
+        """The save that `storage` was seen at before; None at the first one, -1 if that was in another visit.
+
+        A region's input is one of its saves too, should it keep them: those are told apart.
+        """
         key = storage._cdata, is_input
         known = self._storages.get(key)
-        self._storages[key] = weakref.ref(storage)
-        return known is None or known() is not storage
+        if known is not None and known.storage() is storage:
+            return known.save if known.visit is visit else -1
+        self._storages[key] = _First(weakref.ref(storage), visit, index)
+        return None
 
     def _backward_began(self) -> None:
         if not self._has_callback:
@@ -395,7 +409,7 @@ def _region(
 
 
 def _save(seen: _Seen, visit: _Visit, device: Device) -> Save:
-    return Save(seen.index, seen.nbytes, max(0.0, device.seconds_between(visit.began, seen.event)))
+    return Save(seen.index, seen.nbytes, max(0.0, device.seconds_between(visit.began, seen.event)), seen.shares)
 
 
 def _dear(seen: _Seen, visit: _Visit, device: Device) -> Dear:

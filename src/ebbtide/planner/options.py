@@ -88,10 +88,15 @@ def _offloaded(region: RegionProfile) -> Iterator[Option]:
         if len(taken) < len(movable) and marks and sum(s.nbytes for s in taken) >= marks[0] * total:
             while marks and sum(s.nbytes for s in taken) >= marks[0] * total:
                 marks.pop(0)
-            sites = tuple(sorted(s.index for s in taken))
+            sites = _with_sharing(region, {s.index for s in taken})
             yield _of_saves(region, Recipe("offload", sites=sites), taken)
     if movable:
         yield _of_saves(region, Recipe("offload"), movable)
+
+
+def _with_sharing(region: RegionProfile, sites: set[int]) -> tuple[int, ...]:
+    """With the saves that share their memory: one that stays would keep it on the device."""
+    return tuple(sorted(sites | {save.index for save in region.saves if save.shares in sites}))
 
 
 def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> Option:

@@ -20,11 +20,14 @@ class Save:
         index: of the save in its region, as `Recipe.sites` counts.
         nbytes: that travel for it; 0 if a save before it takes the same memory along.
         at_s: when it is there, after its region's forward began.
+        shares: index of the save of this region whose memory it shares, and without which it frees nothing; -1 if it
+            has memory of its own.
     """
 
     index: int
     nbytes: int
     at_s: float
+    shares: int = -1
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
     return RegionProfile(**{**data, **rows})
 
 
-_NOT_SCALED = ("index", "save", "grad_bytes")
+_NOT_SCALED = ("index", "shares", "save", "grad_bytes")
 
 
 def _scaled_around(around: Around, k: float) -> Around:

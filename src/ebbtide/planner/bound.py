@@ -87,7 +87,7 @@ class _Program:
         """What is moved and is not in the tail leaves before forward ends, and comes back before backward does."""
         around, link, regions = self._profile.around, self._profile.link, self._profile.regions
         out_s, back_s = _GIB / link.out, _GIB / link.back
-        beside = link.interference / (1.0 + link.interference)  # of a second of copying, unless compute waits for it
+        beside = link.interference  # of a second of copying, unless compute waits for it
         forward_s = around.before_s + around.after_s + sum(region.forward_s for region in regions)
         backward_s = around.turn_s + around.end_s + sum(region.backward_s for region in regions)
         moved = ((column, option.moved_bytes / _GIB) for column, (_, option) in enumerate(self._flat))

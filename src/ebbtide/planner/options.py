@@ -102,7 +102,7 @@ def _with_sharing(region: RegionProfile, sites: set[int]) -> tuple[int, ...]:
 def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> Option:
     moved_bytes = sum(save.nbytes for save in moved)
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
-    in_order = sorted(moved, key=lambda save: save.at_s)
+    in_order = sorted(moved, key=lambda save: (save.at_s, save.index))
     parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
     short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
     at_hand = max((save.nbytes for save in moved), default=0)  # what else is back counts as fetched ahead
@@ -137,7 +137,7 @@ def _selective(region: RegionProfile) -> Iterator[Option]:
 
 def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) -> Option:
     inputs = [Moved(save.nbytes, 0.0, 0.0) for save in region.inputs if save.nbytes > 0]
-    outputs = [Moved(dear.nbytes, dear.at_s, 0.0) for dear in sorted(held, key=lambda dear: dear.at_s)]
+    outputs = [Moved(dear.nbytes, dear.at_s, 0.0) for dear in sorted(held, key=lambda dear: (dear.at_s, dear.index))]
     moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
     kept = (inputs if recipe.inputs == "keep" else []) + (outputs if recipe.outputs == "keep" else [])
     kept_bytes = sum(parcel.nbytes for parcel in kept)

@@ -134,7 +134,7 @@ class Link:
         out, back: one direction alone.
         out_duplex, back_duplex: both at once.
         latency_s: of one copy, however small.
-        interference: seconds that compute loses for each second that a lane copies beside it.
+        interference: seconds that compute loses for each second that a lane copies beside it; less than one.
     """
 
     out: float
@@ -143,6 +143,10 @@ class Link:
     back_duplex: float
     latency_s: float
     interference: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.interference < 1.0:
+            raise PlanError(f"interference {self.interference}: compute would stand still beside a copy, or gain by it")
 
 
 @dataclass(frozen=True)
@@ -195,16 +199,7 @@ class Profile:
         """With times and work that turned out to be so many times the measured ones."""
         return dataclasses.replace(
             self,
-            regions=tuple(
-                dataclasses.replace(
-                    region,
-                    forward_s=region.forward_s * forward,
-                    backward_s=region.backward_s * backward,
-                    again_s=region.again_s * backward,
-                    backward_work_bytes=int(region.backward_work_bytes * memory),
-                )
-                for region in self.regions
-            ),
+            regions=tuple(_refitted_region(region, forward, backward, memory) for region in self.regions),
             around=dataclasses.replace(
                 self.around,
                 before_s=self.around.before_s * forward,
@@ -280,6 +275,21 @@ def _scaled_region(region: RegionProfile, k: float) -> RegionProfile:
         saves=tuple(_scaled(save, k) for save in region.saves),
         inputs=tuple(_scaled(save, k) for save in region.inputs),
         dear=tuple(_scaled(dear, k) for dear in region.dear),
+    )
+
+
+def _refitted_region(region: RegionProfile, forward: float, backward: float, memory: float) -> RegionProfile:
+    """Moments in forward move with it, and dear calls are as much dearer as the second run that they are part of."""
+    return dataclasses.replace(
+        region,
+        forward_s=region.forward_s * forward,
+        backward_s=region.backward_s * backward,
+        again_s=region.again_s * backward,
+        saves=tuple(dataclasses.replace(save, at_s=save.at_s * forward) for save in region.saves),
+        dear=tuple(
+            dataclasses.replace(dear, at_s=dear.at_s * forward, again_s=dear.again_s * backward) for dear in region.dear
+        ),
+        backward_work_bytes=int(region.backward_work_bytes * memory),
     )
 
 

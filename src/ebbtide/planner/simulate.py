@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ebbtide.planner.options import Option
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import Link, Profile
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,17 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     )
 
 
+class _Lost:
+    """What compute loses to a lane that is busy beside it: so much of each second until it or the lane is done."""
+
+    def __init__(self, link: Link) -> None:
+        self._share = link.interference
+        self._stretch = 1.0 / (1.0 - link.interference)
+
+    def __call__(self, seconds: float, busy_s: float) -> float:
+        return self._share * min(busy_s, seconds * self._stretch)
+
+
 class _Forward:
     """Parcels are numbered as they are sent. They leave in that order too: those before `oldest` have."""
 
@@ -164,6 +175,7 @@ class _Forward:
         self._profile = profile
         self._choice = choice
         self._pace = pace
+        self._lost = _Lost(profile.link)
         self._lane_free_s = 0.0
         self.sizes: list[int] = []
         self._landed_s: list[float] = []
@@ -213,8 +225,8 @@ class _Forward:
     def _pass(self, seconds: float) -> None:
         """Compute runs, a little slower while the lane copies beside it."""
         if seconds > 0.0:
-            beside = min(self._lane_free_s - self.now, seconds)
-            self.now += seconds + beside * self._profile.link.interference if beside > 0.0 else seconds
+            busy_s = self._lane_free_s - self.now
+            self.now += seconds if busy_s <= 0.0 else seconds + self._lost(seconds, busy_s)
 
     def _send(self, nbytes: int) -> None:
         link = self._profile.link
@@ -241,6 +253,7 @@ class _Backward:
         self._profile = profile
         self._choice = choice
         self._pace = pace
+        self._lost = _Lost(profile.link)
         self._sizes = forward.sizes
         self._stayed = forward.oldest  # from this number on parcels have never left
         self._arrived_s: list[float] = [-1.0] * len(forward.sizes)  # negative: not fetched yet
@@ -323,8 +336,8 @@ class _Backward:
 
     def _pass(self, seconds: float) -> None:
         if seconds > 0.0:
-            beside = min(self._lane_free_s - self.now, seconds)
-            self.now += seconds + beside * self._profile.link.interference if beside > 0.0 else seconds
+            busy_s = self._lane_free_s - self.now
+            self.now += seconds if busy_s <= 0.0 else seconds + self._lost(seconds, busy_s)
 
 
 def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:

@@ -221,7 +221,7 @@ class _Space:
     def _least_unslowed_bytes(self, candidate: Candidate) -> int:
         """With less, more would have to leave than the link can carry while forward runs, slowed down by it or not."""
         link, around = self._profile.link, self._profile.around
-        most_s = self._forward_s * (1 + link.interference) + (_NO_SLOWER - 1) * self._profile.plain_s
+        most_s = self._forward_s / (1 - link.interference) + (_NO_SLOWER - 1) * self._profile.plain_s
         tail_bytes = candidate.moved_bytes - int((most_s - around.before_s) * link.out)
         fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
         return max(candidate.least_bytes, fixed + tail_bytes)
@@ -244,10 +244,10 @@ class _Space:
         """What the simulator could not go below: for leaving most candidates out."""
         around, link = self._profile.around, self._profile.link
         sent = self._sent(candidate, budget_bytes)
-        beside = link.interference / (1 + link.interference)
-        forward_s = max(self._forward_s + beside * sent / link.out, around.before_s + sent / link.out)
-        backward_s = self._profile.plain_s - self._forward_s + candidate.again_s + beside * sent / link.back
-        return forward_s + max(backward_s, around.turn_s + around.end_s + sent / link.back)
+        out_s, back_s, lost = sent / link.out, sent / link.back, link.interference
+        forward_s = max(self._forward_s + lost * out_s, around.before_s + out_s)
+        backward_s = self._profile.plain_s - self._forward_s + candidate.again_s + lost * back_s
+        return forward_s + max(backward_s, around.turn_s + around.end_s + back_s)
 
     @cached_property
     def _forward_s(self) -> float:

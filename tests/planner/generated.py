@@ -1,0 +1,63 @@
+"""Small random profiles, for properties. A unit of bytes is a megabyte, one of time a millisecond."""
+
+from hypothesis import strategies as st
+
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save
+
+MB = 1_000_000
+MS = 1e-3
+
+_megabytes = st.integers(0, 60).map(lambda n: n * MB)
+_times = st.integers(1, 40).map(lambda n: n * MS / 4)
+
+
+@st.composite
+def regions(draw, name):
+    forward_s = draw(_times)
+    moments = st.floats(0, 1).map(lambda share: share * forward_s)
+    sizes = draw(st.lists(_megabytes, max_size=3))
+    saves = tuple(Save(k, size, draw(moments)) for k, size in enumerate(sizes))
+    dear = tuple(
+        Dear(k, draw(_megabytes), draw(moments), draw(st.floats(0, 0.4)) * forward_s, "aten::mm")
+        for k in range(draw(st.integers(0, 1)))
+    )
+    return RegionProfile(
+        name=name,
+        forward_s=forward_s,
+        backward_s=draw(_times),
+        again_s=draw(st.one_of(st.just(0.0), _times)),
+        saves=saves,
+        stuck_bytes=draw(_megabytes),
+        inputs=tuple(Save(0, size, 0.0) for size in draw(st.lists(_megabytes, max_size=1))),
+        dear=dear,
+        forward_work_bytes=draw(_megabytes),
+        backward_work_bytes=draw(_megabytes),
+        grad_bytes=draw(st.sampled_from([0, 0, 5 * MB])),
+    )
+
+
+@st.composite
+def profiles(draw, most_regions=3, shared_names=False):
+    count = draw(st.integers(1, most_regions))
+    names = [f"layers.{draw(st.integers(0, k)) if shared_names else k}" for k in range(count)]
+    rate = draw(st.sampled_from([1e9, 5e9, 2e10]))
+    back = draw(st.sampled_from([1e9, 5e9, 2e10]))
+    return Profile(
+        made_for={"model": "generated"},
+        regions=tuple(draw(regions(name)) for name in names),
+        around=Around(
+            before_s=draw(_times),
+            after_s=draw(_times),
+            turn_s=draw(_times),
+            end_s=draw(_times),
+            kept_bytes=draw(_megabytes),
+            peak_bytes=draw(_megabytes),
+            peak_save=draw(st.integers(-1, 5)),
+            release_saves=(),
+        ),
+        link=Link(rate, back, rate, back, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 0.02, 0.3]))),
+        base_bytes=draw(_megabytes),
+        base={"parameters": 10 * MB},
+        host_limit_bytes=None,
+        tokens=1000,
+    )

@@ -1,0 +1,108 @@
+"""What may be done with a region, and what it costs."""
+
+import pytest
+from hypothesis import given
+from planner.generated import profiles
+from planner.workloads import MS, region, workload_a
+
+from ebbtide.plan import Recipe
+from ebbtide.planner.options import option_for, options_of, why
+from ebbtide.planner.profile import Dear, Save
+
+MB = 1_000_000
+
+
+def recipes(each, **changes):
+    return [option.recipe for option in options_of(each, **changes)]
+
+
+def test_keeping_is_first_and_keeps_all():
+    kept = options_of(region(stuck_bytes=5))[0]
+    assert kept.recipe == Recipe("keep")
+    assert (kept.kept_bytes, kept.moved_bytes, kept.again_s) == (300 * MB + 5, 0, 0.0)
+
+
+def test_keeping_stays_even_where_a_second_run_seems_to_be_free():
+    dear = (Dear(0, 1 * MB, 0.0, 11 * MS, "aten::mm"),)
+    options = options_of(region(dear=dear))
+    assert options[0].recipe == Recipe("keep")
+    assert min(option.again_s for option in options) == 0.0
+
+
+def test_offloading_moves_the_largest_first():
+    saves = (Save(0, 10 * MB, 0.0), Save(1, 80 * MB, 5 * MS), Save(2, 30 * MB, 8 * MS), Save(3, 0, 9 * MS))
+    moves = [recipe for recipe in recipes(region(saves=saves), only_moves=True) if recipe.action == "offload"]
+    assert [recipe.sites for recipe in moves] == [(1,), (1, 2), None]
+
+
+def test_what_moves_is_there_and_needed_in_mirrored_order():
+    option = option_for(region(), Recipe("offload"))
+    assert [(parcel.at_s, parcel.needed_s) for parcel in option.moved] == [
+        (0.0, pytest.approx(20 * MS)),
+        (5 * MS, pytest.approx(10 * MS)),
+        (10 * MS, pytest.approx(0.0)),
+    ]
+    assert not option.comes_together
+
+
+def test_offloading_needs_room_for_what_is_at_hand():
+    """400 MB measured are 300 saved and 100 short-lived."""
+    each = region()
+    assert option_for(each, Recipe("keep")).backward_work_bytes == 100 * MB
+    assert option_for(each, Recipe("offload")).backward_work_bytes == 200 * MB
+
+
+def test_running_again_keeps_or_moves_inputs_and_outputs():
+    each = region()
+    dropped = option_for(each, Recipe("recompute", inputs="keep"))
+    assert (dropped.kept_bytes, dropped.moved_bytes, dropped.again_s) == (20 * MB, 0, 10 * MS)
+    assert dropped.backward_work_bytes == 380 * MB  # the inputs count as kept
+    held = option_for(each, Recipe("selective", sites=(0, 1)))
+    assert (held.kept_bytes, held.moved_bytes) == (0, 170 * MB)
+    assert held.again_s == pytest.approx(3 * MS)
+    assert held.comes_together
+    mixed = option_for(each, Recipe("selective", sites=(1,), outputs="keep"))
+    assert (mixed.kept_bytes, mixed.moved_bytes) == (100 * MB, 20 * MB)
+
+
+def test_the_dearest_per_byte_are_held_first():
+    assert {recipe.sites for recipe in recipes(region()) if recipe.action == "selective"} == {(0,), (0, 1)}
+
+
+def test_what_is_free_to_make_again_is_not_held():
+    dear = (Dear(0, 0, 0.0, 1 * MS, "aten::mm"), Dear(1, 5 * MB, 0.0, 0.0, "aten::mm"))
+    assert not [recipe for recipe in recipes(region(dear=dear)) if recipe.action == "selective"]
+
+
+def test_nothing_runs_again_where_that_is_not_wanted_or_not_known():
+    assert {recipe.action for recipe in recipes(region(), only_moves=True)} == {"keep", "offload"}
+    assert {recipe.action for recipe in recipes(region(again_s=0.0))} == {"keep", "offload"}
+
+
+def test_a_region_that_saves_nothing_is_kept():
+    assert recipes(region(saves=(), inputs=(), dear=(), again_s=0.0)) == [Recipe("keep")]
+
+
+@given(profiles())
+def test_none_is_worse_than_another_in_every_respect(step):
+    for each in step.regions:
+        first, *others = options_of(each)
+        costs = [(o.kept_bytes, o.moved_bytes, o.again_s, o.backward_work_bytes) for o in others]
+        assert first.recipe == Recipe("keep")
+        for one in costs:
+            assert not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in costs)
+
+
+@given(profiles())
+def test_a_recipe_alone_says_what_an_option_costs(step):
+    for each in step.regions:
+        for option in options_of(each):
+            assert option_for(each, option.recipe) == option
+
+
+def test_the_reasons_name_bytes_and_milliseconds():
+    each = workload_a().regions[0]
+    texts = [why(option, each) for option in options_of(each)]
+    assert texts[0].startswith("1.73 GiB stay")
+    assert "1.67 GiB freed for 4.7 ms again; inputs stay" in texts
+    assert any(text.endswith("7 dear outputs travel spare 2.7 ms") for text in texts)

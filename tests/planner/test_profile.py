@@ -1,0 +1,96 @@
+"""Profiles: there and back through a file, and refused where they do not belong."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from planner.generated import profiles
+from planner.workloads import MS, around, layers, profile, workload_a
+
+from ebbtide import PlanError
+from ebbtide.planner.profile import Link, Profile
+
+
+@given(step=profiles())
+def test_a_file_holds_all_of_it(tmp_path_factory, step):
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    step.save(path)
+    assert Profile.load(path) == step
+
+
+def test_the_file_says_its_format(tmp_path):
+    workload_a().save(tmp_path / "profile.json")
+    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "regions": 3}', "\x00"])
+def test_what_is_no_profile_is_refused(tmp_path, text):
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(PlanError, match=r"profile\.json is no profile that ebbtide has written"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_another_format_is_refused(tmp_path):
+    (tmp_path / "profile.json").write_text('{"format": 99}')
+    with pytest.raises(PlanError, match=r"profile\.json was written by another version of ebbtide: measure"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_an_unknown_field_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    workload_a().save(path)
+    data = json.loads(path.read_text())
+    data["regions"][0]["surprise"] = 1
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="surprise"):
+        Profile.load(path)
+
+
+def test_the_plain_step_is_the_sum_of_its_parts():
+    assert profile(*layers(2), around=around(before_s=1 * MS, turn_s=2 * MS)).plain_s == pytest.approx(63 * MS)
+
+
+def test_twice_the_tokens_are_twice_the_bytes_and_seconds():
+    step = profile(*layers(2, grad_bytes=5), around=around(before_s=1 * MS, kept_bytes=9, peak_bytes=7, peak_save=3))
+    double = step.scaled(2 * step.tokens)
+    one, two = step.regions[0], double.regions[0]
+    assert double.plain_s == pytest.approx(2 * step.plain_s)
+    assert two.saved_bytes == 2 * one.saved_bytes
+    assert two.backward_work_bytes == 2 * one.backward_work_bytes
+    assert [dear.nbytes for dear in two.dear] == [2 * dear.nbytes for dear in one.dear]
+    assert [save.index for save in two.saves] == [save.index for save in one.saves]
+    assert (two.grad_bytes, double.around.peak_save, double.base_bytes) == (5, 3, step.base_bytes)
+    assert (double.around.kept_bytes, double.around.peak_bytes, double.tokens) == (18, 14, 2000)
+    assert double.link == step.link
+    assert step.scaled(step.tokens) is step
+
+
+def test_a_refit_changes_times_and_work():
+    step = profile(*layers(1), around=around(before_s=1 * MS, end_s=1 * MS, peak_bytes=100))
+    fitted = step.refitted(forward=2.0, backward=3.0, memory=1.5)
+    one, fit = step.regions[0], fitted.regions[0]
+    assert fitted.plain_s == pytest.approx((2 * 11 + 3 * 21) * MS)
+    assert fit.again_s == pytest.approx(3 * one.again_s)
+    assert fit.backward_work_bytes == 1.5 * one.backward_work_bytes
+    assert fitted.around.peak_bytes == 150
+    assert [save.at_s for save in fit.saves] == [2 * save.at_s for save in one.saves]
+
+
+def test_a_refit_makes_dear_outputs_as_much_dearer_as_the_second_run():
+    """Else a second run that holds them all would seem to take longer than it does."""
+    fit = profile(*layers(1)).refitted(forward=1.0, backward=2.0).regions[0]
+    assert [dear.again_s for dear in fit.dear] == pytest.approx([8 * MS, 6 * MS])
+
+
+@pytest.mark.parametrize("interference", [-0.1, 1.0])
+def test_a_link_that_stops_compute_cannot_be(interference):
+    with pytest.raises(PlanError, match="stand still"):
+        Link(1e10, 1e10, 1e10, 1e10, latency_s=0.0, interference=interference)
+
+
+def test_what_it_was_made_for_is_checked():
+    step = dataclasses.replace(workload_a(), made_for={"model": "a", "device": "H200"})
+    step.check_made_for({"model": "a"})
+    with pytest.raises(PlanError, match=r"the profile is of device 'H200', not 'B200'; torch 'unknown', not"):
+        step.check_made_for({"device": "B200", "torch": "2.11"})

@@ -1,0 +1,176 @@
+"""The judge: cases counted by hand, and what must hold whatever is simulated."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.generated import profiles
+from planner.workloads import MS, around, layers, profile, region
+
+from ebbtide.plan import Recipe
+from ebbtide.planner.options import option_for, options_of
+from ebbtide.planner.profile import Link, Save
+from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate
+
+MB = 1_000_000
+WIDE = 10**12
+
+
+def wide(count, **changes):
+    return Pace(**{"windows": (WIDE,) * count, "last_window": WIDE, "prefetch": (WIDE,) * count, **changes})
+
+
+def one_parcel(megabytes, **changes):
+    """A region that saves one parcel at its start: 10 ms forward, 20 ms backward."""
+    return region(saves=(Save(0, megabytes * MB, 0.0),), backward_work_bytes=0, forward_work_bytes=0, **changes)
+
+
+def moving(step):
+    return [option_for(each, Recipe("offload")) for each in step.regions]
+
+
+def test_with_everything_kept_it_is_the_plain_step():
+    step = profile(*layers(3), around=around(before_s=1 * MS, after_s=2 * MS, turn_s=3 * MS, end_s=4 * MS))
+    outcome = simulate(step, [option_for(each, Recipe("keep")) for each in step.regions], wide(3))
+    assert outcome.step_s == pytest.approx(step.plain_s) == pytest.approx(100 * MS)
+    assert outcome.forward_s == pytest.approx(33 * MS)
+    assert (outcome.stall_forward_s, outcome.stall_backward_s, outcome.moved_bytes) == (0, 0, 0)
+    assert outcome.peak_bytes == 1000 * MB + 900 * MB + 100 * MB  # base, saved, the last backward's working memory
+
+
+def test_a_parcel_that_fits_the_time_costs_nothing_but_comes_back_when_it_is_asked_for():
+    """50 MB are 5 ms each way at 10 GB/s; nothing is ahead of the only need there is."""
+    step = profile(one_parcel(50))
+    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    assert outcome.stall_forward_s == 0
+    assert outcome.stall_backward_s == pytest.approx(5 * MS)
+    assert outcome.step_s == pytest.approx(35 * MS)
+    assert outcome.moved_bytes == outcome.host_bytes == 50 * MB
+
+
+def test_compute_waits_at_the_release_for_what_has_not_landed():
+    """300 MB are 30 ms: 20 more than forward takes."""
+    step = profile(one_parcel(300))
+    outcome = simulate(step, moving(step), wide(1, last_window=299 * MB))
+    assert outcome.stall_forward_s == pytest.approx(20 * MS)
+    assert outcome.forward_s == pytest.approx(30 * MS)
+
+
+def test_what_has_not_left_is_used_from_the_device():
+    step = profile(one_parcel(300))
+    outcome = simulate(step, moving(step), wide(1, last_window=300 * MB))
+    assert outcome.step_s == pytest.approx(step.plain_s)
+    assert (outcome.moved_bytes, outcome.stall_forward_s, outcome.stall_backward_s) == (0, 0, 0)
+    assert outcome.tail_bytes(moving(step)) == [300 * MB]
+
+
+def test_a_lane_copies_in_order():
+    """Two parcels of 20 ms: the second begins when the first is over, 10 ms after its own region began."""
+    step = profile(one_parcel(200), one_parcel(200))
+    outcome = simulate(step, moving(step), wide(2, last_window=0))
+    assert outcome.forward_s == pytest.approx(40 * MS)
+    assert outcome.stall_forward_s == pytest.approx(20 * MS)
+
+
+def test_latency_is_paid_per_copy():
+    step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=10 * MS, interference=0))
+    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    assert outcome.forward_s == pytest.approx(15 * MS)
+    assert outcome.stall_backward_s == pytest.approx(15 * MS)
+
+
+def test_copies_slow_compute_beside_them():
+    """5 ms of the forward pass beside a copy."""
+    step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=0, interference=0.1))
+    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    assert outcome.forward_s == pytest.approx(10.5 * MS)
+
+
+def test_the_next_parcels_come_while_the_ones_before_are_used():
+    """The last region's own parcel is a miss of 5 ms; the first region's comes meanwhile."""
+    step = profile(one_parcel(50), one_parcel(50))
+    outcome = simulate(step, moving(step), wide(2, last_window=0))
+    assert outcome.stall_backward_s == pytest.approx(5 * MS)
+
+
+def test_without_a_window_nothing_comes_ahead():
+    step = profile(one_parcel(50), one_parcel(50))
+    outcome = simulate(step, moving(step), wide(2, last_window=0, prefetch=(0, 0)))
+    assert outcome.stall_backward_s == pytest.approx(10 * MS)
+
+
+def test_what_runs_again_has_all_its_parcels_fetched_when_it_begins():
+    """An input of 20 MB and two outputs of 50 and 100 MB: 17 ms, then 3 ms again."""
+    step = profile(region())
+    option = option_for(step.regions[0], Recipe("selective", sites=(0, 1)))
+    outcome = simulate(step, [option], wide(1, last_window=0))
+    assert option.comes_together
+    assert outcome.stall_backward_s == pytest.approx(17 * MS)
+    assert outcome.step_s - outcome.forward_s == pytest.approx((17 + 3 + 20) * MS)
+
+
+def test_the_memory_curve_has_a_point_per_region_and_way():
+    step = profile(*layers(2), around=around(kept_bytes=7 * MB, peak_bytes=11 * MB))
+    outcome = simulate(step, [option_for(each, Recipe("keep")) for each in step.regions], wide(2))
+    assert [(moment.what, moment.nbytes // MB) for moment in outcome.curve] == [
+        ("layers.0 forward", 1007 + 300 + 100),
+        ("layers.1 forward", 1007 + 600 + 100),
+        ("behind the last region", 1007 + 600 + 11),
+        ("layers.1 backward", 1007 + 600 + 100),
+        ("layers.0 backward", 1007 + 300 + 100),
+    ]
+    assert [moment.seconds for moment in outcome.curve] == sorted(moment.seconds for moment in outcome.curve)
+
+
+def test_a_small_region_does_not_fetch_what_the_large_one_before_it_has_no_room_for():
+    """The windows of a region look at all that what waits has to pass, not only at its own memory."""
+    step = profile(
+        one_parcel(50, name="layers.0"),
+        region("layers.1", saves=(), inputs=(), dear=(), again_s=0.0, backward_work_bytes=500 * MB),
+        one_parcel(50, name="layers.2"),
+    )
+    options = moving(step)
+    budget = least_budget(step, options) + 10 * MB
+    outcome = simulate(step, options, pace_within(step, options, budget))
+    assert outcome.peak_bytes <= budget
+
+
+def test_a_name_that_is_visited_twice_has_one_window():
+    step = profile(*(region("shared") for _ in range(3)))
+    options = moving(step)
+    pace = pace_within(step, options, 3000 * MB)
+    assert len(set(pace.windows)) == len(set(pace.prefetch)) == 1
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_peak_stays_within_the_budget(data):
+    step = data.draw(profiles(most_regions=5))
+    options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
+    least = least_budget(step, options)
+    budget = least + data.draw(st.integers(0, 300)) * MB
+    assert simulate(step, options, pace_within(step, options, budget)).peak_bytes <= budget
+    assert pace_within(step, options, least) is not None
+    assert pace_within(step, options, least - 1) is None
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_more_memory_never_costs_time(data):
+    step = data.draw(profiles(most_regions=5))
+    options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
+    small = least_budget(step, options) + data.draw(st.integers(0, 200)) * MB
+    large = small + data.draw(st.integers(0, 100)) * MB
+    before, after = (simulate(step, options, pace_within(step, options, budget)) for budget in (small, large))
+    assert after.step_s <= before.step_s + 1e-9
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_step_is_never_faster_than_what_it_is_made_of(data):
+    step = data.draw(profiles(most_regions=5))
+    options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
+    budget = least_budget(step, options) + data.draw(st.integers(0, 200)) * MB
+    outcome = simulate(step, options, pace_within(step, options, budget))
+    stalls = outcome.stall_forward_s + outcome.stall_backward_s
+    assert outcome.step_s >= step.plain_s + sum(option.again_s for option in options) + stalls - 1e-9
+    assert sum(outcome.tail_bytes(options)) + outcome.moved_bytes == sum(option.moved_bytes for option in options)

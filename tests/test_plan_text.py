@@ -1,0 +1,121 @@
+"""Plans as text and as files."""
+
+import json
+import re
+
+import pytest
+
+from ebbtide import Plan, PlanError, Recipe, RegionPlan
+from ebbtide._text import as_range, counts_up, plain_table
+from ebbtide.plan import OP_CLASSES, Cost, Prediction, ReleasePoint
+
+MIB = 1024**2
+
+MOVED = RegionPlan(
+    Recipe("selective", ops=tuple(OP_CLASSES), sites=(0, 3)),
+    release=((0, 64 * MIB),),
+    prefetch_bytes=32 * MIB,
+    reason="the link is full",
+    cost=Cost(0, 48 * MIB, 0.004),
+)
+PLAN = Plan(
+    {
+        "layers.0": MOVED,
+        "layers.1": RegionPlan(MOVED.recipe, (), 16 * MIB, "the link is full", MOVED.cost),
+        "layers.2": RegionPlan(Recipe("keep"), ((0, 48 * MIB),), 1, "late", Cost(300 * MIB, 0, 0.0)),
+        "head": RegionPlan(Recipe("recompute", inputs="keep")),
+    },
+    outside=RegionPlan(Recipe("keep"), ((7, 8 * MIB),), 1),
+    budget_bytes=1024 * MIB,
+    predicted=Prediction(0.1, 0.099, 0.001, 0.002, 1000 * MIB, 96 * MIB, 90 * MIB),
+)
+
+
+def cells(line):
+    return re.split(r" {2,}", line)
+
+
+def test_text_folds_equal_regions():
+    headline, titles, *rows = str(PLAN).splitlines()
+    assert headline == (
+        "plan within 1.00 GiB: step 100.0 ms (none is faster than 99.0 ms), waiting 1.0 ms forward and 2.0 ms "
+        "backward; peak 1000.00 MiB, 96.00 MiB out and back, 90.00 MiB on the host"
+    )
+    assert cells(titles) == ["regions", "recipe", "kept", "moved", "run again", "may wait", "fetched ahead", "why"]
+    recipe = "selective, outputs offloaded, inputs offloaded, sites 0,3"
+    ahead = "32.00 MiB .. 16.00 MiB"
+    assert [cells(row) for row in rows] == [
+        ["layers.0-1", recipe, "0 B", "48.00 MiB", "4.0 ms", "64.00 MiB", ahead, "the link is full"],
+        ["layers.2", "keep", "300.00 MiB", "0 B", "0.0 ms", "48.00 MiB", "1 B", "late"],
+        ["head", "recompute, inputs kept", "48.00 MiB"],
+        ["outside of all", "keep", "8.00 MiB", "1 B"],
+    ]
+    ends = [line.index(text) + len(text) for line, text in zip(rows, ("64.00 MiB", "48.00 MiB"), strict=False)]
+    assert len(set(ends)) == 1
+
+
+def test_text_of_a_plan_written_by_hand():
+    assert str(Plan({"layers.0": RegionPlan(Recipe("offload"))})).splitlines() == [
+        "plan, 1 regions",
+        "regions   recipe   kept  moved  run again  may wait  fetched ahead  why",
+        "layers.0  offload",
+    ]
+
+
+def test_a_file_holds_all_of_it(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert json.loads((tmp_path / "plan.json").read_text())["format"] == 1
+
+
+def test_a_file_of_a_plan_without_anything(tmp_path):
+    Plan({}).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == Plan({})
+
+
+def test_a_release_point_is_one_again(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").regions["layers.2"].release[0].window_bytes == 48 * MIB
+    assert type(Plan.load(tmp_path / "plan.json").outside.release[0]) is ReleasePoint
+
+
+def test_a_function_cannot_be_saved(tmp_path):
+    plan = Plan({"layers.0": RegionPlan(Recipe("selective", ops=(lambda op, *args, **kwargs: True,)))})
+    with pytest.raises(PlanError, match=r"layers\.0: the recipe chooses operators by a Python function"):
+        plan.save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+BAD_REGION = '{"format": 1, "regions": {"a": {"recipe": {"action": "fly", "sites": null}, "cost": null}}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"format": 1}', '{"format": 1, "regions": []}', BAD_REGION])
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"plan\.json is no plan that ebbtide has written"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_another_format_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": 2}')
+    with pytest.raises(PlanError, match=r"plan\.json was written by another version of ebbtide: make the plan again"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_names_that_count_up():
+    assert counts_up("layers.3.mlp", "layers.4.mlp")
+    assert not counts_up("layers.3.mlp", "layers.5.mlp")
+    assert not counts_up("layers.3.mlp", "layers.4.norm")
+    assert not counts_up("a.0.b.9", "a.1.b.0")
+    assert not counts_up("layers.3", "layers.3")
+    assert not counts_up("head", "head")
+
+
+def test_ranges_of_names():
+    assert as_range("encoder.3.mlp", "encoder.12.mlp") == "encoder.3-12.mlp"
+    assert as_range("a.1.b.2", "a.1.b.7") == "a.1.b.2-7"
+    assert as_range("head", "head") == "head"
+
+
+def test_a_table_is_as_wide_as_it_has_to_be():
+    assert plain_table([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 
 MB = 1_000_000
 MS = 1e-3
@@ -51,9 +51,7 @@ def profiles(draw, most_regions=3, shared_names=False):
             turn_s=draw(_times),
             end_s=draw(_times),
             kept_bytes=draw(_megabytes),
-            peak_bytes=draw(_megabytes),
-            peak_save=draw(st.integers(-1, 5)),
-            release_saves=(),
+            turns=tuple(Turn(save, draw(_times), draw(_megabytes)) for save in range(-1, draw(st.integers(-1, 3)))),
         ),
         link=Link(rate, back, rate, back, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 0.02, 0.3]))),
         base_bytes=draw(_megabytes),

@@ -52,7 +52,7 @@ def test_the_plain_step_is_the_sum_of_its_parts():
 
 
 def test_twice_the_tokens_are_twice_the_bytes_and_seconds():
-    step = profile(*layers(2, grad_bytes=5), around=around(before_s=1 * MS, kept_bytes=9, peak_bytes=7, peak_save=3))
+    step = profile(*layers(2, grad_bytes=5), around=around(before_s=1 * MS, kept_bytes=9, peak_bytes=7, save=3))
     double = step.scaled(2 * step.tokens)
     one, two = step.regions[0], double.regions[0]
     assert double.plain_s == pytest.approx(2 * step.plain_s)
@@ -60,7 +60,7 @@ def test_twice_the_tokens_are_twice_the_bytes_and_seconds():
     assert two.backward_work_bytes == 2 * one.backward_work_bytes
     assert [dear.nbytes for dear in two.dear] == [2 * dear.nbytes for dear in one.dear]
     assert [save.index for save in two.saves] == [save.index for save in one.saves]
-    assert (two.grad_bytes, double.around.peak_save, double.base_bytes) == (5, 3, step.base_bytes)
+    assert (two.grad_bytes, double.around.turns[0].save, double.base_bytes) == (5, 3, step.base_bytes)
     assert (double.around.kept_bytes, double.around.peak_bytes, double.tokens) == (18, 14, 2000)
     assert double.link == step.link
     assert step.scaled(step.tokens) is step

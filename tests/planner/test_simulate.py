@@ -16,7 +16,7 @@ WIDE = 10**12
 
 
 def wide(count, **changes):
-    return Pace(**{"windows": (WIDE,) * count, "last_window": WIDE, "prefetch": (WIDE,) * count, **changes})
+    return Pace(**{"windows": (WIDE,) * count, "turns": (WIDE,), "prefetch": (WIDE,) * count, **changes})
 
 
 def one_parcel(megabytes, **changes):
@@ -40,7 +40,7 @@ def test_with_everything_kept_it_is_the_plain_step():
 def test_a_parcel_that_fits_the_time_costs_nothing_but_comes_back_when_it_is_asked_for():
     """50 MB are 5 ms each way at 10 GB/s; nothing is ahead of the only need there is."""
     step = profile(one_parcel(50))
-    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
     assert outcome.stall_forward_s == 0
     assert outcome.stall_backward_s == pytest.approx(5 * MS)
     assert outcome.step_s == pytest.approx(35 * MS)
@@ -50,14 +50,14 @@ def test_a_parcel_that_fits_the_time_costs_nothing_but_comes_back_when_it_is_ask
 def test_compute_waits_at_the_release_for_what_has_not_landed():
     """300 MB are 30 ms: 20 more than forward takes."""
     step = profile(one_parcel(300))
-    outcome = simulate(step, moving(step), wide(1, last_window=299 * MB))
+    outcome = simulate(step, moving(step), wide(1, turns=(299 * MB,)))
     assert outcome.stall_forward_s == pytest.approx(20 * MS)
     assert outcome.forward_s == pytest.approx(30 * MS)
 
 
 def test_what_has_not_left_is_used_from_the_device():
     step = profile(one_parcel(300))
-    outcome = simulate(step, moving(step), wide(1, last_window=300 * MB))
+    outcome = simulate(step, moving(step), wide(1, turns=(300 * MB,)))
     assert outcome.step_s == pytest.approx(step.plain_s)
     assert (outcome.moved_bytes, outcome.stall_forward_s, outcome.stall_backward_s) == (0, 0, 0)
     assert outcome.tail_bytes(moving(step)) == [300 * MB]
@@ -66,14 +66,14 @@ def test_what_has_not_left_is_used_from_the_device():
 def test_a_lane_copies_in_order():
     """Two parcels of 20 ms: the second begins when the first is over, 10 ms after its own region began."""
     step = profile(one_parcel(200), one_parcel(200))
-    outcome = simulate(step, moving(step), wide(2, last_window=0))
+    outcome = simulate(step, moving(step), wide(2, turns=(0,)))
     assert outcome.forward_s == pytest.approx(40 * MS)
     assert outcome.stall_forward_s == pytest.approx(20 * MS)
 
 
 def test_latency_is_paid_per_copy():
     step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=10 * MS, interference=0))
-    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
     assert outcome.forward_s == pytest.approx(15 * MS)
     assert outcome.stall_backward_s == pytest.approx(15 * MS)
 
@@ -81,20 +81,20 @@ def test_latency_is_paid_per_copy():
 def test_copies_slow_compute_beside_them():
     """5 ms of the forward pass beside a copy."""
     step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=0, interference=0.1))
-    outcome = simulate(step, moving(step), wide(1, last_window=0))
+    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
     assert outcome.forward_s == pytest.approx(10.5 * MS)
 
 
 def test_the_next_parcels_come_while_the_ones_before_are_used():
     """The last region's own parcel is a miss of 5 ms; the first region's comes meanwhile."""
     step = profile(one_parcel(50), one_parcel(50))
-    outcome = simulate(step, moving(step), wide(2, last_window=0))
+    outcome = simulate(step, moving(step), wide(2, turns=(0,)))
     assert outcome.stall_backward_s == pytest.approx(5 * MS)
 
 
 def test_without_a_window_nothing_comes_ahead():
     step = profile(one_parcel(50), one_parcel(50))
-    outcome = simulate(step, moving(step), wide(2, last_window=0, prefetch=(0, 0)))
+    outcome = simulate(step, moving(step), wide(2, turns=(0,), prefetch=(0, 0)))
     assert outcome.stall_backward_s == pytest.approx(10 * MS)
 
 
@@ -102,7 +102,7 @@ def test_what_runs_again_has_all_its_parcels_fetched_when_it_begins():
     """An input of 20 MB and two outputs of 50 and 100 MB: 17 ms, then 3 ms again."""
     step = profile(region())
     option = option_for(step.regions[0], Recipe("selective", sites=(0, 1)))
-    outcome = simulate(step, [option], wide(1, last_window=0))
+    outcome = simulate(step, [option], wide(1, turns=(0,)))
     assert option.comes_together
     assert outcome.stall_backward_s == pytest.approx(17 * MS)
     assert outcome.step_s - outcome.forward_s == pytest.approx((17 + 3 + 20) * MS)

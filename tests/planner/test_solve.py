@@ -156,7 +156,7 @@ def test_what_holds_the_smallest_budget_adds_up_to_it():
 
 
 def test_windows_are_said_where_they_change_and_at_the_peak():
-    step = profile(*layers(4), around=around(peak_save=7))
+    step = profile(*layers(4), around=around(save=7))
     plan = solve(step, 1700 * MB)
     for name, planned in plan.regions.items():
         assert planned.prefetch_bytes >= 1, name

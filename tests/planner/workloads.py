@@ -34,12 +34,12 @@ def around(**changes):
         "end_s": 0.0,
         "kept_bytes": 0,
     }
-    peak_bytes = changes.pop("peak_bytes", 0)
+    peak_bytes, save = changes.pop("peak_bytes", 0), changes.pop("save", 3)
     given = {**given, **changes}
-    return Around(**given, turns=at_the_end(given["after_s"], peak_bytes))
+    return Around(**{"turns": at_the_end(given["after_s"], peak_bytes, save), **given})
 
 
-def at_the_end(after_s, peak_bytes, save=3):
+def at_the_end(after_s, peak_bytes, save):
     """One place behind the last region: the save at the end of forward."""
     return (Turn(save, after_s, peak_bytes),)
 

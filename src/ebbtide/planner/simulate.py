@@ -72,26 +72,66 @@ class Outcome:
 
 def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -> Pace | None:
     """The widest windows with which memory stays below `budget_bytes`; None if even without any it does not."""
-    fixed = budget_bytes - profile.base_bytes - profile.around.kept_bytes
-    kept = list(accumulate(option.kept_bytes for option in choice))
-    windows = [fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)]
-    turns = [fixed - (kept[-1] if kept else 0) - turn.peak_bytes for turn in profile.around.turns]
-    behind = zip(kept, _grads_behind(profile), choice, strict=True)
-    room = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
-    if min([*windows, *turns, *room], default=0) < 0:
+    room = _Room.within(profile, choice, budget_bytes)
+    if room.least < 0:
         return None
-    entering = _most_entering(room, choice)
     # What a region needs to run again comes together, as soon as there is room for the first of it.
     beyond = accumulate((_beyond_first(option) for option in choice), max, initial=0)
-    carried = [room[0], *entering] if room else []
-    prefetch = [max(0, min(r, c) - b) for r, c, b in zip(room, carried, beyond, strict=False)]
-    places = list(zip(turns, profile.around.turns, strict=True))
-    at_saves = [window for window, turn in places if turn.save >= 0]
-    at_saves[-1:] = [min([window, *entering[-1:]]) for window in at_saves[-1:]]
-    if windows:  # where nothing is saved, nothing can leave: it has to have left before
-        elsewhere = [window for window, turn in places if turn.save < 0]
-        windows[-1] = min([windows[-1], *elsewhere, *([] if at_saves else entering[-1:])])
-    return Pace(_same_by_name(profile, windows), tuple(at_saves), _same_by_name(profile, prefetch))
+    carried = [room.backward[0], *room.entering] if room.backward else []
+    prefetch = [max(0, min(r, c) - b) for r, c, b in zip(room.backward, carried, beyond, strict=False)]
+    windows = [*room.windows[:-1], *[min([window, *room.at_the_end]) for window in room.windows[-1:]]]
+    return Pace(_same_by_name(profile, windows), tuple(room.at_saves), _same_by_name(profile, prefetch))
+
+
+def least_budget(profile: Profile, choice: Sequence[Option]) -> int:
+    """The least for which `pace_within` finds a pace."""
+    return -_Room.within(profile, choice, 0).least  # all of it grows with the budget, byte for byte
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a budget leaves, in bytes.
+
+    Attributes:
+        windows: per region, for what waits on its way out in forward.
+        at_saves: the same at the places behind the last region where something is saved, and so may leave.
+        at_the_end: the same at the end of the last region's forward, where nothing is saved: what has not left inside
+            of it has to fit there, the last parcel too.
+        backward: per region, for what has come back early or has not left.
+        entering: per region, most that may wait when its backward begins.
+    """
+
+    windows: list[int]
+    at_saves: list[int]
+    at_the_end: list[int]
+    backward: list[int]
+    entering: list[int]
+
+    @classmethod
+    def within(cls, profile: Profile, choice: Sequence[Option], budget_bytes: int) -> "_Room":
+        fixed = budget_bytes - profile.base_bytes - profile.around.kept_bytes
+        kept = list(accumulate(option.kept_bytes for option in choice))
+        behind = zip(kept, _grads_behind(profile), choice, strict=True)
+        backward = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
+        entering = _most_entering(backward, choice)
+        all_kept = kept[-1] if kept else 0
+        turns = [(turn.save, fixed - all_kept - turn.peak_bytes) for turn in profile.around.turns]
+        at_saves = [room for save, room in turns if save >= 0]
+        at_the_end = [room for save, room in turns if save < 0] + ([] if at_saves else entering[-1:])
+        at_saves[-1:] = [min([room, *entering[-1:]]) for room in at_saves[-1:]]
+        last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0
+        return cls(
+            windows=[fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)],
+            at_saves=at_saves,
+            at_the_end=[room - last for room in at_the_end],
+            backward=backward,
+            entering=entering,
+        )
+
+    @property
+    def least(self) -> int:
+        """Of all of it; below zero if the budget is not enough."""
+        return min([*self.windows, *self.at_saves, *self.at_the_end, *self.backward], default=0)
 
 
 def _most_entering(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
@@ -117,18 +157,6 @@ def _same_by_name(profile: Profile, values: list[int]) -> tuple[int, ...]:
 
 def _beyond_first(option: Option) -> int:
     return option.moved_bytes - option.moved[0].nbytes if option.comes_together and option.moved else 0
-
-
-def least_budget(profile: Profile, choice: Sequence[Option]) -> int:
-    """The least for which `pace_within` finds a pace."""
-    kept = list(accumulate(option.kept_bytes for option in choice))
-    grads = _grads_behind(profile)
-    work = [
-        profile.around.peak_bytes + (kept[-1] if kept else 0),
-        *(k + region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)),
-        *(k + g + option.backward_work_bytes for k, g, option in zip(kept, grads, choice, strict=True)),
-    ]
-    return profile.base_bytes + profile.around.kept_bytes + max(work)
 
 
 def _grads_behind(profile: Profile) -> list[int]:
@@ -200,8 +228,9 @@ class _Forward:
         windows = iter(self._pace.turns)
         passed_s = 0.0
         for turn in around.turns:
-            self._pass(turn.at_s - passed_s)
-            passed_s = max(passed_s, turn.at_s)
+            at_s = min(turn.at_s, around.after_s)  # measured in another step than the times
+            self._pass(at_s - passed_s)
+            passed_s = max(passed_s, at_s)
             if turn.save >= 0:
                 self._release(next(windows), len(self.sizes))
             self.curve.append(Moment(self.now, fixed + self.waiting_bytes + turn.peak_bytes, "behind the last region"))

@@ -123,7 +123,17 @@ def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
         room -= unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
-    return tuple(chosen[number] for number in range(len(model.units))) if room >= profile.around.peak_bytes else None
+    return _with_a_last_that_fits(model, [chosen[number] for number in range(len(model.units))], budget_bytes)
+
+
+def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) -> _Choices | None:
+    """Behind the last region it is not only what it keeps that needs room, but what it still sends too."""
+    unit = model.units[-1]
+    for choice in [choices[-1], *sorted(range(len(unit.recipes)), key=unit.kept_bytes.__getitem__)]:
+        found = (*choices[:-1], choice)
+        if least_budget(model.profile, model.options(found)) <= budget_bytes:
+            return found
+    return None
 
 
 # -- solved --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from planner.workloads import GIB, MS, around, layers, profile, region, workload
 from ebbtide import PlanError
 from ebbtide.plan import Recipe
 from ebbtide.planner import solve as solving
+from ebbtide.planner.candidates import leanest
 from ebbtide.planner.groups import Model
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Link, Save
@@ -91,6 +92,16 @@ def test_the_bound_holds_for_all_that_can_be_chosen(data):
     choices = [options_of(each) for each in step.regions]
     budget = Solver(step).smallest_budget() + data.draw(st.integers(0, 150)) * MB
     assert solving.least_step_s(step, choices, budget) <= by_brute_force(step, budget) + EXACT
+
+
+@given(profiles())
+@settings(max_examples=100, deadline=None)
+def test_the_leanest_plan_is_found_without_trying_all(step):
+    model = Model(step, False)
+    choices = product(*(range(len(unit.recipes)) for unit in model.units))
+    assert least_budget(step, model.options(leanest(model))) == min(
+        least_budget(step, model.options(choice)) for choice in choices
+    )
 
 
 @given(st.data())

@@ -19,7 +19,8 @@ from ebbtide.planner.profile import Profile
 from ebbtide.planner.simulate import least_budget
 
 _BUDGETS = 128
-_Choices = tuple[int, ...]  # per unit, the index of its recipe
+Choices = tuple[int, ...]
+"""Per unit, the index of its recipe."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Candidate:
     """An option for every region.
 
     Attributes:
-        options: in order of forward.
+        choices: of the model's units.
+        options: what they mean for each region, in order of forward.
         least_bytes: the budget that it needs.
         kept_bytes, moved_bytes, again_s: of all regions together.
     """
 
+    choices: Choices
     options: tuple[Option, ...]
     least_bytes: int
     kept_bytes: int
@@ -45,17 +48,23 @@ def candidates_of(model: Model) -> list[Candidate]:
     Those of a model whose regions never run again are not repeated by one whose regions may: try them too.
     """
     found = _all_choices(model) if model.assignments <= MOST_ASSIGNMENTS else _likely_choices(model)
-    return [candidate_from(model.profile, model.options(choices)) for choices in dict.fromkeys(found)]
+    return [candidate_from(model, choices) for choices in dict.fromkeys(found)]
 
 
 def all_kept(model: Model) -> Candidate:
     """Nothing moves, nothing runs again."""
-    return candidate_from(model.profile, model.options((0,) * len(model.units)))
+    return candidate_from(model, (0,) * len(model.units))
 
 
-def candidate_from(profile: Profile, options: Sequence[Option]) -> Candidate:
-    """With an option for every region of `profile`."""
+def candidate_from(model: Model, choices: Choices) -> Candidate:
+    """With what `choices` mean for every region of the model's profile."""
+    return candidate_of(model.profile, model.options(choices), choices)
+
+
+def candidate_of(profile: Profile, options: Sequence[Option], choices: Choices = ()) -> Candidate:
+    """With an option for every region of `profile`, of whatever model."""
     return Candidate(
+        choices,
         tuple(options),
         least_budget(profile, options),
         sum(option.kept_bytes for option in options),
@@ -64,11 +73,11 @@ def candidate_from(profile: Profile, options: Sequence[Option]) -> Candidate:
     )
 
 
-def _all_choices(model: Model) -> Iterator[_Choices]:
+def _all_choices(model: Model) -> Iterator[Choices]:
     return product(*(range(len(unit.recipes)) for unit in model.units))
 
 
-def _likely_choices(model: Model) -> Iterator[_Choices]:
+def _likely_choices(model: Model) -> Iterator[Choices]:
     yield (0,) * len(model.units)
     lean = leanest(model)
     yield lean
@@ -76,14 +85,14 @@ def _likely_choices(model: Model) -> Iterator[_Choices]:
     yield from _solved(model, least_budget(model.profile, model.options(lean)))
 
 
-def _uniform(model: Model) -> Iterator[_Choices]:
+def _uniform(model: Model) -> Iterator[Choices]:
     """The recipes of one group everywhere; where there is no such recipe, the one of the same place in the list."""
     most = max((len(unit.recipes) for unit in model.units), default=0)
     for index in range(most):
         yield tuple(min(index, len(unit.recipes) - 1) for unit in model.units)
 
 
-def leanest(model: Model) -> _Choices:
+def leanest(model: Model) -> Choices:
     """What needs the smallest budget; exact if no region is visited twice.
 
     Where two options fit, the one that keeps less is never worse for the regions behind: so for a given budget one pass
@@ -101,7 +110,7 @@ def leanest(model: Model) -> _Choices:
     return best
 
 
-def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
+def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
     profile = model.profile
     room = budget_bytes - profile.base_bytes - profile.around.kept_bytes
     chosen: dict[int, int] = {}
@@ -126,7 +135,7 @@ def _leanest_within(model: Model, budget_bytes: int) -> _Choices | None:
     return _with_a_last_that_fits(model, [chosen[number] for number in range(len(model.units))], budget_bytes)
 
 
-def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) -> _Choices | None:
+def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) -> Choices | None:
     """Behind the last region it is not only what it keeps that needs room, but what it still sends too."""
     unit = model.units[-1]
     for choice in [choices[-1], *sorted(range(len(unit.recipes)), key=unit.kept_bytes.__getitem__)]:
@@ -139,14 +148,14 @@ def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) 
 # -- solved --------------------------------------------------------------------------------------------------------
 
 
-def _budgets(model: Model, low: int) -> list[int]:
+def budgets_from(model: Model, low: int) -> list[int]:
     """From the smallest that any plan needs to what keeping everything needs; closer together where it is tight."""
     high = least_budget(model.profile, model.options((0,) * len(model.units)))
     return [low + int((high - low) * (step / _BUDGETS) ** 1.5) for step in range(_BUDGETS + 1)]
 
 
-def _solved(model: Model, least_bytes: int) -> Iterator[_Choices]:
-    row = _budgets(model, least_bytes)
+def _solved(model: Model, least_bytes: int) -> Iterator[Choices]:
+    row = budgets_from(model, least_bytes)
     for kind, some in ((_anything, row), (_moves_nothing, row[::2])):
         counts = Counts(model, kind)
         for budget_bytes in some:
@@ -163,7 +172,7 @@ def _moves_nothing(unit: Unit, choice: int) -> bool:
     return unit.moved_bytes[choice] == 0
 
 
-def placed(model: Model, solution: Iterable[Counted]) -> Iterator[_Choices]:
+def placed(model: Model, solution: Iterable[Counted]) -> Iterator[Choices]:
     """The ways to spread counts over the depth that differ in what the simulator sees: bursts, and what comes last."""
     pieces = list(solution)
     for spread in (_early, _even, _kept_last, _moved_at_the_end):

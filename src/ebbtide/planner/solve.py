@@ -16,9 +16,10 @@ from functools import cached_property
 from ebbtide._errors import PlanError
 from ebbtide.plan import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide.planner.bound import least_step_s
-from ebbtide.planner.candidates import Candidate, all_kept, candidate_from, candidates_of
-from ebbtide.planner.groups import Model
+from ebbtide.planner.candidates import Candidate, all_kept, budgets_from, candidate_of, candidates_of
+from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model
 from ebbtide.planner.options import Option
+from ebbtide.planner.polish import Ladder
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import reasons_of, too_small, what_holds
 from ebbtide.planner.simulate import Outcome, Pace, pace_within, simulate
@@ -132,8 +133,22 @@ class _Space:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        own = candidates_of(self._model)
-        return own if self._others is None else [*own, *self._others.candidates]
+        return self._own if self._others is None else [*self._own, *self._others.candidates]
+
+    @cached_property
+    def _own(self) -> list[Candidate]:
+        return candidates_of(self._model)
+
+    @cached_property
+    def _ladder(self) -> Ladder:
+        # Where all there is are candidates, nothing is left to be made better.
+        is_whole = self._model.assignments <= MOST_ASSIGNMENTS
+        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes)
+        return Ladder(self._model, budgets, self._own, self._step_s, self._least_s)
+
+    def _step_s(self, candidate: Candidate, budget_bytes: int) -> float | None:
+        tried = None if candidate.least_bytes > budget_bytes else self._try(candidate, budget_bytes)
+        return None if tried is None else tried.outcome.step_s
 
     @cached_property
     def leanest(self) -> Candidate:
@@ -147,7 +162,8 @@ class _Space:
         best = self._try(self.kept, budget_bytes)
         if best is not None:
             return best
-        fitting = (candidate for candidate in self.candidates if candidate.least_bytes <= budget_bytes)
+        polished = self._ladder.up_to(budget_bytes)
+        fitting = (candidate for candidate in (*polished, *self.candidates) if candidate.least_bytes <= budget_bytes)
         bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
         for least_s, candidate in sorted(bounded, key=lambda pair: pair[0]):
             if best is not None and least_s > best.outcome.step_s + 1e-9:
@@ -181,7 +197,7 @@ class _Space:
                 for visit, kept in zip(unit.visits, unit.costs[0], strict=True):
                     options[visit] = kept
         peak_bytes = best.outcome.peak_bytes
-        candidate = candidate_from(self._profile, options)
+        candidate = candidate_of(self._profile, options)
         return self._try_unslowed(candidate, peak_bytes + int(_TRIFLE * (most - peak_bytes)))
 
     def _least_peak(self, best: _Tried, most: int) -> _Tried:

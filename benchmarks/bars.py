@@ -100,6 +100,44 @@ def _long_recipes(result: dict[str, Any]) -> Iterator[Bar]:
         yield Bar(f"{bar}-peak", modes[mode]["act_peak_gib"] / checkpoint["act_peak_gib"], peak, "x its peak")
 
 
+def _plans(result: dict[str, Any]) -> Iterator[Bar]:
+    modes, released = result["modes"], result["auto"]
+    plain, auto = modes["nothing"], modes["auto"]
+    yield Bar("P1", _time_ratio(auto, plain), 1.005, "x plain step: no budget")
+    carried = released["forward_s"] * released["out_gb_per_s"] * 1e9
+    yield Bar("P1-moved", released["released_bytes"] / carried, 0.95, "of what the link carries in a forward", True)
+    freed = (plain["act_peak_gib"] - auto["act_peak_gib"]) * GIB
+    yield Bar("P1-peak", freed / released["released_bytes"], 0.99, "of what had left, off the peak", True)
+    yield Bar("P1-packed", result["packed"]["ratio"]["median"], 1.01, "x plain step: another shape every step")
+    roomy = modes["40 GiB"]
+    yield Bar("P2", _time_ratio(roomy, plain), 1.002, "x plain step: all fits the budget")
+    yield Bar("P2-moved", result["plans"]["40 GiB"]["moved_gib"], 0, "GiB moved then")
+    for bar, key, most in (("P3", "checkpoint's peak", 1.19), ("P3-17", "17 GiB", 1.12), ("P3-24", "24 GiB", 1.06)):
+        yield Bar(bar, _time_ratio(modes[key], plain), most, f"x plain step: budget of {key}")
+        over = modes[key]["act_peak_gib"] / result["budgets_gib"][key]
+        yield Bar(f"{bar}-peak", over, 1.0, "x the budget")
+
+
+def _long_plans(result: dict[str, Any]) -> Iterator[Bar]:
+    modes, key = result["modes"], "checkpoint's peak"
+    yield Bar("P4", _time_ratio(modes[key], modes["checkpoint"]), 0.85, "x checkpointing's step, planned at its peak")
+    yield Bar("P4-peak", modes[key]["act_peak_gib"] / result["budgets_gib"][key], 1.0, "x the budget")
+
+
+def _compiled_plans(result: dict[str, Any]) -> Iterator[Bar]:
+    modes, key = result["modes"], "checkpoint's peak"
+    yield Bar("P5", _time_ratio(modes[key], modes["nothing"]), 1.25, "x compiled plain step, at checkpointing's peak")
+    yield Bar("P5-peak", modes[key]["act_peak_gib"] / result["budgets_gib"][key], 1.0, "x the budget")
+
+
+def _predictions(name: str, result: dict[str, Any]) -> Iterator[Bar]:
+    """Largest error over the plans of one workload."""
+    rows = result["predictions"]
+    for what, unit, most in (("ms", "step time", 0.05), ("peak_gib", "peak", 0.03)):
+        errors = [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
+        yield Bar(f"P6-{name}-{what.partition('_')[0]}", max(errors), most, f"largest error of the {unit}, {name}")
+
+
 def _time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
     return mode["step_ms"]["median"] / base["step_ms"]["median"]
 
@@ -117,6 +155,11 @@ _JUDGES = {
     "A-compiled": _compiled,
     "A-recipes": _recipes,
     "B-32k-recipes": _long_recipes,
+    "A-plans": lambda result: (*_plans(result), *_predictions("A", result)),
+    "A-compiled-plans": _compiled_plans,
+    "B-32k-plans": lambda result: (*_long_plans(result), *_predictions("B", result)),
+    "MoE-plans": lambda result: _predictions("MoE", result),
+    "ViT-plans": lambda result: _predictions("ViT", result),
     "host-cost": _host_cost,
     "races": _races,
     "demo": _demo,

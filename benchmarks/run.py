@@ -1,7 +1,7 @@
 """Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
 
-    python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--steps 5] [--out benchmarks/results]
-        [--commit HASH]
+    python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--plans A A-compiled B-32k MoE ViT]
+        [--steps 5] [--out benchmarks/results] [--commit HASH]
 
 All modes of a workload run in one process on one model, so that their ratios mean something.
 """
@@ -22,9 +22,10 @@ from benchmarks.facts import facts
 from benchmarks.host_cost import host_cost_us
 from benchmarks.measure import link_rate, one_step, steps
 from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
+from benchmarks.planning import measure_plans
 from benchmarks.recipes import measure_recipes
 from benchmarks.steady import steady_state
-from benchmarks.workloads import WORKLOADS, Workload, build
+from benchmarks.workloads import PLANNED, WORKLOADS, Workload, build
 
 
 def main() -> None:
@@ -44,6 +45,10 @@ def main() -> None:
         results[f"{name}-recipes"] = {**about, "link": link, **measure_recipes(WORKLOADS[name], device, options.steps)}
         _write(options.out, results)
         _clean()
+    for name in options.plans:
+        results[f"{name}-plans"] = {**about, "link": link, **measure_plans(name, device, options.steps)}
+        _write(options.out, results)
+        _clean()
 
 
 def _clean() -> None:
@@ -57,6 +62,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="*", default=["A", "A-compiled", "B"], choices=sorted(WORKLOADS))
     parser.add_argument("--recipes", nargs="*", default=["A", "B-32k"], choices=sorted(WORKLOADS))
+    plans = ["A", "A-compiled", "B-32k", "MoE", "ViT"]
+    parser.add_argument("--plans", nargs="*", default=plans, choices=sorted(PLANNED))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")

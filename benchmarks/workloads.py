@@ -1,5 +1,6 @@
 """The workloads of the figures: random weights, random tokens, the shapes of well-known models."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,3 +65,99 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
             layer.compile()
     ids = torch.randint(workload.vocab, (workload.batch, workload.tokens), device=device)
     return model, lambda: model(input_ids=ids, labels=ids).loss
+
+
+Losses = Callable[[float], Callable[[], torch.Tensor]]
+"""From a share of the full batch to what computes the loss of such a batch."""
+
+
+@dataclass(frozen=True)
+class PlannedWorkload:
+    """What plans are measured on.
+
+    Attributes:
+        build: the model in training mode on a device, and the losses of its batches.
+        neighbours: modes without us that fit the device, by which budgets are set.
+        budgets_gib: of activations, besides checkpointing's own peak.
+        predictions: how many plans of the front are compared with what comes of them.
+    """
+
+    build: Callable[[torch.device], tuple[torch.nn.Module, Losses]]
+    neighbours: tuple[str, ...] = ("nothing", "checkpoint")
+    budgets_gib: tuple[int, ...] = ()
+    predictions: int = 6
+
+    @property
+    def fits_plain(self) -> bool:
+        return "nothing" in self.neighbours
+
+
+def _llama(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Losses]:
+    model, _ = build(workload, device)
+    return model, _token_losses(model, workload.vocab, workload.batch, workload.tokens, device)
+
+
+def _token_losses(model: torch.nn.Module, vocab: int, batch: int, tokens: int, device: torch.device) -> Losses:
+    def loss_of(share: float) -> Callable[[], torch.Tensor]:
+        ids = torch.randint(vocab, (batch, int(tokens * share)), device=device)
+        return lambda: model(input_ids=ids, labels=ids).loss
+
+    return loss_of
+
+
+def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
+    """Mixtral's kind: 12 layers of 8 experts, of which 2 see each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device(device):
+        model = MixtralForCausalLM(config).to(torch.bfloat16).train()
+    return model, _token_losses(model, 32000, 4, 4096, device)
+
+
+def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
+    """ViT-L/16 at 224 pixels, 128 images."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_labels=1000,
+        attn_implementation="sdpa",
+    )
+    with torch.device(device):
+        model = ViTForImageClassification(config).to(torch.bfloat16).train()
+
+    def loss_of(share: float) -> Callable[[], torch.Tensor]:
+        count = int(128 * share)
+        pixels = torch.randn(count, 3, 224, 224, device=device, dtype=torch.bfloat16)
+        labels = torch.randint(1000, (count,), device=device)
+        return lambda: model(pixel_values=pixels, labels=labels).loss
+
+    return model, loss_of
+
+
+PLANNED = {
+    "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40)),
+    "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED), predictions=0),
+    "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",)),
+    "MoE": PlannedWorkload(_moe),
+    "ViT": PlannedWorkload(_vit),
+    "tiny": PlannedWorkload(functools.partial(_llama, TINY), budgets_gib=(1,)),
+}

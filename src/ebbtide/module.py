@@ -77,7 +77,6 @@ class OffloadHandle:
 
     def remove(self) -> None:
         """Undo `offload`. Graphs under way still run backward."""
-        self._control = None
         for mark in self._all_marks():
             mark.remove()
         self._root_mark = None

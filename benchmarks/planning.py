@@ -1,0 +1,190 @@
+"""Plans against plain steps and checkpointing: what bars P1 to P6 are judged by, each workload in one process."""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import ebbtide
+from benchmarks.measure import Measured, Step, merged, one_step, spread, steps
+from benchmarks.modes import HOST_LIMIT, Context, prepared
+from benchmarks.workloads import PLANNED, Losses, PlannedWorkload
+from ebbtide._bytes import GIB
+from ebbtide.planner.solve import Solver
+
+SETTLING = 16  # steps in which a planner watches, plans, looks at the peak and plans again
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan that its planner is content with."""
+
+    plan: ebbtide.Plan
+    profile: ebbtide.Profile
+
+
+def measure_plans(name: str, device: torch.device, count: int) -> dict[str, object]:
+    """Plain, checkpointed and planned steps of one workload in turns; and what the plans had predicted."""
+    workload = PLANNED[name]
+    model, losses = workload.build(device)
+    loss_of = losses(1.0)
+    base_bytes = _base_bytes(model, loss_of, workload)
+    first = _first_figures(model, loss_of, workload)
+    budgets = {"checkpoint's peak": base_bytes + first["checkpoint"]}
+    budgets |= {f"{gib} GiB": base_bytes + gib * GIB for gib in workload.budgets_gib}
+    plans = {key: _settled(model, loss_of, nbytes) for key, nbytes in budgets.items()}
+    if workload.fits_plain:
+        plans["auto"] = _settled(model, loss_of, None)
+    modes: dict[str, Callable[[], contextlib.AbstractContextManager[Context]]] = {
+        key: functools.partial(_planned, model, settled.plan) for key, settled in plans.items()
+    }
+    modes = {key: functools.partial(prepared, key, model) for key in first} | modes
+    parts: dict[str, list[Measured]] = {key: [] for key in modes}
+    for _ in range(ROUNDS):  # in turns: a device is not the same from minute to minute
+        for key, mode in modes.items():
+            with mode() as context:
+                parts[key].append(steps(model, loss_of, context, -(-2 * count // ROUNDS)))
+            _tidy()
+    result: dict[str, object] = {"modes": {key: merged(measured).summary() for key, measured in parts.items()}}
+    result["plans"] = {key: _about(settled.plan, base_bytes) for key, settled in plans.items()}
+    result["budgets_gib"] = {key: (nbytes - base_bytes) / GIB for key, nbytes in budgets.items()}
+    if "auto" in plans:
+        result["auto"] = _released(model, loss_of, plans["auto"].plan)
+        result["packed"] = _packed(model, losses)
+    result["predictions"] = [_predicted(model, loss_of, plan, base_bytes, count) for plan in _row(plans, workload)]
+    for key, settled in plans.items():
+        print(name, key, settled.plan, flush=True)
+    return result
+
+
+def _base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], workload: PlannedWorkload) -> int:
+    """Allocated before a step, gradients there."""
+    mode = "nothing" if workload.fits_plain else "checkpoint"
+    with prepared(mode, model) as context:
+        one_step(model, loss_of, context)
+    _tidy()
+    return torch.cuda.memory_allocated()
+
+
+def _first_figures(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], workload: PlannedWorkload
+) -> dict[str, int]:
+    """Activation peaks in bytes of what there is without us, by mode."""
+    peaks: dict[str, int] = {}
+    for mode in workload.neighbours:
+        with prepared(mode, model) as context:
+            peaks[mode] = max(step.act_peak_bytes for step in steps(model, loss_of, context, 2).steps)
+        _tidy()
+    return peaks
+
+
+def _settled(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget_bytes: int | None) -> Settled:
+    """After the steps that a user's run would begin with."""
+    handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT)
+    try:
+        for _ in range(SETTLING):
+            one_step(model, loss_of, contextlib.nullcontext)
+        profile = handle.profile
+        assert profile is not None
+        return Settled(handle.plan, profile)
+    finally:
+        handle.remove()
+        _tidy()
+
+
+@contextlib.contextmanager
+def _planned(model: torch.nn.Module, plan: ebbtide.Plan) -> Iterator[Context]:
+    handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
+    try:
+        yield contextlib.nullcontext
+    finally:
+        handle.remove()
+
+
+def _about(plan: ebbtide.Plan, base_bytes: int) -> dict[str, object]:
+    predicted = plan.predicted
+    assert predicted is not None
+    return {
+        "predicted_ms": predicted.step_s * 1e3,
+        "bound_ms": predicted.bound_s * 1e3,
+        "predicted_act_peak_gib": (predicted.peak_bytes - base_bytes) / GIB,
+        "moved_gib": predicted.moved_bytes / GIB,
+        "recipes": {name: str(region.recipe) for name, region in plan.regions.items()},
+    }
+
+
+def _released(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan) -> dict[str, float]:
+    """Bytes whose device memory was let go in one forward of the steady state, and both rates of the lanes."""
+    handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
+    released: list[int] = []
+    try:
+        for _ in range(3):
+            one_step(model, loss_of, contextlib.nullcontext)
+        stop = handle.subscribe(
+            lambda event: released.append(event.nbytes) if event.what is ebbtide.What.RELEASED else None
+        )
+        step = one_step(model, loss_of, contextlib.nullcontext)
+        stop()
+        stats = handle.stats()
+    finally:
+        handle.remove()
+    return {"released_bytes": sum(released), "forward_s": step.forward_ms / 1e3, "out_gb_per_s": stats.out_gb_per_s}
+
+
+def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
+    """Steps of batches that change every time, from half the size on: with a planner over plain, batch by batch."""
+    full = losses(1.0)
+    batches = [losses(share) for share in (0.5, 0.8, 1.0, 0.65, 0.9, 0.55, 0.75)]
+    handle = ebbtide.offload(model, host_limit=HOST_LIMIT)
+    for _ in range(SETTLING // 2):
+        one_step(model, full, contextlib.nullcontext)
+    profile = handle.profile
+    handle.remove()
+    times: dict[str, list[float]] = {"plain": [], "planned": []}
+    for _ in range(ROUNDS):
+        times["plain"] += _timed(model, batches)
+        handle = ebbtide.offload(model, host_limit=HOST_LIMIT, profile=profile)
+        times["planned"] += _timed(model, batches)
+        handle.remove()
+    ratios = [ours / plain for ours, plain in zip(times["planned"], times["plain"], strict=True)]
+    return {"ratio": spread(ratios)}
+
+
+def _timed(model: torch.nn.Module, batches: list[Callable[[], torch.Tensor]]) -> list[float]:
+    """Milliseconds of each batch, when each has been seen twice before."""
+    for loss_of in batches * 2:
+        one_step(model, loss_of, contextlib.nullcontext)
+    return [one_step(model, loss_of, contextlib.nullcontext).step_ms for loss_of in batches]
+
+
+def _row(plans: dict[str, Settled], workload: PlannedWorkload) -> list[ebbtide.Plan]:
+    """Plans all along the front, for predictions to be compared with what comes of them."""
+    if workload.predictions == 0:
+        return []
+    measured = next(settled.profile for key, settled in plans.items() if key != "auto")
+    return [point.plan for point in Solver(measured).front(workload.predictions)]
+
+
+def _predicted(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan, base_bytes: int, count: int
+) -> dict[str, float]:
+    with _planned(model, plan) as context:
+        measured: list[Step] = steps(model, loss_of, context, max(2, count // 2)).steps
+    _tidy()
+    predicted = plan.predicted
+    assert predicted is not None
+    return {
+        "predicted_ms": predicted.step_s * 1e3,
+        "measured_ms": spread([step.step_ms for step in measured])["median"],
+        "predicted_peak_gib": predicted.peak_bytes / GIB,
+        "measured_peak_gib": (base_bytes + max(step.act_peak_bytes for step in measured)) / GIB,
+    }
+
+
+def _tidy() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """What a handle tells its control: the memory it found, what a profile has to be of, and how large a batch is."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,8 +10,10 @@ from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
 from ebbtide._torch import named_modules
 from ebbtide.plan import OP_CLASSES
-from ebbtide.planner.control import Agree, Answer
+from ebbtide.planner.control import Agree
 from ebbtide.recompute.dear import DearOps
+
+Value = TypeVar("Value")
 
 
 class Budget:
@@ -107,16 +109,21 @@ class AnyDear:
 
 def agreement() -> Agree | None:
     """What gives the answers of all ranks for this rank's one; None where there is only one rank."""
+    return None if _ranks() == 1 else gather
+
+
+def gather(mine: Value) -> list[Value]:
+    """What all ranks have, in order; every one of them has to call it."""
+    if _ranks() == 1:
+        return [mine]
+    found: list[Any] = [None] * _ranks()
+    torch.distributed.all_gather_object(found, mine)
+    return found
+
+
+def _ranks() -> int:
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return None
-
-    def all_answers(mine: Answer) -> list[Answer]:
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, mine)
-        return found
-
-    return all_answers
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def names_of(root: torch.nn.Module, modules: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:

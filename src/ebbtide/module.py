@@ -4,6 +4,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleErr
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._planned import AnyDear, Budget, agreement, device_of, made_for, memory_of, names_of, tokens_of
+from ebbtide._profile_files import Profiles, count_compiled, store_name
 from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
@@ -227,7 +229,7 @@ class OffloadHandle:
         self,
         budget: Budget | None,
         regions: Names | list[Names] | tuple[Names, ...],
-        profile: Profile | None,
+        profile: Profile | str | Path | None,
         replans_on_oom: bool,
     ) -> None:
         """Have a planner set the plan from now on. Raises PlanError, ModuleError."""
@@ -238,18 +240,38 @@ class OffloadHandle:
                 f"{type(self._module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
                 "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
             )
+        profiles = Profiles(profile, self.made_for(), self._profile_settings)
+        looks_again = budget is not None or profiles.are_for_any_budget
+        known = profiles.find(found, looks_again)
         control = Control(
             self,
             tuple(found),
             self._scope,
             budget,
             AnyDear(),
-            profile,
+            known,
             replans_on_oom=replans_on_oom,
             agree=agreement(),
+            keep=profiles.keep,
+            looks_again=looks_again,
         )
         control.start()
         self._control = control
+        if known is not None:
+            profiles.keep(known)
+
+    def _profile_settings(self) -> dict[str, str]:
+        """What a profile depends on besides model and device, as it is now."""
+        config = self._config
+        return {
+            "store": store_name(config.store),
+            "min_bytes": str(config.min_bytes),
+            "compiled": count_compiled(self._blocks),
+        }
+
+    def conclude(self) -> Profile | None:
+        """The profile, if the steps so far make one; nobody has to begin another step for it."""
+        return None if self._control is None else self._control.conclude()
 
     # -- what its marks ask ----------------------------------------------------------------------------------------
 
@@ -377,7 +399,7 @@ def offload(
     regions: Names | list[Names] | tuple[Names, ...] = (),
     recipe: RecipeLike | Mapping[Names, RecipeLike] | None = None,
     plan: Plan | None = None,
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     on_oom: Literal["raise", "replan"] = "raise",
     store: str | StoreFactory | None = None,
     window: int | str | None = None,
@@ -414,7 +436,10 @@ def offload(
             modules it does mean. `handle.set_recipe` changes it between steps.
         plan: instead of a recipe: what is done with each region, and when what travels leaves and comes back.
             `handle.set_plan` changes it between steps.
-        profile: of this model on this device, measured before (`handle.profile`, saved): no step has to be watched.
+        profile: of this model on this device, measured before (`handle.profile`): no step has to be watched. Or the
+            path of a file: the profile in it is used if it is of this model, device, torch and these settings, else
+            one is measured and written there, as JSON and by the first rank. What it cannot see is a change of the
+            model's code: delete the file then.
         on_oom: "replan" plans for less from the next step on when the device runs out of memory in forward; the error
             is raised in any case.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
@@ -431,10 +456,10 @@ def offload(
         A handle with `stats()`, `report()` and `remove()`.
 
     Raises:
-        ConfigError: a setting that cannot be.
+        ConfigError: a setting that cannot be, a file for a profile in a folder that is not there.
         ModuleError: the module is on the meta device, has a handle already (or has one inside), a name means nothing.
-        PlanError: no regions are found to plan for, the profile is of something else, or no plan fits the budget (in
-            the first planned step, if no profile was given).
+        PlanError: no regions are found to plan for, the profile is of something else, its file is none, or no plan
+            fits the budget (in the first planned step, if no profile was given).
         DeviceError: the module is on a device without streams.
     """
     given = {"include": include, "exclude": exclude, "keep_last": keep_last, "window": window, "prefetch": prefetch}

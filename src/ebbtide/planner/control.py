@@ -103,6 +103,8 @@ class Control:
         profile: of this model, measured before; spares the watched steps.
         replans_on_oom: plan for less after the device ran out of memory.
         agree: gives the answers of all ranks for this rank's one; None where there is only one.
+        keep: is given the profile as soon as it is measured.
+        looks_again: run every region again in the first steps also without a budget, for a profile that serves any.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Control:
         profile: Profile | None = None,
         replans_on_oom: bool = False,
         agree: Agree | None = None,
+        keep: Callable[[Profile], None] | None = None,
+        looks_again: bool = False,
     ) -> None:
         self._handle = handle
         self._names = names
@@ -123,6 +127,8 @@ class Control:
         self._is_dear = is_dear
         self._replans_on_oom = replans_on_oom
         self._agree = agree
+        self._keep = keep
+        self._looks_again = looks_again
         self._times: Watch | None = None
         self._watch: Watch | None = None
         self._pulse: Pulse | None = None
@@ -142,7 +148,7 @@ class Control:
     @property
     def runs_again(self) -> bool:
         """Whether the first steps run every region again."""
-        return self._budget_of is not None
+        return self._budget_of is not None or self._looks_again
 
     def start(self) -> None:
         """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
@@ -206,19 +212,31 @@ class Control:
             self.phase = Phase.TIMES
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, watch
-        else:
-            assert self._times is not None
-            while not watch.is_readable:  # ranks have to come to their plan in the same step
-                time.sleep(1e-4)
-            self.profile = self._profile(self._times, watch, engine)
-            self._times = self._watch = None
-            if self.profile is None:
-                self._could_not_read()
-                return False
+        elif self._read(watch, engine):
             self._plan_for(self._tokens)
             self.phase = Phase.PLANNED
             return True
         return False
+
+    def _read(self, watch: Watch, engine: Engine) -> bool:
+        """Whether the two steps that were watched make a profile."""
+        assert self._times is not None
+        while not watch.is_readable:  # ranks have to come to their plan in the same step
+            time.sleep(1e-4)
+        self.profile = self._profile(self._times, watch, engine)
+        self._times = self._watch = None
+        if self.profile is None:
+            self._could_not_read()
+        elif self._keep is not None:
+            self._keep(self.profile)
+        return self.profile is not None
+
+    def conclude(self) -> Profile | None:
+        """The profile, if the steps so far make one: what the next step would begin with, if there were one."""
+        engine, watch = self._handle.engine(), self._watch
+        if self.phase is Phase.DETAILS and engine is not None and watch is not None and watch.is_over:
+            self._move_on(watch, engine)
+        return self.profile
 
     def _could_not_read(self) -> None:
         """The watched steps came by other regions, or by none: they are watched again, a few times."""
@@ -250,6 +268,7 @@ class Control:
             host_limit_bytes=engine.store_stats().limit_bytes,
             tokens=self._tokens,
             compiled=frozenset(self._handle.compiled()),
+            device_bytes=engine.device.total_bytes(),
         )
         profile = profile_of(times, details, self._names, about)
         if self._agree is None:

@@ -348,6 +348,7 @@ class Surroundings(NamedTuple):
     Attributes:
         grads: bytes of gradients by region that are allocated anew in each backward; "" for those outside.
         compiled: regions whose operators the compiler hides: none of them can be told to be held.
+        device_bytes: memory of the device in all.
     """
 
     made_for: Mapping[str, str]
@@ -357,6 +358,7 @@ class Surroundings(NamedTuple):
     host_limit_bytes: int | None
     tokens: int
     compiled: Collection[str]
+    device_bytes: int
 
 
 def profile_of(times: Watch, details: Watch, names: Collection[str], about: Surroundings) -> Profile | None:
@@ -382,6 +384,7 @@ def profile_of(times: Watch, details: Watch, names: Collection[str], about: Surr
         base={**about.base, "other": max(0, memory.base_bytes - sum(about.base.values()))},
         host_limit_bytes=about.host_limit_bytes,
         tokens=about.tokens,
+        device_bytes=about.device_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any, cast
 from ebbtide._errors import PlanError
 
 FORMAT = 1
+
+
+class OtherVersionError(PlanError):
+    """A file of profiles as another version of ebbtide writes them."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ class Profile:
         base: what `base_bytes` is made of, by name: parameters, gradients, other.
         host_limit_bytes: most that the store takes; None if it has no limit.
         tokens: elements of the tensors passed to the model, by which a profile is scaled to another shape.
+        device_bytes: memory that the device has in all; None if nobody asked it.
     """
 
     made_for: Mapping[str, str]
@@ -172,6 +178,12 @@ class Profile:
     base: Mapping[str, int]
     host_limit_bytes: int | None
     tokens: int
+    device_bytes: int | None = None
+
+    @property
+    def has_second_runs(self) -> bool:
+        """Whether regions ran again while it was measured. If not, all a planner can do is keep and move."""
+        return any(region.again_s > 0 for region in self.regions)
 
     @property
     def plain_s(self) -> float:
@@ -224,19 +236,23 @@ class Profile:
             raise PlanError(f"the profile is of {'; '.join(others)}: measure one here, or leave profile= out")
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        """Write it as JSON. Whoever reads the file meanwhile finds the old one or the new one, whole."""
+        new = Path(f"{path}.{os.getpid()}.new")
+        new.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        new.replace(path)
 
     @staticmethod
     def load(path: str | Path) -> "Profile":
-        """Read what `save` wrote. Raises PlanError for anything else."""
+        """Read what `save` wrote. Raises PlanError for anything else, and where there is nothing to read."""
         try:
             data = json.loads(Path(path).read_text())
             if data.pop("format") == FORMAT:
                 return _from_dict(data)
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read: {error.strerror}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{path} is no profile that ebbtide has written: {error!r}") from error
-        raise PlanError(f"{path} was written by another version of ebbtide: measure the profile again")
+        raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
 
 
 def _from_dict(data: dict[str, Any]) -> Profile:
@@ -250,6 +266,7 @@ def _from_dict(data: dict[str, Any]) -> Profile:
         base=data["base"],
         host_limit_bytes=data["host_limit_bytes"],
         tokens=data["tokens"],
+        device_bytes=data.get("device_bytes"),
     )
 
 

@@ -1,7 +1,6 @@
 """Profiles in files: found by the next run, measured again where they do not fit, written by the first rank."""
 
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ WATCHED = 3
 @pytest.fixture(autouse=True)
 def _fresh_process():
     yield
-    gc.collect()
     ebbtide.release_memory()
 
 

@@ -39,17 +39,18 @@ class Budget:
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """How large a batch is: elements of the largest tensor that the model is given."""
-    return max((t.numel() for t in _tensors((*args, *kwargs.values()))), default=0)
+    return max((t.numel() for t in tensors_in((*args, *kwargs.values()))), default=0)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in `values`, an iterable, and in the lists, tuples and mappings in it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
         elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:

@@ -330,7 +330,8 @@ class OffloadHandle:
         session.hooks.__exit__()
         if self._control is not None and session.desk.watch is not None:
             session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
-        if is_whole and torch.is_grad_enabled() and self._control is None:  # a planner has its reasons
+        is_planned = self._control is not None or self._plan.predicted is not None  # a planner has its reasons
+        if is_whole and torch.is_grad_enabled() and not is_planned:
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:

@@ -207,6 +207,13 @@ class Profile:
             tokens=tokens,
         )
 
+    def with_reserved(self, nbytes: int) -> "Profile":
+        """With so many bytes more before the step: of what comes later, such as the state of an optimizer."""
+        if nbytes == 0:
+            return self
+        base = {**self.base, "reserved": self.base.get("reserved", 0) + nbytes}
+        return dataclasses.replace(self, base_bytes=self.base_bytes + nbytes, base=base)
+
     def refitted(self, forward: float, backward: float, memory: float = 1.0) -> "Profile":
         """With times and work that turned out to be so many times the measured ones."""
         return dataclasses.replace(

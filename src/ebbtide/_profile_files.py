@@ -136,6 +136,7 @@ class Profiles:
         if self._asked_for is not None:
             self._asked_for.write(profile)
             if _knobs.ends_with_profile():
+                _log.warning("the profile is measured, and this run ends here, as EBBTIDE_PROFILE_END says")
                 raise ProfileWritten
 
 

@@ -1,5 +1,6 @@
 """The `ebbtide` command: one file per subcommand. Its extra packages are imported when it runs, not before."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -29,16 +30,26 @@ def _run(arguments: Sequence[str] | None) -> int:
     import tyro
 
     from ebbtide.cli.demo import demo
+    from ebbtide.cli.plan import plan
 
     commands = tyro.extras.SubcommandApp()
     commands.command(demo)
+    commands.command(plan)
     # Without pairs: nobody needs --no-small.
     return commands.cli(
         prog="ebbtide",
         description="Moves the activations of PyTorch training out of device memory and back, bit for bit.",
-        args=arguments,
+        args=_with_script_arguments(sys.argv[1:] if arguments is None else arguments),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def _with_script_arguments(arguments: Sequence[str]) -> Sequence[str]:
+    """What is behind "--" is a script's, and is handed to the command as one text: no parser looks at it."""
+    if "--" not in arguments:
+        return arguments
+    place = list(arguments).index("--")
+    return [*arguments[:place], f"--script-arguments={shlex.join(arguments[place + 1 :])}"]
 
 
 def _complain(message: str) -> int:

@@ -1,0 +1,260 @@
+"""`ebbtide plan`: from a file, a model, a script; what if; time against memory; and what it says to nonsense."""
+
+import dataclasses
+import re
+import sys
+
+import matplotlib.image
+import pytest
+from planner.workloads import GIB, layers, profile
+
+import ebbtide
+from ebbtide import Plan
+from ebbtide.cli import main
+from ebbtide.cli._plan_front import Ways, again_s
+from ebbtide.cli._plan_what_if import WhatIf
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.solve import Solver
+
+MEASURED = profile(*layers(4), device_bytes=4 * GIB)
+LEAST = Solver(MEASURED).smallest_budget()
+MIDDLE = (LEAST + Ways.of(MEASURED).plain().peak_bytes) // 2
+
+MODULE = """
+from planner.test_control import make, batch
+
+def model():
+    return make()
+
+def example():
+    return {"x": batch(0)}
+
+def of_output(output):
+    return output * 2
+
+three = 3
+"""
+
+SCRIPT = """
+import sys
+from planner.test_control import SETTINGS, make, step
+import ebbtide
+
+def main(steps):
+    model = make()
+    ebbtide.offload(model, **SETTINGS)
+    for k in range(int(steps)):
+        print("step", k, flush=True)
+        step(model, k)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "profile.json"
+    MEASURED.save(path)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module and a script, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    yield tmp_path
+    ebbtide.release_memory()
+
+
+def run(*arguments):
+    return main(["plan", *map(str, arguments)])
+
+
+def saved(file, *arguments):
+    path = file.parent / "plan.json"
+    assert run(file, *arguments, "--save", path) == 0
+    return Plan.load(path)
+
+
+# -- from a file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_printed_and_saved(file, capsys):
+    planned = saved(file, "--budget", MIDDLE)
+    assert planned == Solver(MEASURED).solve(MIDDLE)
+    printed = capsys.readouterr().out
+    assert str(planned) in printed
+    assert "small on none, 4 regions, 1000 tokens: 120.0 ms" in printed
+    assert "plan.json" in printed
+
+
+def test_without_a_budget_the_step_gets_no_slower(file):
+    assert saved(file) == Solver(MEASURED).solve(None)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("0.5", 2 * GIB), ("2.5GiB", 5 * GIB // 2), ("3000000000", 3 * 10**9)])
+def test_budgets_are_bytes_or_shares(file, text, nbytes):
+    assert saved(file, "--budget", text).budget_bytes == nbytes
+
+
+def test_what_if_is_planned_with_and_said(file, capsys):
+    what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB")
+    arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--budget", "3.5GiB"]
+    planned = saved(file, *arguments)
+    assert planned == Solver(what_if.of(MEASURED)).solve(7 * GIB // 2)
+    printed = capsys.readouterr().out
+    for said in ("5 GB/s each way, not 10.0", "100.00 MiB", "1.00 GiB more", "2000 tokens, not 1000", "attention"):
+        assert said in printed, said
+
+
+def test_what_ifs_change_what_they_say():
+    measured = dataclasses.replace(MEASURED, link=dataclasses.replace(MEASURED.link, out_duplex=5e9))
+    link = WhatIf(link=20).of(measured).link
+    assert (link.out, link.back, link.out_duplex, link.back_duplex) == (20e9, 20e9, 10e9, 20e9)
+    assert WhatIf(tokens=500).of(MEASURED) == WhatIf(scale=0.5).of(MEASURED) == MEASURED.scaled(500)
+    assert WhatIf(host_limit="1KiB").of(MEASURED).host_limit_bytes == 1024
+    assert WhatIf(reserve="1KiB").of(MEASURED).base_bytes == MEASURED.base_bytes + 1024
+    assert WhatIf().of(MEASURED) == MEASURED
+    assert WhatIf(tokens=1000).notes(MEASURED) == WhatIf().notes(MEASURED) == []
+
+
+# -- time against memory -----------------------------------------------------------------------------------------------
+
+
+def test_the_front_is_a_table_and_a_picture(file, capsys):
+    picture = file.parent / "front.png"
+    assert run(file, "--front", "--points", 5, "--picture", picture) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.match(r"\W*\d+\.\d+ GiB", line)]
+    assert len(rows) == 5
+    assert "1.000" in rows[-1]
+    assert "4 keep" in rows[-1]
+    assert "only running again" in printed
+    assert "fetched ahead" not in printed  # of a plan, which nobody asked for
+    assert matplotlib.image.imread(picture).std() > 0
+
+
+def test_a_plan_and_the_front_together(file, capsys):
+    assert run(file, "--front", "--points", 2, "--budget", MIDDLE) == 0
+    printed = capsys.readouterr().out
+    assert "x plain" in printed
+    assert str(Solver(MEASURED).solve(MIDDLE)) in printed
+
+
+def test_no_other_way_is_faster_than_the_plan():
+    ways = Ways.of(MEASURED)
+    rows = ways.rows(6)
+    assert rows[0].budget_bytes == LEAST
+    for row in rows:
+        others = [seconds for seconds in (row.only_moving_s, row.only_again_s) if seconds is not None]
+        assert all(row.step_s <= seconds * 1.01 for seconds in others)
+        assert row.peak_bytes <= row.budget_bytes
+    assert (rows[-1].moved_bytes, rows[-1].again_s, rows[-1].does) == (0, 0.0, "4 keep")
+    assert any(row.again_s > 0 for row in rows)
+
+
+def test_the_other_ways_do_what_they_say():
+    ways = Ways.of(MEASURED)
+    for budget, step_s in ways.only_again(5):
+        planned = ways.again.solve(budget)
+        assert planned.predicted.step_s == step_s
+        assert planned.predicted.moved_bytes == 0
+    for budget, step_s in ways.only_moving(5):
+        planned = ways.solver.solve(budget, only_moves=True)
+        assert planned.predicted.step_s == step_s
+        assert again_s(MEASURED, planned) == 0
+    assert len(ways.only_again(5)) == len(ways.only_moving(5)) == 5
+
+
+# -- from a model ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_measured(here, capsys):
+    arguments = ["--model", "mine:model", "--batch", "mine:example", "--loss", "mine:of_output"]
+    assert run(*arguments, "--store", "disk", "--min-bytes", 1, "--save-profile", "new.json", "--budget", "1.0") == 0
+    assert "layers.0" in capsys.readouterr().out
+    measured = Profile.load("new.json")
+    assert [region.name for region in measured.regions] == ["layers.0", "layers.1", "layers.2"]
+    assert measured.has_second_runs
+    assert run("new.json") == 0
+
+
+# -- from a script -----------------------------------------------------------------------------------------------------
+
+
+def test_a_script_runs_until_its_profile_is_there(here, capfd):
+    assert run("--script", "train.py", "--save-profile", "new.json", "--", "9") == 0
+    printed = capfd.readouterr()
+    assert [line for line in printed.out.splitlines() if line.startswith("step")] == [f"step {k}" for k in range(4)]
+    assert "this run ends here" in printed.err
+    assert "layers.0" in printed.out
+    assert Profile.load("new.json").has_second_runs
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("fail", "ended with exit status 7"), ("plain", r"ended before it had a profile: .*offload\(model\)")],
+)
+def test_a_script_without_a_profile(here, how, said, capfd):
+    (here / "train.py").write_text("import sys\nsys.exit(7 if sys.argv[1] == 'fail' else 0)\n")
+    assert run("--script", "train.py", "--", how) == 2
+    assert re.search(said, capfd.readouterr().err)
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "write one of: the file of a profile"),
+        (["{file}", "--model", "mine:model"], "write one of: the file of a profile"),
+        (["nowhere.json"], "nowhere.json cannot be read"),
+        (["mine.py"], "is no profile that ebbtide has written"),
+        (["{file}", "--budget", "40 parsecs"], "budget='40 parsecs' is not a size"),
+        (["{file}", "--budget", "1.5"], "between 0 and 1"),
+        (["{file}", "--budget", str(LEAST - 1)], "smallest budget"),
+        (["{unknown}", "--budget", "0.5"], "does not say how much memory its device has"),
+        (["{file}", "--link", "0"], "--link 0.0: expected more than 0"),
+        (["{file}", "--scale", "nan"], "--scale nan: expected more than 0"),
+        (["{file}", "--tokens", "1", "--scale", "1"], "write one of them"),
+        (["{file}", "--host-limit", "much"], "--host-limit='much' is not a size"),
+        (["{file}", "--points", "1"], "--points 1: expected 2 or more"),
+        (["{file}", "--save", "nowhere/plan.json"], "--save nowhere/plan.json: expected a file"),
+        (["{file}", "--picture", "front.txt"], "ends in .png"),
+        (["--model", "mine:model"], "--model needs --batch"),
+        (["--model", "mine", "--batch", "mine:example"], "--model mine: expected package.module:function"),
+        (["--model", "yours:model", "--batch", "mine:example"], "there is no module 'yours'"),
+        (["--model", "mine:nothing", "--batch", "mine:example"], "has no attribute 'nothing'"),
+        (["--model", "mine:three", "--batch", "mine:example"], "is a int: expected a function"),
+        (["--model", "mine:example", "--batch", "mine:example"], "gives a dict: expected a torch.nn.Module"),
+        (["--script", "nowhere.py"], "there is no such file"),
+    ],
+)
+def test_what_cannot_be_is_said(here, file, arguments, said, capsys):
+    dataclasses.replace(MEASURED, device_bytes=None).save("unknown.json")
+    assert run(*(argument.format(file=file, unknown="unknown.json") for argument in arguments)) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "Traceback" not in printed.err + printed.out
+
+
+def test_missing_extra_names_the_install_line(file, monkeypatch, capsys):
+    loaded = ("matplotlib", "ebbtide.reports.front_picture")
+    for name in [name for name in sys.modules if name.startswith(loaded)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(file, "--picture", file.parent / "front.png") == 2
+    assert "needs matplotlib. Install it with: pip install 'ebbtide[cli]'" in capsys.readouterr().err
+
+
+def test_what_a_users_module_lacks_is_not_hidden(here):
+    (here / "mine.py").write_text("import something_else_that_is_missing\n")
+    with pytest.raises(ModuleNotFoundError, match="something_else"):
+        run("--model", "mine:model", "--batch", "mine:example")

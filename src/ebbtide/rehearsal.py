@@ -9,7 +9,7 @@ import torch
 from ebbtide import _knobs
 from ebbtide._bytes import parse_bytes
 from ebbtide._errors import ConfigError, ModuleError, PlanError
-from ebbtide._planned import Budget, device_of, made_for, tensors_in, tokens_of
+from ebbtide._planned import Budget, device_of, gather, made_for, tensors_in, tokens_of
 from ebbtide._restored import drop_gradients, restored
 from ebbtide.config import Names
 from ebbtide.devices import device_for
@@ -101,7 +101,7 @@ def plan(
         profile = _measured(model, batch, loss, None if budget is None else _ANY_BUDGET, settings)
     else:
         profile = _for_batch(profile, model, batch, host_limit)
-    budget_bytes = None if budget_of is None else budget_of(_device_bytes(profile, model))
+    budget_bytes = None if budget_of is None else min(gather(budget_of(_device_bytes(profile, model))))
     return Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide import Plan, PlanError, Recipe, RegionPlan
 from ebbtide._text import as_range, counts_up, plain_table
-from ebbtide.plan import OP_CLASSES, Cost, Prediction, ReleasePoint
+from ebbtide.plans import OP_CLASSES, Cost, Prediction, ReleasePoint
 
 MIB = 1024**2
 

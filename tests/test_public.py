@@ -37,21 +37,25 @@ def test_what_users_call_is_documented():
         assert inspect.getdoc(function), function
 
 
-@pytest.mark.parametrize("door", [ebbtide.offload, ebbtide.offload_activations])
+DOORS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure)
+
+
+@pytest.mark.parametrize("door", DOORS)
 def test_doors_explain_every_argument(door):
     documentation = inspect.getdoc(door)
     for name in inspect.signature(door).parameters:
         assert f"{name}:" in documentation or f"{name}, " in documentation or f", {name}" in documentation, name
 
 
-def test_all_but_the_module_are_keywords():
+def test_all_but_the_module_and_its_batch_are_keywords():
     positional = [
         (door.__name__, name)
-        for door in (ebbtide.offload, ebbtide.offload_activations)
+        for door in DOORS
         for name, parameter in inspect.signature(door).parameters.items()
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
-    assert positional == [("offload", "module")]
+    batch = [(name, argument) for name in ("plan", "measure") for argument in ("model", "example_batch")]
+    assert positional == [("offload", "module"), *batch]
 
 
 def test_errors_are_one_tree():

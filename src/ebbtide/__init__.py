@@ -18,8 +18,9 @@ from ebbtide.context import OffloadActivations, offload_activations
 from ebbtide.engine.ledger import Stats, Tally
 from ebbtide.engine.process import release_memory
 from ebbtide.module import OffloadHandle, offload
-from ebbtide.plan import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide.planner.profile import Profile
+from ebbtide.plans import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
+from ebbtide.rehearsal import measure, plan
 
 __all__ = [
     "CaptureError",
@@ -45,7 +46,9 @@ __all__ = [
     "StoreFullError",
     "Tally",
     "What",
+    "measure",
     "offload",
     "offload_activations",
+    "plan",
     "release_memory",
 ]

@@ -24,7 +24,7 @@ import torch
 from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_hook
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
-from ebbtide.plan import Plan, Recipe
+from ebbtide.plans import Plan, Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps

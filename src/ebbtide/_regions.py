@@ -10,7 +10,7 @@ import torch
 from ebbtide._errors import ModuleError
 from ebbtide._torch import named_modules
 from ebbtide.config import Names
-from ebbtide.plan import Plan, Recipe, RecipeLike, as_recipe
+from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
 
 # What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

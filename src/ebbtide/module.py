@@ -25,9 +25,9 @@ from ebbtide.engine.hooks import Desk
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
-from ebbtide.plan import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.planner.control import Control
 from ebbtide.planner.profile import Profile
+from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import DearOps
 from ebbtide.recompute.frame import OnSave

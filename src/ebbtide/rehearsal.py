@@ -14,9 +14,9 @@ from ebbtide._restored import drop_gradients, restored
 from ebbtide.config import Names
 from ebbtide.devices import device_for
 from ebbtide.module import OffloadHandle, offload
-from ebbtide.plan import Plan
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solver
+from ebbtide.plans import Plan
 from ebbtide.types import StoreFactory
 
 LossOf = Callable[[Any], torch.Tensor]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.engine.scope import Limits, Scope, Slots
-from ebbtide.plan import ReleasePoint
+from ebbtide.plans import ReleasePoint
 
 
 def new_scope(may_serve=lambda _: True):

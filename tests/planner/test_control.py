@@ -308,3 +308,15 @@ def test_ranks_plan_from_the_slowest_of_their_profiles():
     assert agreed.regions[0].saves == mine.regions[0].saves
     with pytest.raises(PlanError, match="different regions"):
         slowest([mine, dataclasses.replace(mine, regions=mine.regions[:1])])
+
+
+def test_a_profile_that_knows_no_second_runs_serves_no_budget():
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    follow(model, 5)
+    profile = handle.profile
+    handle.remove()
+    with pytest.raises(PlanError, match="measured without a budget"):
+        ebbtide.offload(model, budget=a_large_budget(), profile=profile, **SETTINGS)
+    handle = ebbtide.offload(model, profile=profile, **SETTINGS)
+    assert set(follow(model, 3)) == {Phase.PLANNED}

@@ -5,9 +5,9 @@ from hypothesis import given
 from planner.generated import profiles
 from planner.workloads import MS, region, workload_a
 
-from ebbtide.plan import Recipe
 from ebbtide.planner.options import option_for, options_of, why
 from ebbtide.planner.profile import Dear, Save
+from ebbtide.plans import Recipe
 
 MB = 1_000_000
 

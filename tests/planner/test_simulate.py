@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from planner.generated import profiles
 from planner.workloads import MS, around, layers, profile, region
 
-from ebbtide.plan import Recipe
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Link, Save
 from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate
+from ebbtide.plans import Recipe
 
 MB = 1_000_000
 WIDE = 10**12

@@ -9,7 +9,6 @@ from planner.generated import profiles
 from planner.workloads import GIB, MS, around, layers, profile, region, workload_a, workload_b
 
 from ebbtide import PlanError
-from ebbtide.plan import Recipe
 from ebbtide.planner import solve as solving
 from ebbtide.planner.candidates import leanest
 from ebbtide.planner.groups import Model
@@ -17,6 +16,7 @@ from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Link, Save
 from ebbtide.planner.simulate import least_budget, pace_within, simulate
 from ebbtide.planner.solve import Solver, front, smallest_budget, solve
+from ebbtide.plans import Recipe
 
 MB = 1_000_000
 EXACT = 1e-8  # seconds: a plan's times are compared to the nanosecond

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ebbtide._errors import PlanError
-from ebbtide.plan import Plan, Prediction
 from ebbtide.planner.options import option_for
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solver
+from ebbtide.plans import Plan, Prediction
 from ebbtide.reports.front import FrontRow
 
 _ANY_BUDGET = 2**60

@@ -10,7 +10,7 @@ from ebbtide.engine.engines import Engines
 from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
 from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.select import select, select_subclass
-from ebbtide.plan import RegionPlan
+from ebbtide.plans import RegionPlan
 from ebbtide.types import Reason, Watch
 
 Packed: TypeAlias = "Kept | Ticket | Flattened"

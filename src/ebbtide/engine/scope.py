@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.engine.ledger import Ledger
 from ebbtide.engine.timetable import Site
-from ebbtide.plan import ReleasePoint
+from ebbtide.plans import ReleasePoint
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from ebbtide._errors import EbbtideWarning, PlanError
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
-from ebbtide.plan import Plan, Recipe, RegionPlan
 from ebbtide.planner.measure import IsDear, Pulse, Surroundings, Watch, profile_of
 from ebbtide.planner.profile import Around, Link, Profile, RegionProfile
 from ebbtide.planner.solve import Solver
+from ebbtide.plans import Plan, Recipe, RegionPlan
 
 Row = TypeVar("Row", RegionProfile, Around)
 
@@ -156,6 +156,14 @@ class Control:
             self._set_first()
             return
         self.profile.check_made_for(self._handle.made_for())
+        if self._budget_of is not None and not self.profile.has_second_runs:
+            raise PlanError(
+                "the profile was measured without a budget, so it does not say what it takes to run a region again: "
+                "measure one with a budget, or leave profile= out"
+            )
+        if self._agree is not None:
+            self.profile = self._agreed(self.profile)
+            assert self.profile is not None
         self._tokens = self.profile.tokens
         self._plan_for(self.profile.tokens)
         self.phase = Phase.PLANNED
@@ -273,7 +281,12 @@ class Control:
         profile = profile_of(times, details, self._names, about)
         if self._agree is None:
             return profile
-        answers = self._agree(Answer(profile, self.budget_bytes))  # also without a profile: the others wait for it
+        return self._agreed(profile)
+
+    def _agreed(self, profile: Profile | None) -> Profile | None:
+        """The slowest of all ranks'; None if one of them has none. Every rank asks, for the others wait for it."""
+        assert self._agree is not None
+        answers = self._agree(Answer(profile, self.budget_bytes))
         budgets = [answer.budget_bytes for answer in answers if answer.budget_bytes is not None]
         self._agreed_bytes = min(budgets, default=None)
         found = [answer.profile for answer in answers if answer.profile is not None]

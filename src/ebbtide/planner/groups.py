@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from ebbtide.plan import Recipe
 from ebbtide.planner.options import Option, option_for, options_of
 from ebbtide.planner.profile import Profile, RegionProfile
+from ebbtide.plans import Recipe
 
 MOST_ASSIGNMENTS = 4096
 """As long as there are no more, all are tried."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide._bytes import format_bytes
-from ebbtide.plan import OP_CLASSES, Recipe
 from ebbtide.planner.profile import Dear, RegionProfile, Save
+from ebbtide.plans import OP_CLASSES, Recipe
 
 
 @dataclass(frozen=True)

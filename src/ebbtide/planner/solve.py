@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide._errors import PlanError
-from ebbtide.plan import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide.planner.bound import least_step_s
 from ebbtide.planner.candidates import Candidate, all_kept, budgets_from, candidate_of, candidates_of
 from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model
@@ -23,6 +22,7 @@ from ebbtide.planner.polish import Ladder
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import reasons_of, too_small, what_holds
 from ebbtide.planner.simulate import Outcome, Pace, pace_within, simulate
+from ebbtide.plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
 _BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it

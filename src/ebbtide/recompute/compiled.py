@@ -16,7 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ebbtide._errors import ModuleError
-from ebbtide.plan import Recipe
+from ebbtide.plans import Recipe
 from ebbtide.recompute.dear import DearOps
 
 _checkpoint: Callable[..., Any] = cast(Any, torch_checkpoint).checkpoint

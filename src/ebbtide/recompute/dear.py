@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ebbtide.plan import OpChoice, Predicate, op_class_of
+from ebbtide.plans import OpChoice, Predicate, op_class_of
 
 # Of "namespace::name". Names with "backward" never match.
 _PATTERNS: Mapping[str, tuple[str, ...]] = {

@@ -279,8 +279,9 @@ class SecondRun:
 
 
 _ADVICE = (
-    ": it depends on something that has changed in between (a cache it appends to, a counter, a global). Give it the "
-    "recipe 'keep' or 'offload'"
+    ": it depends on something that has changed in between (a cache it appends to, a counter, a global). A model of "
+    "transformers keeps a cache unless model.config.use_cache = False; else give the region the recipe 'keep' or "
+    "'offload'"
 )
 
 

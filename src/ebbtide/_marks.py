@@ -201,11 +201,12 @@ class CompiledCall:
             return self.call(*args, **kwargs)
         self._mark.given(args, kwargs)
         self._mark.enter()
-        output = None
+        is_whole = False
         try:
             output = self._mark.run(self.call, args, kwargs)
+            is_whole = True
         finally:
-            self._mark.leave(is_whole=output is not None)
+            self._mark.leave(is_whole)
         return output
 
 

@@ -105,6 +105,7 @@ class OffloadHandle:
             ModuleError: a name that means nothing; nothing is changed then.
         """
         self._check_installed("set_recipe()")
+        self._control = None  # whoever says what is done takes it from the planner
         if recipe is not None:
             self._check_may_choose("recipe")
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
@@ -125,6 +126,11 @@ class OffloadHandle:
         self._check_may_choose("plan")
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
+        self.go_by(plan)
+        self._control = None  # whoever says what is done takes it from the planner
+
+    def go_by(self, plan: Plan) -> None:
+        """What its planner says: as `set_plan`, unchecked, and the planner goes on planning."""
         is_same = plan.regions.keys() == self._plan.regions.keys()  # a planner changes plans often, and names never
         self._follow(plan, self.regions if is_same else find_planned(self._module, self._blocks, plan))
 
@@ -251,7 +257,8 @@ class OffloadHandle:
             AnyDear(),
             known,
             replans_on_oom=replans_on_oom,
-            agree=agreement(),
+            # Without a budget nothing runs again, and each rank may move what it likes.
+            agree=None if budget is None else agreement(),
             keep=profiles.keep,
             looks_again=looks_again,
         )

@@ -182,18 +182,61 @@ def test_a_budget_that_nothing_fits_says_what_would():
 
 
 def test_batches_of_other_sizes_go_by_plans_of_their_own():
-    model = make()
+    model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
-    phases = follow(model, 12, rows=lambda k: ROWS if k < 5 else (64, 200, 256, 512)[k % 4])
-    assert set(phases[4:]) == {Phase.PLANNED}
-    assert len(handle._control._plans) >= 3
+    planned_for = set()
+    for k in range(12):
+        rows = ROWS if k < 5 else (64, 200, 256, 512)[k % 4]
+        assert_equal(step(model, k, rows), step(twin, k, rows))
+        planned_for.add(handle._control._tokens)
+    assert handle._control.phase is Phase.PLANNED
+    assert len(planned_for) == 4
+    assert {64 * WIDTH, 256 * WIDTH, 512 * WIDTH} < planned_for
 
 
-def test_two_watched_steps_of_different_sizes_make_no_profile():
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+def test_batches_of_which_no_two_are_alike_are_planned_too(settings):
     model = make()
-    ebbtide.offload(model, **SETTINGS)
-    phases = follow(model, 6, rows=lambda k: ROWS + 8 * (k < 2))
-    assert phases[:4] == [Phase.WARM, Phase.TIMES, Phase.TIMES, Phase.DETAILS]
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    phases = follow(model, 10, rows=lambda k: ROWS + 8 * k)
+    assert set(phases[3:]) == {Phase.PLANNED}
+    assert handle.profile.tokens == (ROWS + 16) * WIDTH
+
+
+@pytest.mark.parametrize("change", ["set_recipe", "set_plan"])
+@pytest.mark.parametrize("after", [1, 5])
+def test_what_a_user_sets_stays(change, after):
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    for k in range(10):
+        if k == after:
+            recipe = ebbtide.Recipe("recompute")
+            plan = ebbtide.Plan({f"layers.{n}": ebbtide.RegionPlan(recipe) for n in range(3)})
+            handle.set_recipe("recompute") if change == "set_recipe" else handle.set_plan(plan)
+        assert_equal(step(model, k), step(twin, k))
+    assert {r.action for r in handle.recipes.values()} == {"recompute"}
+
+
+def test_a_plan_that_does_not_fit_is_one_error_and_training_may_go_on():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, budget="1MiB", **SETTINGS)
+    errors = 0
+    for k in range(8):
+        try:
+            ours = step(model, k)
+        except PlanError:
+            errors += 1
+            continue
+        assert_equal(ours, step(twin, k))
+    assert errors == 1
+    assert handle._control.phase is Phase.GAVE_UP
+
+
+def test_sizes_that_take_turns_are_not_planned_for_again_and_again():
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    follow(model, 60, rows=lambda k: ROWS if k % 10 < 5 else 2 * ROWS)
+    assert handle._control._replans <= 8
 
 
 def test_forwards_without_backward_do_not_hold_the_plan_up():

@@ -55,7 +55,7 @@ class ScriptedHandle:
         self.device = ScriptedDevice()
         self.plans = []
 
-    def set_plan(self, plan):
+    def go_by(self, plan):
         self.plans.append(plan)
 
     @property

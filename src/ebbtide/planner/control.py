@@ -10,7 +10,8 @@ Note [Control]
 3. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
    beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times.
 4. A batch of another size goes by the profile scaled to it, one plan per bucket.
-5. Where a job has several ranks and regions run again, all ranks plan from the same profile, the slowest of theirs.
+5. Where a job has several ranks and regions may run again, all ranks go by one plan, from the slowest of their
+   profiles, whatever sizes their batches are of. They vote on it at the same forward.
 """
 
 import dataclasses
@@ -40,6 +41,8 @@ Row = TypeVar("Row", RegionProfile, Around)
 REPLAN_AT = 0.05
 PATIENCE = 3
 _MOST_REPLANS = 4
+_MOST_REPLANS_OF_ALL = 8  # of all sizes of batches
+_VOTE_EVERY = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _BUCKETS_PER_OCTAVE = 8
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
@@ -63,7 +66,7 @@ Agree = Callable[[Answer], list[Answer]]
 class Planned(Protocol):
     """The handle, as its control sees it."""
 
-    def set_plan(self, plan: Plan) -> None: ...
+    def go_by(self, plan: Plan) -> None: ...
 
     def engine(self) -> Engine | None:
         """Of the device that the model computes on; None while nothing can move there."""
@@ -139,6 +142,10 @@ class Control:
         self._follow: _Follower | None = None
         self._spare_bytes: int = 0  # of the budget: what measured peaks were beyond the predicted ones
         self._failed_allocations = 0
+        self._forwards = 0
+        self._replans = 0
+        self._tokens_of_times = 0
+        self._followers: dict[int, _Follower] = {}
         self._peaks_fitted = 0
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
@@ -171,7 +178,7 @@ class Control:
     def _set_first(self, prefetch_bytes: int | None = None) -> None:
         recipe = Recipe("recompute" if self.runs_again else "keep")
         regions = {name: RegionPlan(recipe, prefetch_bytes=prefetch_bytes) for name in self._names}
-        self._handle.set_plan(Plan(regions, outside=RegionPlan(Recipe("keep"))))
+        self._handle.go_by(Plan(regions, outside=RegionPlan(Recipe("keep"))))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -185,20 +192,24 @@ class Control:
         return self._watched_step(engine, tokens)
 
     def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
+        if self._agree is not None:
+            self._forwards += 1
+            if self._forwards % _VOTE_EVERY == 0:
+                return self._vote(engine)
         if self._watch is not None:
             if not self._watch.is_over:
                 return self._wait_for_backward()
             if not self._watch.is_readable and self._agree is None and self.phase is Phase.DETAILS:
                 return None
             self._unfinished = 0
+            if self._agree is not None and self.phase is Phase.DETAILS:
+                return None  # until all vote
             if self._move_on(self._watch, engine):
                 return None
-        elif engine.device.has_clock:
-            self._tokens = tokens
-        if self.phase in (Phase.TIMES, Phase.DETAILS) and tokens != self._tokens:
-            self._tokens = tokens
-            self.phase, self._times = Phase.TIMES, None  # both have to be of one shape
         is_detailed = self.phase is Phase.DETAILS
+        self._tokens = tokens
+        if self.phase is Phase.TIMES:
+            self._tokens_of_times = tokens
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         self._watch = Watch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
@@ -206,6 +217,16 @@ class Control:
         )  # fmt: skip
         self._watch.began()
         return self._watch
+
+    def _vote(self, engine: Engine) -> None:
+        """Every so many forwards all ranks say whether they have a profile, whatever came between: none may be late."""
+        watch = self._watch
+        if self.phase is Phase.DETAILS and watch is not None and watch.is_over:
+            self._move_on(watch, engine)
+        else:
+            self._agreed(None)
+            self._watch = None
+            self._could_not_read()
 
     def _wait_for_backward(self) -> None:
         """The graph that is watched has not run backward: accumulation, a pipeline, or it was dropped."""
@@ -221,6 +242,7 @@ class Control:
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, watch
         elif self._read(watch, engine):
+            self.phase = Phase.GAVE_UP  # if nothing fits; what the first steps went by needs the least
             self._plan_for(self._tokens)
             self.phase = Phase.PLANNED
             return True
@@ -276,6 +298,7 @@ class Control:
             host_limit_bytes=engine.store_stats().limit_bytes,
             tokens=self._tokens,
             compiled=frozenset(self._handle.compiled()),
+            time_scale=self._tokens / self._tokens_of_times if self._tokens_of_times > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
         )
         profile = profile_of(times, details, self._names, about)
@@ -303,11 +326,17 @@ class Control:
         return self._budget_of(0 if engine is None else engine.device.total_bytes()) - self._spare_bytes
 
     def _plan_for(self, tokens: int) -> None:
+        if not self._plans:
+            engine = self._handle.engine()
+            self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         plan = self._plans.get(tokens)
         if plan is None:
             plan = self._plans[tokens] = self._solve(tokens)
-        self._follow = _Follower(plan)
-        self._handle.set_plan(plan)
+        follow = self._followers.get(tokens)
+        if follow is None or follow.plan is not plan:
+            follow = self._followers[tokens] = _Follower(plan)
+        self._follow = follow
+        self._handle.go_by(plan)
 
     def _solve(self, tokens: int) -> Plan:
         assert self.profile is not None
@@ -322,16 +351,16 @@ class Control:
         self._read_pulse()
         bucket = self._bucket(tokens)
         if bucket != self._tokens:
-            self._tokens = bucket
             self._plan_for(bucket)
+            self._tokens = bucket
         self._pulse = Pulse(engine.device, looks_at_peak=self._wants_peak())
         return self._pulse
 
     def _bucket(self, tokens: int) -> int:
         """The size that is planned for instead: no smaller, and one of a few per octave."""
         assert self.profile is not None
-        if tokens <= 0:
-            return self._tokens
+        if tokens <= 0 or self.profile.tokens <= 0 or self._agree is not None:
+            return self._tokens  # of unknown size; or all ranks go by one plan, whatever batch each of them has
         steps = math.log2(tokens / self.profile.tokens) * _BUCKETS_PER_OCTAVE
         return round(self.profile.tokens * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
@@ -343,7 +372,8 @@ class Control:
         _, step_s = pulse.seconds()
         if pulse.looks_at_peak:
             self._fit_peak(follow, pulse.peak_bytes)
-        elif follow.saw(step_s):
+        elif follow.saw(step_s) and self._replans < _MOST_REPLANS_OF_ALL:
+            self._replans += 1
             self._replan(follow, step_s)
 
     def _replan(self, follow: "_Follower", step_s: float) -> None:
@@ -362,7 +392,7 @@ class Control:
             plan = dataclasses.replace(best[1], predicted=dataclasses.replace(predicted, step_s=best[0]))
         self._plans[self._tokens] = plan
         follow.goes_by(plan)
-        self._handle.set_plan(plan)
+        self._handle.go_by(plan)
 
     def _wants_peak(self) -> bool:
         """Once per plan, when its order has been learned."""
@@ -395,7 +425,7 @@ class Control:
             self._plans[self._tokens] = follow.plan
             return
         follow.goes_by(plan)
-        self._handle.set_plan(plan)
+        self._handle.go_by(plan)
 
     # -- out of memory ---------------------------------------------------------------------------------------------
 
@@ -403,6 +433,9 @@ class Control:
         """An exception leaves the forward. If the device is out of memory, say what was planned."""
         error = sys.exc_info()[1]
         self._watch = self._pulse = None
+        engine = self._handle.engine()
+        if engine is not None:
+            self._failed_allocations = engine.device.failed_allocations()
         if not isinstance(error, torch.OutOfMemoryError):
             return
         text = self._oom_text()

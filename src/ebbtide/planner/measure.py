@@ -349,6 +349,7 @@ class Surroundings(NamedTuple):
         grads: bytes of gradients by region that are allocated anew in each backward; "" for those outside.
         compiled: regions whose operators the compiler hides: none of them can be told to be held.
         device_bytes: memory of the device in all.
+        time_scale: by how much larger the batch of the detailed step was than that of the timed one.
     """
 
     made_for: Mapping[str, str]
@@ -359,13 +360,14 @@ class Surroundings(NamedTuple):
     tokens: int
     compiled: Collection[str]
     device_bytes: int
+    time_scale: float = 1.0
 
 
 def profile_of(times: Watch, details: Watch, names: Collection[str], about: Surroundings) -> Profile | None:
     """The profile of two steps that were watched; None if they were not two of the same kind."""
     if not any(note.place is Place.ENTERED and note.region in names for note in times.notes):
         return None
-    clock = _Clock(times, names)
+    clock = _Clock(times, names, about.time_scale)
     memory = _Curve(details, names)
     visits = [visit for visit in details.visits if visit.region in names]
     if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
@@ -442,8 +444,9 @@ def _by_forward(again: Sequence[_Visit], visits: Sequence[_Visit]) -> list[_Visi
 class _Clock:
     """Seconds per region, from the notes of a step, in order of forward."""
 
-    def __init__(self, watch: Watch, names: Collection[str]) -> None:
+    def __init__(self, watch: Watch, names: Collection[str], scale: float) -> None:
         self._device = watch.device
+        self._scale = scale
         notes = [note for note in watch.notes if not note.region or note.region in names]
         entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
         ends = [*entered[1:], max((k for k, note in enumerate(notes) if note.place is Place.LEFT), default=0)]
@@ -463,7 +466,7 @@ class _Clock:
         self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
 
     def _between(self, start: Note, end: Note) -> float:
-        return max(0.0, self._device.seconds_between(start.event, end.event))
+        return self._scale * max(0.0, self._device.seconds_between(start.event, end.event))
 
 
 class _Span(NamedTuple):

@@ -197,7 +197,7 @@ class Profile:
 
         Attention costs more than in proportion; the measured steps correct that.
         """
-        if tokens == self.tokens:
+        if tokens == self.tokens or self.tokens <= 0:
             return self
         k = tokens / self.tokens
         return dataclasses.replace(

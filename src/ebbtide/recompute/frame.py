@@ -240,7 +240,8 @@ class SecondRun:
         self._looks = looks
         self.count = 0
         self.on_save: OnSave | None = None
-        self._last = max((n for n, ref in enumerate(holders) if _lacks_value(ref())), default=-1)
+        self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
+        self._last = max(self._wanted, default=-1)
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         alias = t.detach()
@@ -248,6 +249,7 @@ class SecondRun:
         self.count += 1
         if self.on_save is not None:
             self.on_save(number, t)
+        self._wanted.discard(number)
         if number < len(self._holders):
             looks = _looks(t)
             if not _fits(looks, self._looks[number]):
@@ -265,7 +267,8 @@ class SecondRun:
         return t
 
     def check(self) -> None:
-        if any(_lacks_value(ref()) for ref in self._holders):
+        # Not of all holders: another thread may have taken a value that came, and dropped it, by now.
+        if any(_lacks_value(self._holders[number]()) for number in self._wanted):
             raise RecomputeError(
                 f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} when it ran again "
                 f"in backward{_ADVICE}"

@@ -9,7 +9,7 @@ from ebbtide._bytes import parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
 from ebbtide._torch import named_modules
-from ebbtide.planner.control import Agree
+from ebbtide.planner.ranks import Agree
 from ebbtide.plans import OP_CLASSES
 from ebbtide.recompute.dear import DearOps
 

@@ -11,9 +11,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ConfigError, PlanError
-from ebbtide.planner.control import Phase, slowest
+from ebbtide.planner.control import Phase
 from ebbtide.planner.options import options_of
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.ranks import slowest
 
 WIDTH = 64
 ROWS = 256

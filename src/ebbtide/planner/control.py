@@ -5,8 +5,8 @@ Note [Control]
 1. The first steps run with what needs the least: every region runs again with its inputs moved if there is a budget,
    every region keeps if there is none. One step warms up, one is watched for times, one for details; then the plan.
 2. From then on each step's time is compared with what was predicted, without waiting for it. Off by more than
-   REPLAN_AT for PATIENCE steps, the profile is refitted and solved again; each time it takes more patience, and a plan
-   that turns out slower than the best one so far gives way to that one for good. So it cannot swing.
+   REPLAN_AT for PATIENCE steps (following.py), the profile is refitted and solved again; each time it takes more
+   patience, and a plan that turns out slower than the best one so far gives way to that one. So it cannot swing.
 3. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
    beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times.
 4. A batch of another size goes by the profile scaled to it, one plan per bucket.
@@ -21,27 +21,25 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-from ebbtide import types
 from ebbtide._bytes import format_bytes
 from ebbtide._errors import EbbtideWarning, PlanError
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
-from ebbtide.planner.measure import IsDear, Pulse, Surroundings, Watch, profile_of
-from ebbtide.planner.profile import Around, Link, Profile, RegionProfile
+from ebbtide.planner.following import STEPS_TO_LEARN, Follower
+from ebbtide.planner.measure import IsDear, Pulse, StepWatch
+from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.ranks import Agree, Answer, slowest
+from ebbtide.planner.reading import Surroundings, profile_of
 from ebbtide.planner.solve import Solver
 from ebbtide.plans import Plan, Recipe, RegionPlan
+from ebbtide.types import Watch
 
-Row = TypeVar("Row", RegionProfile, Around)
-
-REPLAN_AT = 0.05
-PATIENCE = 3
-_MOST_REPLANS = 4
-_MOST_REPLANS_OF_ALL = 8  # of all sizes of batches
+_MOST_REPLANS = 8  # of all sizes of batches
 _VOTE_EVERY = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _BUCKETS_PER_OCTAVE = 8
 _LATENCY_S = 1e-5
@@ -49,18 +47,7 @@ _MOST_FAILURES = 3
 _MOST_FITS = 3
 _NEAR = 0.02
 _OOM_SHARE = 20  # of the budget is taken off after running out of memory
-_STEPS_TO_LEARN = 2
 _FORWARDS_TO_WAIT = 24
-
-
-class Answer(NamedTuple):
-    """What a rank has to say before all go by one plan. `profile`: None if it could not make one."""
-
-    profile: Profile | None
-    budget_bytes: int | None
-
-
-Agree = Callable[[Answer], list[Answer]]
 
 
 class Planned(Protocol):
@@ -132,20 +119,20 @@ class Control:
         self._agree = agree
         self._keep = keep
         self._looks_again = looks_again
-        self._times: Watch | None = None
-        self._watch: Watch | None = None
+        self._times: StepWatch | None = None
+        self._watch: StepWatch | None = None
         self._pulse: Pulse | None = None
         self._unfinished = 0
         self._tokens = 0
         self._solvers: dict[int, Solver] = {}
         self._plans: dict[int, Plan] = {}
-        self._follow: _Follower | None = None
+        self._follow: Follower | None = None
         self._spare_bytes: int = 0  # of the budget: what measured peaks were beyond the predicted ones
         self._failed_allocations = 0
         self._forwards = 0
         self._replans = 0
         self._tokens_of_times = 0
-        self._followers: dict[int, _Follower] = {}
+        self._followers: dict[int, Follower] = {}
         self._peaks_fitted = 0
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
@@ -182,7 +169,7 @@ class Control:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step_begins(self, tokens: int) -> "types.Watch | None":
+    def step_begins(self, tokens: int) -> Watch | None:
         """Before a forward that saves: sets the plan it goes by, and returns what follows it."""
         engine = self._handle.engine()
         if engine is None or self.phase is Phase.GAVE_UP:
@@ -191,7 +178,7 @@ class Control:
             return self._planned_step(engine, tokens)
         return self._watched_step(engine, tokens)
 
-    def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
+    def _watched_step(self, engine: Engine, tokens: int) -> StepWatch | None:
         if self._agree is not None:
             self._forwards += 1
             if self._forwards % _VOTE_EVERY == 0:
@@ -211,7 +198,7 @@ class Control:
         if self.phase is Phase.TIMES:
             self._tokens_of_times = tokens
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
-        self._watch = Watch(
+        self._watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             is_dear=self._is_dear if self.runs_again else None,
         )  # fmt: skip
@@ -235,7 +222,7 @@ class Control:
             self._watch = None
             self._unfinished = 0
 
-    def _move_on(self, watch: Watch, engine: Engine) -> bool:
+    def _move_on(self, watch: StepWatch, engine: Engine) -> bool:
         """To the next phase; true if there is a plan now."""
         if self.phase is Phase.WARM:
             self.phase = Phase.TIMES
@@ -248,7 +235,7 @@ class Control:
             return True
         return False
 
-    def _read(self, watch: Watch, engine: Engine) -> bool:
+    def _read(self, watch: StepWatch, engine: Engine) -> bool:
         """Whether the two steps that were watched make a profile."""
         assert self._times is not None
         while not watch.is_readable:  # ranks have to come to their plan in the same step
@@ -282,7 +269,7 @@ class Control:
                 stacklevel=2,
             )
 
-    def _profile(self, times: Watch, details: Watch, engine: Engine) -> Profile | None:
+    def _profile(self, times: StepWatch, details: StepWatch, engine: Engine) -> Profile | None:
         base, grads = self._handle.memory_before()
         rates = link_rates(engine)
         if rates is None:
@@ -334,7 +321,7 @@ class Control:
             plan = self._plans[tokens] = self._solve(tokens)
         follow = self._followers.get(tokens)
         if follow is None or follow.plan is not plan:
-            follow = self._followers[tokens] = _Follower(plan)
+            follow = self._followers[tokens] = Follower(plan)
         self._follow = follow
         self._handle.go_by(plan)
 
@@ -369,14 +356,13 @@ class Control:
         if pulse is None or follow is None or not pulse.is_readable:
             return
         self._pulse = None
-        _, step_s = pulse.seconds()
         if pulse.looks_at_peak:
             self._fit_peak(follow, pulse.peak_bytes)
-        elif follow.saw(step_s) and self._replans < _MOST_REPLANS_OF_ALL:
+        elif follow.saw(pulse.seconds()) and self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._replan(follow, step_s)
+            self._replan(follow, pulse.seconds())
 
-    def _replan(self, follow: "_Follower", step_s: float) -> None:
+    def _replan(self, follow: Follower, step_s: float) -> None:
         """The steps are not what was predicted: refit what was measured, and plan again."""
         assert self.profile is not None
         predicted = follow.plan.predicted
@@ -390,17 +376,15 @@ class Control:
         plan = self._solve(self._tokens)
         if best is not None and plan.predicted is not None and plan.predicted.step_s > best[0]:
             plan = dataclasses.replace(best[1], predicted=dataclasses.replace(predicted, step_s=best[0]))
-        self._plans[self._tokens] = plan
-        follow.goes_by(plan)
-        self._handle.go_by(plan)
+        self._change_to(plan)
 
     def _wants_peak(self) -> bool:
         """Once per plan, when its order has been learned."""
         follow = self._follow
         is_watched = self._budget_of is not None and self._agree is None
-        return is_watched and follow is not None and follow.steps == _STEPS_TO_LEARN and follow.peak_bytes == 0
+        return is_watched and follow is not None and follow.steps == STEPS_TO_LEARN and follow.peak_bytes == 0
 
-    def _fit_peak(self, follow: "_Follower", peak_bytes: int) -> None:
+    def _fit_peak(self, follow: Follower, peak_bytes: int) -> None:
         """Plan for less if the peak was beyond the prediction, and for more if it was well below."""
         follow.peak_bytes = peak_bytes
         predicted, budget_bytes = follow.plan.predicted, self.budget_bytes
@@ -409,22 +393,29 @@ class Control:
         asked_bytes = budget_bytes + self._spare_bytes
         if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
             return
-        # What the plan leaves unused on its own account is none of the prediction's fault.
         beyond = peak_bytes - predicted.peak_bytes
-        if beyond <= 0 and peak_bytes <= asked_bytes and -beyond <= _NEAR * asked_bytes:
-            return
+        if peak_bytes <= asked_bytes and -beyond <= _NEAR * asked_bytes:
+            return  # what the plan leaves unused on its own account is none of the prediction's fault
         self._peaks_fitted += 1
-        before = self._spare_bytes
         over = peak_bytes - asked_bytes
-        self._spare_bytes = beyond if over <= 0 else max(beyond, before + over)
-        self._plans.clear()
+        self._plan_with(beyond if over <= 0 else max(beyond, self._spare_bytes + over))
+
+    def _plan_with(self, spare_bytes: int) -> None:
+        """Plan again with so much of the budget taken off. If nothing fits then, what is there has to do."""
+        assert self._follow is not None
+        before, self._spare_bytes = self._spare_bytes, spare_bytes
         try:
-            plan = self._plans[self._tokens] = self._solve(self._tokens)
+            plan = self._solve(self._tokens)
         except PlanError:
-            self._spare_bytes = before  # nothing smaller fits: what is there has to do
-            self._plans[self._tokens] = follow.plan
+            self._spare_bytes = before
             return
-        follow.goes_by(plan)
+        self._plans.clear()
+        self._change_to(plan)
+
+    def _change_to(self, plan: Plan) -> None:
+        assert self._follow is not None
+        self._plans[self._tokens] = plan
+        self._follow.goes_by(plan)
         self._handle.go_by(plan)
 
     # -- out of memory ---------------------------------------------------------------------------------------------
@@ -458,14 +449,7 @@ class Control:
         budget_bytes = self.budget_bytes
         if not self._replans_on_oom or budget_bytes is None or self.phase is not Phase.PLANNED or self._agree:
             return
-        before = self._spare_bytes
-        self._spare_bytes += budget_bytes // _OOM_SHARE
-        self._plans.clear()
-        try:
-            self._plan_for(self._tokens)
-        except PlanError:
-            self._spare_bytes = before  # there is nothing that needs less
-            self._plan_for(self._tokens)
+        self._plan_with(self._spare_bytes + budget_bytes // _OOM_SHARE)
 
     def _oom_text(self) -> str:
         budget = self.budget_bytes
@@ -482,67 +466,3 @@ class Control:
             f"{format_bytes(budget)}, and {format_bytes(measured)} were allocated. Something outside of the plan needs "
             f"the rest: budget={fitting / 2**30:.1f}GiB would have fitted, or write on_oom='replan'"
         )
-
-
-class _Follower:
-    """How the steps of a plan turn out."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.steps = 0
-        self.peak_bytes = 0
-        self.best: tuple[float, Plan] | None = None
-        self._off = 0
-        self._replans = 0
-        self._times: list[float] = []
-
-    def saw(self, step_s: float) -> bool:
-        """Whether it is time to plan again."""
-        self.steps += 1
-        predicted = self.plan.predicted
-        if predicted is None or self.steps <= _STEPS_TO_LEARN:
-            return False  # the timetable has still to learn the order
-        self._times = [*self._times[-2:], step_s]
-        is_off = abs(step_s / predicted.step_s - 1) > REPLAN_AT if predicted.step_s > 0 else False
-        self._off = self._off + 1 if is_off else 0
-        typical = sorted(self._times)[len(self._times) // 2]
-        if len(self._times) == 3 and (self.best is None or typical < self.best[0]):
-            self.best = typical, self.plan
-        return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
-
-    def goes_by(self, plan: Plan) -> None:
-        self.plan = plan
-        self.steps = 0
-        self.peak_bytes = 0
-        self._off = 0
-        self._replans += 1
-        self._times.clear()
-
-
-def slowest(profiles: list[Profile]) -> Profile:
-    """One profile for all ranks: of every figure the largest. Raises PlanError if they are of different regions."""
-    first = profiles[0]
-    for other in profiles[1:]:
-        if [region.name for region in other.regions] != [region.name for region in first.regions]:
-            raise PlanError("ranks have different regions: give each rank its own plan=, or the recipes by hand")
-    regions = tuple(_largest([p.regions[k] for p in profiles]) for k in range(len(first.regions)))
-    link = dataclasses.replace(
-        first.link, **{name: min(getattr(p.link, name) for p in profiles) for name in ("out", "back")}
-    )
-    return dataclasses.replace(
-        first,
-        regions=regions,
-        around=_largest([p.around for p in profiles]),
-        base_bytes=max(p.base_bytes for p in profiles),
-        link=link,
-    )
-
-
-def _largest(rows: "list[Row]") -> "Row":
-    """Of each number the largest; what is no number, of the first."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(rows[0]):
-        values = [getattr(row, field.name) for row in rows]
-        if isinstance(values[0], int | float):
-            changed[field.name] = max(values)
-    return dataclasses.replace(rows[0], **changed)

@@ -1,0 +1,211 @@
+"""From the notes of two steps to a profile. Reads events that have passed, and changes nothing."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from ebbtide.planner.measure import Note, Place, Seen, StepWatch, VisitNotes
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.types import Device, StreamEvent
+
+Item = TypeVar("Item")
+
+
+class Surroundings(NamedTuple):
+    """What a profile says beyond what was seen in the steps.
+
+    Attributes:
+        grads: bytes of gradients by region that are allocated anew in each backward; "" for those outside.
+        compiled: regions whose operators the compiler hides: none of them can be told to be held.
+        device_bytes: memory of the device in all.
+        time_scale: by how much larger the batch of the detailed step was than that of the timed one.
+    """
+
+    made_for: Mapping[str, str]
+    link: Link
+    base: Mapping[str, int]
+    grads: Mapping[str, int]
+    host_limit_bytes: int | None
+    tokens: int
+    compiled: Collection[str]
+    device_bytes: int
+    time_scale: float = 1.0
+
+
+def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], about: Surroundings) -> Profile | None:
+    """The profile of two steps that were watched; None if they were not two of the same kind."""
+    if not any(note.place is Place.ENTERED and note.region in names for note in times.notes):
+        return None
+    clock = _Clock(times, names, about.time_scale)
+    memory = _Curve(details, names)
+    visits = [visit for visit in details.visits if visit.region in names]
+    if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
+        return None
+    again = _by_forward(((visit.region, visit) for visit in details.again), clock.regions)
+    step = _Step(clock, memory, details.device, about)
+    passes = zip(visits, again, strict=True)
+    regions = tuple(step.region(k, visit, second) for k, (visit, second) in enumerate(passes))
+    return Profile(
+        made_for=dict(about.made_for),
+        regions=_with_grads_outside(regions, about.grads.get("", 0)),
+        around=_around(clock, memory),
+        link=about.link,
+        base_bytes=memory.base_bytes,
+        base={**about.base, "other": max(0, memory.base_bytes - sum(about.base.values()))},
+        host_limit_bytes=about.host_limit_bytes,
+        tokens=about.tokens,
+        device_bytes=about.device_bytes,
+    )
+
+
+class _Step(NamedTuple):
+    """What there is to read."""
+
+    clock: "_Clock"
+    memory: "_Curve"
+    device: Device
+    about: Surroundings
+
+    def region(self, k: int, visit: VisitNotes, second: VisitNotes | None) -> RegionProfile:
+        """The `k`-th pass. Its saves are seen in its `second` run, or without one in forward, where they stay."""
+        looked_at = visit if second is None else second
+        saves = tuple(self._save(seen, looked_at) for seen in looked_at.saves)
+        kept_bytes = sum(save.nbytes for save in saves) + looked_at.stuck_bytes if second is None else 0
+        is_hidden = visit.region in self.about.compiled
+        return RegionProfile(
+            name=visit.region,
+            forward_s=self.clock.forward_s[k],
+            backward_s=self.clock.backward_s[k],
+            again_s=self.clock.again_s[k],
+            saves=saves,
+            stuck_bytes=looked_at.stuck_bytes,
+            inputs=tuple(self._save(seen, visit) for seen in visit.inputs),
+            dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in looked_at.dear),
+            forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
+            backward_work_bytes=self.memory.backward_work[k] + kept_bytes,
+            grad_bytes=self.about.grads.get(visit.region, 0),
+        )
+
+    def _save(self, seen: Seen, visit: VisitNotes) -> Save:
+        return Save(seen.index, seen.nbytes, self._between(visit.began, seen.event), seen.shares)
+
+    def _dear(self, seen: Seen, visit: VisitNotes) -> Dear:
+        at_s, again_s = self._between(visit.began, seen.event), self._between(seen.before, seen.event)
+        return Dear(seen.index, seen.nbytes, at_s, again_s, seen.op)
+
+    def _between(self, start: StreamEvent, end: StreamEvent) -> float:
+        return max(0.0, self.device.seconds_between(start, end))
+
+
+def _with_grads_outside(regions: tuple[RegionProfile, ...], nbytes: int) -> tuple[RegionProfile, ...]:
+    """The gradients of the head are there before the last region's backward begins."""
+    last = regions[-1]
+    return (*regions[:-1], replace(last, grad_bytes=last.grad_bytes + nbytes))
+
+
+def _by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
+    """Of each pass, in the order of forward, what `backward` has in its own order: a region's last pass comes first."""
+    left: dict[str, list[Item]] = {}
+    for region, item in backward:
+        left.setdefault(region, []).append(item)
+    return [left[region].pop() if left.get(region) else None for region in regions]
+
+
+class _Clock:
+    """Seconds per region, from the notes of a step, in order of forward."""
+
+    def __init__(self, watch: StepWatch, names: Collection[str], scale: float) -> None:
+        self._device = watch.device
+        self._scale = scale
+        notes = [note for note in watch.notes if not note.region or note.region in names]
+        entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
+        ends = [*entered[1:], max((k for k, note in enumerate(notes) if note.place is Place.LEFT), default=0)]
+        forward_end = next(k for k, note in enumerate(notes) if note.place is Place.FORWARD)
+        self.regions = [notes[k].region for k in entered]
+        self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
+        self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
+        self.after_s = self._between(notes[ends[-1]], notes[forward_end])
+        spans = list(_backward_spans(notes))
+        self.turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
+        self.end_s = self._between(spans[-1].end, notes[-1]) if spans else 0.0
+        in_order = _by_forward(((span.region, span) for span in spans), self.regions)
+        self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
+        self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
+
+    def _between(self, start: Note, end: Note) -> float:
+        return self._scale * max(0.0, self._device.seconds_between(start.event, end.event))
+
+
+class _Span(NamedTuple):
+    """A region's part of backward. `again`: where its second run ended, if it had one."""
+
+    region: str
+    begin: Note
+    again: Note | None
+    end: Note
+
+
+def _backward_spans(notes: Sequence[Note]) -> Iterator[_Span]:
+    """A region's part begins with its second run or, without one, with the first read; and ends where the next one's
+    does, or something outside of all regions is read."""
+    has_second_runs = any(note.place is Place.AGAIN for note in notes)
+    starts = Place.AGAIN if has_second_runs else Place.READ
+    region, begin, again = "", None, None
+    for note in notes:
+        if note.place is Place.AGAIN_ENDED:
+            again = note
+        is_outside = note.place is Place.READ and not note.region
+        if note.place is not starts and note.place is not Place.ENDED and not is_outside:
+            continue
+        if begin is not None and region:
+            yield _Span(region, begin, again, note)
+        region, begin, again = note.region, note, None
+
+
+class _Curve:
+    """Bytes per region, from the notes of a detailed step, in order of forward."""
+
+    def __init__(self, watch: StepWatch, names: Collection[str]) -> None:
+        notes = [note for note in watch.notes if not note.region or note.region in names]
+        self.base_bytes = notes[0].memory.allocated_bytes
+        entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
+        self.regions = [notes[k].region for k in entered]
+        left = [k for k, note in enumerate(notes) if note.place is Place.LEFT]
+        self.kept_bytes = max(0, notes[entered[0]].memory.allocated_bytes - self.base_bytes) if entered else 0
+        self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
+        spans = list(_backward_spans(notes))
+        first = notes.index(spans[0].begin) if spans else len(notes) - 1
+        since = notes[left[-1]] if left else notes[0]
+        self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
+        in_order = _by_forward(((span.region, span) for span in spans), self.regions)
+        self.backward_work = [0 if span is None else self._peak_of(span, notes) for span in in_order]
+
+    @staticmethod
+    def _peak_of(span: _Span, notes: Sequence[Note]) -> int:
+        begin, end = notes.index(span.begin), notes.index(span.end)
+        return _peak(notes[begin + 1 : end + 1], span.begin)
+
+
+def _peak(notes: Sequence[Note], since: Note) -> int:
+    """Most beyond what was allocated at `since`; each note has the peak since the one before it."""
+    return max(0, max((note.memory.peak_bytes for note in notes), default=0) - since.memory.allocated_bytes)
+
+
+def _turns(watch: StepWatch, since: Note, last_peak_bytes: int) -> Iterator[Turn]:
+    """Where what is on its way could leave behind the last region, and the most that is allocated from there on."""
+    peaks = [max(0, seen.memory.peak_bytes - since.memory.allocated_bytes) for seen in watch.outside]
+    yield Turn(-1, 0.0, peaks[0] if peaks else last_peak_bytes)
+    for seen, peak_bytes in zip(watch.outside, [*peaks[1:], last_peak_bytes][: len(peaks)], strict=True):
+        at_s = max(0.0, watch.device.seconds_between(since.event, seen.event))
+        yield Turn(seen.save, at_s, peak_bytes)
+
+
+def _around(clock: _Clock, memory: _Curve) -> Around:
+    return Around(
+        before_s=clock.before_s,
+        after_s=clock.after_s,
+        turn_s=clock.turn_s,
+        end_s=clock.end_s,
+        kept_bytes=memory.kept_bytes,
+        turns=tuple(memory.turns),
+    )

@@ -97,7 +97,10 @@ class Device(Protocol):
         ...
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """uint8 host memory of shape (nbytes,) that copies of this device reach at full speed."""
+        """uint8 host memory of shape (nbytes,) that copies of this device reach at full speed.
+
+        Raises MemoryError if the machine has no more to give.
+        """
         ...
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:

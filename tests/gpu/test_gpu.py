@@ -134,8 +134,20 @@ def test_regions_that_run_again_equal_the_plain_run(case, recipe):
     assert_equal(ours, plain)
     del ours
     gc.collect()
-    assert all(handle.stats().recomputed.count > 0 for handle in handles)
-    assert all(handle.stats().host_bytes == 0 for handle in handles)
+    for handle in handles:
+        stats = handle.stats()
+        assert stats.recomputed.count > 0
+        assert stats.host_bytes == 0
+        assert Reason.STORE_FULL not in stats.kept
+
+
+def test_a_default_device_of_the_user_leaves_host_memory_alone():
+    context = door()
+    x = torch.randn(4, 8, device=GPU, requires_grad=True)
+    with torch.device(GPU), context:
+        y = x.sin().exp()
+    y.sum().backward()
+    check_moved(context.stats())
 
 
 def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_in_step():

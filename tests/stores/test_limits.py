@@ -141,10 +141,25 @@ def test_a_machine_that_refuses_is_believed():
 
         def host_bytes(self, nbytes):
             Stingy.asked += 1
-            raise RuntimeError("out of pinned memory")
+            raise MemoryError("out of pinned memory")
 
     store = HostStore(Stingy(), 2**30, smallest_slab_bytes=2**20)
     assert store.reserve(5) is None
     asked = Stingy.asked
     assert store.reserve(2**20) is None
     assert Stingy.asked == asked > 0
+
+
+def test_another_error_is_no_refusal():
+    class Broken(CpuDevice):
+        def host_bytes(self, nbytes):
+            raise RuntimeError("only dense tensors can be pinned")
+
+    store = HostStore(Broken(), 2**30)
+    with pytest.raises(RuntimeError, match="only dense"):
+        store.reserve(5)
+
+
+def test_a_machine_without_memory_says_so():
+    with pytest.raises(MemoryError, match="allocate"):
+        CpuDevice().host_bytes(2**60)

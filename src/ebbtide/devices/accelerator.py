@@ -15,6 +15,7 @@ from ebbtide._bytes import as_bytes
 from ebbtide._torch import cuda_is_capturing, current_stream
 from ebbtide.devices.capture import capture_of, is_captured_in_parts
 from ebbtide.devices.cpu import HostEvent
+from ebbtide.devices.host_memory import memory_errors
 from ebbtide.types import Memory, Wait
 
 
@@ -70,8 +71,9 @@ class AcceleratorDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        with _on_cpus(self._near_cpus):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with _on_cpus(self._near_cpus), memory_errors():
+            # The device is named, or a default device of the user's would be pinned, which torch refuses.
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
         with stream:

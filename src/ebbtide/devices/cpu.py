@@ -11,6 +11,7 @@ import torch
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import StoreError
+from ebbtide.devices.host_memory import memory_errors
 from ebbtide.types import Device, Memory, Stream, StreamEvent, Wait
 
 
@@ -123,7 +124,8 @@ class CpuDevice:
         return as_bytes(torch.UntypedStorage(nbytes))
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        return as_bytes(torch.UntypedStorage(nbytes))
+        with memory_errors():
+            return as_bytes(torch.UntypedStorage(nbytes))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
         stream.submit(lambda: dst.copy_(src))

@@ -142,7 +142,7 @@ class HostStore(SlabStore):
             return False
         try:
             self._memory.append(self._device.host_bytes(size))
-        except (RuntimeError, MemoryError):
+        except MemoryError:
             self._budget.refused(size)
             return False
         return True

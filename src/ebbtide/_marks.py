@@ -41,7 +41,6 @@ class Session:
         desk: where saves go.
         hooks: the desk's, if they were pushed for this session; None in a second run.
         plan: for the regions inside. Never changed, only replaced: backward goes by what its forward went by.
-        door_stays: why saves stay where the plan says nothing, by the door's settings; None where they may travel.
         pack_hook: the innermost pack hook of ours.
         packs_here: `pack_hook` is the desk's, not that of a region that runs again.
         is_second_run: nothing travels, for what is saved is needed at once.
@@ -60,13 +59,12 @@ class Session:
         self.desk = desk
         self.hooks = hooks
         self.plan = plan
-        self.door_stays: Reason | None = None
         self.pack_hook = pack_hook
         self.packs_here = hooks is not None
         self.is_second_run = hooks is None
         self.is_recording = torch.is_grad_enabled()
         self.holding: Holding | None = None
-        self.frames: list[tuple[Visit, Reason | None]] = []
+        self.frames: list[tuple[Visit, Reason | None, bool]] = []
 
     def why_unable(self) -> Unable | None:
         """Why a region whose forward begins now cannot run again, if so."""
@@ -243,9 +241,10 @@ class InnerMark(Mark):
             self._handle.warn_if_root_is_bypassed()
             return
         desk = session.desk
-        session.frames.append((desk.visit, desk.stays))
-        # What only a former plan made a region is none: its saves belong to what is around it.
-        if self._region is not None and (self._is_block or self._region in session.plan.regions):
+        is_region = self._is_region(session.plan)
+        session.frames.append((desk.visit, desk.stays, is_region))
+        if is_region:
+            assert self._region is not None
             if desk.watch is not None:
                 desk.watch.entered(self._region)
             window_bytes = desk.visit.limits.window_bytes
@@ -259,9 +258,10 @@ class InnerMark(Mark):
             return
         desk = session.desk
         window_bytes = desk.visit.limits.window_bytes
-        desk.visit, desk.stays = session.frames.pop()
+        desk.visit, desk.stays, was_region = session.frames.pop()
         desk.visit.hold(window_bytes)
-        if desk.watch is not None and self._region is not None:
+        if was_region and desk.watch is not None:
+            assert self._region is not None
             desk.watch.left(self._region)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,12 +303,15 @@ class InnerMark(Mark):
     def _name(self) -> str:
         return self._region or type(self._module).__name__
 
+    def _is_region(self, plan: Plan) -> bool:
+        """What only a former plan made a region is none, nor is a block of which a plan that says it all says nothing:
+        its saves belong to what is around it."""
+        return self._region in plan.regions or (self._is_block and plan.outside is None)
+
     def _follow(self, session: Session) -> None:
         """Which saves leave from here on, and when: by `include`, then by the plan, and last by `exclude`."""
         desk, plan = session.desk, session.plan
         said = None if self._region is None else plan.regions.get(self._region)
-        if self._is_block and said is None and plan.outside is not None and len(session.frames) == 1:
-            desk.stays = session.door_stays  # straight from outside, of which a block is no part
         if self._choice is True and desk.stays is not Reason.KEEP_LAST:
             desk.stays = None
         if said is not None:

@@ -305,13 +305,12 @@ class OffloadHandle:
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
         desk.watch = follows
-        desk.stays = door_stays = Reason.OUTSIDE if self._config.include else None
+        desk.stays = Reason.OUTSIDE if self._config.include else None
         if self._plan.outside is not None:
             desk.follow(self._plan.outside)
         hooks = desk.hooks()
         hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
         session = Session(desk, self._plan, hooks.pack_hook, hooks)
-        session.door_stays = door_stays
         self._stack().append(session)
 
     def warn_if_root_is_bypassed(self) -> None:

@@ -172,9 +172,9 @@ class Plan:
     """A recipe for every region, and when what travels has to leave and may come back. Plain data.
 
     Attributes:
-        regions: by name. A region that is not named here is treated as the door's other settings say.
-        outside: what is done with saves outside of all regions, by "keep" or "offload"; None: as the door says. A block
-            that is not named is not outside.
+        regions: by name. Without `outside`, one that is not named is treated as the door's other settings say.
+        outside: what is done with saves outside of all regions that are named here, by "keep" or "offload", but for
+            what the door's include and exclude name. None: as the door says.
         budget_bytes: the peak it was made to stay under; None without one.
         predicted: what the planner expects of it; None for a plan written by hand.
     """

@@ -189,7 +189,7 @@ def test_batches_of_other_sizes_go_by_plans_of_their_own():
     for k in range(12):
         rows = ROWS if k < 5 else (64, 200, 256, 512)[k % 4]
         assert_equal(step(model, k, rows), step(twin, k, rows))
-        planned_for.add(handle._control._tokens)
+        planned_for |= {handle._control.upkeep.tokens} if k > 3 else set()
     assert handle._control.phase is Phase.PLANNED
     assert len(planned_for) == 4
     assert {64 * WIDTH, 256 * WIDTH, 512 * WIDTH} < planned_for
@@ -237,7 +237,7 @@ def test_sizes_that_take_turns_are_not_planned_for_again_and_again():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     follow(model, 60, rows=lambda k: ROWS if k % 10 < 5 else 2 * ROWS)
-    assert handle._control._replans <= 8
+    assert handle._control.upkeep._replans <= 8
 
 
 def test_forwards_without_backward_do_not_hold_the_plan_up():
@@ -308,6 +308,16 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
     for _ in range(5):
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert list(handle.plan.regions) == ["0", "1"]
+
+
+def test_what_a_block_saves_outside_of_its_planned_parts_stays():
+    model = make()
+    handle = ebbtide.offload(model, regions=["layers.*.up"], **SETTINGS)
+    seen = set()
+    handle.subscribe(lambda event: seen.add(event.site.split("#")[0]))
+    follow(model, 8)
+    assert handle._control.phase is Phase.PLANNED
+    assert seen <= {f"layers.{k}.up" for k in range(3)}
 
 
 def test_regions_that_no_step_comes_by_are_given_up_on():

@@ -1,11 +1,21 @@
 """How the steps of a plan turn out, and when it is time to plan again. Pure."""
 
+from typing import NamedTuple
+
 from ebbtide.plans import Plan
 
 REPLAN_AT = 0.05
 PATIENCE = 3
 STEPS_TO_LEARN = 2  # until the engine's timetable knows the order
+_TYPICAL_OF = 3
 _MOST_REPLANS = 4
+
+
+class Tried(NamedTuple):
+    """A plan and its typical step in seconds."""
+
+    step_s: float
+    plan: Plan
 
 
 class Follower:
@@ -15,36 +25,71 @@ class Follower:
         plan: that is followed now.
         steps: that went by it.
         peak_bytes: most that one of them allocated, 0 before that was looked at.
-        best: the least typical step so far, in seconds, and its plan.
+        best: the plan with the least typical step so far.
+        kept: the step with everything kept, if that was tried.
+        before_trial: the plan before such a trial.
+        is_trial: the plan is followed for a few steps only, to see what they take.
+        most_s: a step that takes more is off, however it was predicted; None without such a limit.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, most_s: float | None = None) -> None:
         self.plan = plan
         self.steps = 0
         self.peak_bytes = 0
-        self.best: tuple[float, Plan] | None = None
+        self.best: Tried | None = None
+        self.kept: Tried | None = None
+        self.before_trial: Tried | None = None
+        self.is_trial = False
+        self.most_s = most_s
         self._off = 0
         self._replans = 0
         self._times: list[float] = []
+        self._stalls: list[float] = []
 
-    def saw(self, step_s: float) -> bool:
-        """Whether it is time to plan again."""
+    def saw(self, step_s: float, stall_s: float = 0.0) -> bool:
+        """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again."""
         self.steps += 1
         predicted = self.plan.predicted
         if predicted is None or self.steps <= STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
-        self._times = [*self._times[-2:], step_s]
-        is_off = abs(step_s / predicted.step_s - 1) > REPLAN_AT if predicted.step_s > 0 else False
-        self._off = self._off + 1 if is_off else 0
-        typical = sorted(self._times)[len(self._times) // 2]
-        if len(self._times) == 3 and (self.best is None or typical < self.best[0]):
-            self.best = typical, self.plan
+        self._times = [*self._times, step_s][-_TYPICAL_OF:]
+        self._stalls = [*self._stalls, stall_s][-_TYPICAL_OF:]
+        self._off = self._off + 1 if self._is_off(step_s, predicted.step_s) else 0
+        if len(self._times) < _TYPICAL_OF:
+            return False
+        if self.best is None or self.typical_s < self.best.step_s:
+            self.best = Tried(self.typical_s, self.plan)
+        if self.is_trial:
+            return True
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
 
-    def goes_by(self, plan: Plan) -> None:
+    def _is_off(self, step_s: float, predicted_s: float) -> bool:
+        if self.most_s is not None and step_s > self.most_s:
+            return True
+        return predicted_s > 0 and abs(step_s / predicted_s - 1) > REPLAN_AT
+
+    @property
+    def typical_s(self) -> float:
+        """Of the last few steps."""
+        return _median(self._times)
+
+    @property
+    def stall_s(self) -> float:
+        """What compute waited in a typical step."""
+        return _median(self._stalls)
+
+    def goes_by(self, plan: Plan, *, is_trial: bool = False) -> None:
+        if is_trial:
+            self.before_trial = Tried(self.typical_s, self.plan)
         self.plan = plan
         self.steps = 0
         self.peak_bytes = 0
+        self.is_trial = is_trial
         self._off = 0
-        self._replans += 1
+        self._replans += 0 if is_trial else 1
         self._times.clear()
+        self._stalls.clear()
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

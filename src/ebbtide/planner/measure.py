@@ -249,6 +249,8 @@ class Pulse:
     def __init__(self, device: Device, looks_at_peak: bool) -> None:
         self.device = device
         self.looks_at_peak = looks_at_peak
+        self.is_alone = True
+        """No other step ran beside it. For whoever knows to say."""
         self.peak_bytes = 0
         if looks_at_peak:
             device.forget_peak()

@@ -90,6 +90,11 @@ class Solver:
             return _plan(self.profile, space.unslowed(), None, self.profile.plain_s)
         return _plan(self.profile, space.fastest(budget_bytes), budget_bytes, space.bound_s(budget_bytes))
 
+    def keeping_all(self) -> Plan:
+        """That moves nothing, whatever memory it takes."""
+        space = self._space(True)
+        return _plan(self.profile, space.all_kept(), None, self.profile.plain_s)
+
     def front(self, points: int = _POINTS) -> list[Point]:
         """As the function of this name."""
         low, high = self.smallest_budget(), self._space(False).kept.least_bytes
@@ -176,10 +181,14 @@ class _Space:
             raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, held))
         return best
 
-    def unslowed(self) -> _Tried:
-        """Of what does not make the step slower, about the smallest peak; nothing moves if none is worth it."""
+    def all_kept(self) -> _Tried:
         kept = self._try(self.kept, self.kept.least_bytes)
         assert kept is not None
+        return kept
+
+    def unslowed(self) -> _Tried:
+        """Of what does not make the step slower, about the smallest peak; nothing moves if none is worth it."""
+        kept = self.all_kept()
         best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
         if best is kept:
             return kept

@@ -1,0 +1,399 @@
+"""Looks after the plans of one profile, step by step.
+
+Note [Upkeep]
+~~~~~~~~~~~~~
+1. Each step's time is compared with what was predicted, without waiting for it: the host may be steps ahead of the
+   device, so several pulses are in flight. Steps of which two ran at once (two forwards, then backward) say nothing.
+2. Off by more than following.REPLAN_AT for a while, the profile is refitted and solved again: the link to what its
+   copies were timed at, compute to the step without the time that it waited for the link. Each time it takes more
+   patience, and a plan that turns out slower than the best one so far gives way to that one. So it cannot swing.
+3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
+   plan looks slow, they are tried, a few of them, and what is slower than they are moves less, or nothing.
+4. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
+   beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times.
+5. A batch of another size goes by the profile scaled to it, one plan per bucket.
+"""
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ebbtide._bytes import MIB, format_bytes
+from ebbtide._errors import EbbtideWarning, PlanError
+from ebbtide.engine.engine import Engine
+from ebbtide.engine.ledger import Ledger, Sample
+from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
+from ebbtide.planner.measure import Pulse
+from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.solve import Solver
+from ebbtide.plans import Plan
+
+_MOST_REPLANS = 8  # of all sizes of batches
+_MOST_IN_FLIGHT = 8
+_BUCKETS_PER_OCTAVE = 8
+_MOST_FITS = 3
+_NEAR = 0.02
+_OOM_SHARE = 20  # of the budget is taken off after running out of memory
+_LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
+_AS_FAST = 1.01  # times the same, measured side by side
+_AS_MUCH = 0.95  # of what a plan moved
+_LEAST_SAMPLE = 64 * MIB
+_SAME_RATE = 0.05
+_FURTHEST = 5.0  # that one refit goes
+
+
+class GoesBy(Protocol):
+    """Whose plan it is."""
+
+    def go_by(self, plan: Plan) -> None: ...
+
+
+@dataclasses.dataclass
+class _Size:
+    """Batches of one bucket."""
+
+    tokens: int
+    solver: Solver
+    follow: Follower
+
+
+class _Step(NamedTuple):
+    """In flight. `share`: its batch, of the size that is planned for."""
+
+    pulse: Pulse
+    size: _Size
+    plan: Plan
+    share: float
+
+
+class Upkeep:
+    """Plans of one profile, and how they turn out.
+
+    Args:
+        handle: whose plan it sets.
+        profile: what the plans come from; refitted on the way.
+        ledger: of the handle's door: what compute waited for, and how fast the lanes were.
+        budget: the peak to stay under now, in bytes; None: move what costs no time.
+        engine: of the device that the model computes on.
+        replans_on_oom: plan for less after the device ran out of memory.
+        is_shared: with other ranks, which cannot see what is seen here: one plan for all sizes, never changed.
+    """
+
+    def __init__(
+        self,
+        handle: GoesBy,
+        profile: Profile,
+        ledger: Ledger,
+        budget: Callable[[], int | None],
+        engine: Engine | None,
+        *,
+        replans_on_oom: bool,
+        is_shared: bool,
+    ) -> None:
+        self._handle = handle
+        self.profile = profile
+        self._ledger = ledger
+        self._budget = budget
+        self._replans_on_oom = replans_on_oom
+        self._is_shared = is_shared
+        self._sizes: dict[int, _Size] = {}
+        self._spares: dict[int, int] = {}  # by size, of the budget: what peaks were beyond the predicted ones
+        self._in_flight: list[_Step] = []
+        self._replans = 0
+        self._peaks_fitted = 0
+        self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
+        self._stall_s = self._stalled_s()
+        self._samples = self._sampled()
+        self._measured_tokens = profile.tokens
+        self._size = self._make_size(profile.tokens)
+        self._go_by(self._size)
+
+    @property
+    def tokens(self) -> int:
+        """That are planned for now."""
+        return self._size.tokens
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """By the tokens they are for."""
+        return {tokens: size.follow.plan for tokens, size in self._sizes.items()}
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
+        return self._budget_for(self._size.tokens)
+
+    def step_begins(self, engine: Engine, tokens: int) -> Pulse:
+        """Before a forward: sets its plan, and returns what follows it."""
+        overlaps = bool(self._in_flight) and not self._in_flight[-1].pulse.is_over
+        if overlaps:
+            self._look_for_failure(engine)
+        self._read()
+        bucket = self._bucket(tokens)
+        size = self._sizes.get(bucket) or self._make_size(bucket)
+        if size is not self._size:
+            self._size = size
+            self._go_by(size)
+        pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
+        if overlaps:
+            pulse.is_alone = self._in_flight[-1].pulse.is_alone = False
+        share = tokens / size.tokens if tokens > 0 and size.tokens > 0 else 1.0
+        self._in_flight = [*self._in_flight, _Step(pulse, size, size.follow.plan, share)][-_MOST_IN_FLIGHT:]
+        return pulse
+
+    def _bucket(self, tokens: int) -> int:
+        """The size that is planned for instead: no smaller, and one of a few per octave."""
+        measured = self._measured_tokens
+        if tokens <= 0 or measured <= 0 or self._is_shared:
+            return self._size.tokens  # of unknown size; or all ranks go by one plan, whatever batch each of them has
+        steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
+        return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
+
+    # -- how long steps take ---------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """What the steps took that have passed by now."""
+        passed = [step for step in self._in_flight if step.pulse.is_readable]
+        if not passed:
+            return
+        self._in_flight = [step for step in self._in_flight if not step.pulse.is_readable]
+        stalled_s = self._stalled_s()
+        stall_s, self._stall_s = (stalled_s - self._stall_s) / len(passed), stalled_s
+        for step in passed:
+            follow = step.size.follow
+            if step.plan is not follow.plan or self._sizes.get(step.size.tokens) is not step.size:
+                continue  # of a plan that is followed no more
+            if step.pulse.looks_at_peak:
+                self._fit_peak(step.size, step.pulse.peak_bytes)
+            elif step.pulse.is_alone and follow.saw(step.pulse.seconds() / step.share, stall_s / step.share):
+                self._again(step.size)
+
+    def _stalled_s(self) -> float:
+        """What compute has waited for the lanes so far."""
+        self._ledger.settle()
+        return self._ledger.stats.stall_forward_s + self._ledger.stats.stall_backward_s
+
+    def _again(self, size: _Size) -> None:
+        """The steps are not what they should be."""
+        follow = size.follow
+        if self._is_shared:
+            return
+        if follow.is_trial:
+            self._weigh(size)
+        elif follow.most_s is not None and follow.typical_s > follow.most_s:
+            self._slower_than_kept(size)
+        elif self._replans < _MOST_REPLANS:
+            self._replans += 1
+            self._refit(follow)
+            plan = self._solver_of(size).solve(self._budget_for(size.tokens))
+            self._change_to(size, _or_better(plan, follow.best))
+
+    def _slower_than_kept(self, size: _Size) -> None:
+        """There is no budget, and the steps look slower than with everything kept."""
+        follow = size.follow
+        kept = follow.kept
+        if kept is not None:
+            follow.most_s = None
+            self._change_to(size, _as_measured(kept))
+        elif _moves(follow.plan) and size.tokens <= self._measured_tokens:  # where it was seen to have room
+            follow.goes_by(size.solver.keeping_all(), is_trial=True)
+            self._handle.go_by(follow.plan)
+        elif self._replans < _MOST_REPLANS:
+            self._replans += 1
+            self._refit(follow)
+            self._change_to(size, self._solver_of(size).solve(None))
+
+    def _weigh(self, size: _Size) -> None:
+        """Steps with everything kept were tried: are those of the plan before as fast?"""
+        follow, tried = size.follow, size.follow.before_trial
+        assert tried is not None
+        kept = follow.kept = Tried(follow.typical_s, follow.plan)
+        if tried.step_s <= kept.step_s * _AS_FAST:
+            self._change_to(size, _as_measured(tried))
+            follow.most_s = max(kept.step_s, tried.step_s) * _LOOKS_SLOW
+            return
+        self._refit(follow)
+        plan = self._solver_of(size).solve(None)
+        is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(tried.plan)
+        self._change_to(size, plan if is_less else _as_measured(kept))
+        follow.most_s = kept.step_s * _LOOKS_SLOW if is_less else None
+
+    def _refit(self, follow: Follower) -> None:
+        """The link to what its copies were timed at, and compute to the steps less what it waited for."""
+        predicted = follow.plan.predicted
+        assert predicted is not None
+        waits_s = predicted.stall_forward_s + predicted.stall_backward_s
+        ratio = max(follow.typical_s - follow.stall_s, 0.0) / max(predicted.step_s - waits_s, 1e-9)
+        ratio = min(max(ratio, 1 / _FURTHEST), _FURTHEST)
+        self.profile = dataclasses.replace(self.profile.refitted(ratio, ratio), link=self._timed_link())
+        self._sizes.clear()
+
+    def _timed_link(self) -> Link:
+        before, self._samples = self._samples, self._sampled()
+        link = self.profile.link
+        out = _rate_since(self._samples[0], before[0], link.out) / link.out
+        back = _rate_since(self._samples[1], before[1], link.back) / link.back
+        return dataclasses.replace(
+            link,
+            out=link.out * out,
+            back=link.back * back,
+            out_duplex=link.out_duplex * out,
+            back_duplex=link.back_duplex * back,
+        )
+
+    def _sampled(self) -> tuple[Sample, Sample]:
+        stats = self._ledger.stats
+        return dataclasses.replace(stats.out_sample), dataclasses.replace(stats.in_sample)
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    def _make_size(self, tokens: int) -> _Size:
+        """Raises PlanError if nothing fits the budget."""
+        solver = Solver(self.profile.scaled(tokens))
+        size = _Size(tokens, solver, Follower(solver.solve(self._budget_for(tokens))))
+        if self._budget() is None:
+            size.follow.most_s = solver.profile.plain_s * _LOOKS_SLOW
+        self._sizes[tokens] = size
+        return size
+
+    def _solver_of(self, size: _Size) -> Solver:
+        """After a refit: of the other sizes nothing is known any more."""
+        size.solver = Solver(self.profile.scaled(size.tokens))
+        self._sizes = {size.tokens: size}
+        if self._budget() is None:
+            size.follow.most_s = size.solver.profile.plain_s * _LOOKS_SLOW
+        return size.solver
+
+    def _change_to(self, size: _Size, plan: Plan) -> None:
+        size.follow.goes_by(plan)
+        self._go_by(size)
+
+    def _go_by(self, size: _Size) -> None:
+        if size is self._size:
+            self._handle.go_by(size.follow.plan)
+
+    def _budget_for(self, tokens: int) -> int | None:
+        budget_bytes = self._budget()
+        return None if budget_bytes is None else budget_bytes - self._spare_for(tokens)
+
+    def _spare_for(self, tokens: int) -> int:
+        """A size that was not looked at yet may be as far beyond its prediction as another, and counts on no less."""
+        return self._spares.get(tokens, max([0, *self._spares.values()]))
+
+    # -- peaks -----------------------------------------------------------------------------------------------------
+
+    def _wants_peak(self, follow: Follower) -> bool:
+        """Once per plan, when its order has been learned."""
+        is_watched = not self._is_shared and self._budget() is not None
+        return is_watched and follow.steps >= STEPS_TO_LEARN and follow.peak_bytes == 0
+
+    def _fit_peak(self, size: _Size, peak_bytes: int) -> None:
+        """Plan for less if the peak was beyond the budget, and for more if it was well below the prediction."""
+        if size.follow.peak_bytes > 0:
+            return  # two such steps were in flight
+        size.follow.peak_bytes = peak_bytes
+        predicted, asked_bytes = size.follow.plan.predicted, self._budget()
+        if predicted is None or asked_bytes is None or self._peaks_fitted == _MOST_FITS:
+            return
+        if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
+            return
+        beyond = peak_bytes - predicted.peak_bytes
+        if peak_bytes <= asked_bytes and -beyond <= _NEAR * asked_bytes:
+            return  # what the plan leaves unused on its own account is none of the prediction's fault
+        self._peaks_fitted += 1
+        over = peak_bytes - asked_bytes
+        self._plan_with(size, beyond if over <= 0 else max(beyond, self._spare_for(size.tokens) + over))
+
+    def _plan_with(self, size: _Size, spare_bytes: int) -> None:
+        """Plan again with so much of the budget taken off. If nothing fits then, what is there has to do."""
+        asked_bytes = self._budget()
+        assert asked_bytes is not None
+        try:
+            plan = size.solver.solve(asked_bytes - spare_bytes)
+        except PlanError:
+            return
+        self._spares[size.tokens] = spare_bytes
+        self._sizes = {size.tokens: size}
+        self._change_to(size, plan)
+
+    # -- out of memory ---------------------------------------------------------------------------------------------
+
+    def forward_failed(self, error: BaseException | None, engine: Engine | None) -> None:
+        """An exception leaves the forward. If the device is out of memory, say what was planned."""
+        self._in_flight.clear()
+        if engine is not None:
+            self._failed_allocations = engine.device.failed_allocations()
+        if isinstance(error, torch.OutOfMemoryError):
+            tell(error, self._oom_text(engine))
+            self._plan_for_less()
+
+    def _look_for_failure(self, engine: Engine) -> None:
+        """The last backward did not come to its end: nobody asked us when it failed."""
+        failures = engine.device.failed_allocations()
+        if failures > self._failed_allocations:
+            warnings.warn(self._oom_text(engine), EbbtideWarning, stacklevel=2)
+            self._plan_for_less()
+        self._failed_allocations = failures
+
+    def _plan_for_less(self) -> None:
+        budget_bytes = self.budget_bytes
+        if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
+            self._plan_with(self._size, self._spare_for(self._size.tokens) + budget_bytes // _OOM_SHARE)
+
+    def _oom_text(self, engine: Engine | None) -> str:
+        budget, predicted = self.budget_bytes, self._size.follow.plan.predicted
+        if budget is None:
+            return NO_BUDGET
+        if predicted is None or engine is None:
+            return "ebbtide: nothing was predicted of this step"
+        measured = engine.device.memory().peak_bytes
+        fitting = max(0, budget - max(0, measured - predicted.peak_bytes) - budget // _OOM_SHARE)
+        return (
+            f"ebbtide: a peak of {format_bytes(predicted.peak_bytes)} was predicted for a budget of "
+            f"{format_bytes(budget)}, and {format_bytes(measured)} were allocated. Something outside of the plan needs "
+            f"the rest: budget={fitting / 2**30:.1f}GiB would have fitted, or write on_oom='replan'"
+        )
+
+
+NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
+
+
+def tell(error: BaseException, text: str) -> None:
+    """With the error, wherever it is shown."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        warnings.warn(text, EbbtideWarning, stacklevel=2)
+
+
+def _or_better(plan: Plan, best: Tried | None) -> Plan:
+    is_better = best is not None and plan.predicted is not None and plan.predicted.step_s > best.step_s
+    return _as_measured(best) if best is not None and is_better else plan
+
+
+def _as_measured(tried: Tried) -> Plan:
+    """The plan, with its step as it turned out."""
+    assert tried.plan.predicted is not None
+    return dataclasses.replace(tried.plan, predicted=dataclasses.replace(tried.plan.predicted, step_s=tried.step_s))
+
+
+def _moved_bytes(plan: Plan) -> int:
+    return 0 if plan.predicted is None else plan.predicted.moved_bytes
+
+
+def _moves(plan: Plan) -> bool:
+    return _moved_bytes(plan) > 0
+
+
+def _rate_since(now: Sample, before: Sample, known: float) -> float:
+    """Bytes per second of the copies between the two; `known` where they were few, or as fast as that."""
+    nbytes, seconds = now.nbytes - before.nbytes, now.seconds - before.seconds
+    if nbytes < _LEAST_SAMPLE or seconds <= 0:
+        return known
+    rate = nbytes / seconds
+    return known if abs(rate / known - 1) < _SAME_RATE else rate

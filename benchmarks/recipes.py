@@ -40,10 +40,14 @@ def spread_over(count: int, layers: int) -> list[int]:
 
 
 def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
-    """Attention and its projections everywhere; in `count` regions, spread over the depth, all matmuls."""
+    """Attention and its projections everywhere; in `count` regions, spread over the depth, all matmuls. The link has
+    room for one matmul more, in the first region that is left."""
     some = ebbtide.Recipe("selective", ops=PROJECTIONS)
+    more = ebbtide.Recipe("selective", ops=(*PROJECTIONS, "matmul@mlp.gate_proj"))
     every = ebbtide.Recipe("selective", ops=DEAR)
-    return {"layers.*": some, **{f"layers.{k}": every for k in spread_over(count, layers)}}
+    full = spread_over(count, layers)
+    left = next(k for k in range(layers) if k not in full)
+    return {"layers.*": some, f"layers.{left}": more, **{f"layers.{k}": every for k in full}}
 
 
 def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
@@ -65,7 +69,7 @@ def modes_of(workload: Workload) -> dict[str, Offloaded]:
         return {
             "recompute": Offloaded("recompute", {"window": "512MiB"}),
             "selective": Offloaded(some, {"window": "1280MiB", "prefetch": "1GiB"}),
-            "selective, feed-forward too": Offloaded(more, {"window": "6800MiB", "prefetch": "4GiB"}),
+            "selective, feed-forward too": Offloaded(more, {"window": "8GiB", "prefetch": "4GiB"}),
         }
     return {
         "recompute": Offloaded("recompute", {"window": "64MiB"}),

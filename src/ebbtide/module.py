@@ -102,14 +102,16 @@ class OffloadHandle:
 
         Raises:
             ConfigError: no recipe.
-            ModuleError: a name that means nothing; nothing is changed then.
+            ModuleError: a name that means nothing.
+
+        Nothing is changed then: what was set holds, and a planner goes on planning.
         """
         self._check_installed("set_recipe()")
-        self._control = None  # whoever says what is done takes it from the planner
         if recipe is not None:
             self._check_may_choose("recipe")
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
+        self._control = None  # whoever says what is done takes it from the planner
 
     @property
     def plan(self) -> Plan:

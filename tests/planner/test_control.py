@@ -218,6 +218,19 @@ def test_what_a_user_sets_stays(change, after):
     assert {r.action for r in handle.recipes.values()} == {"recompute"}
 
 
+@pytest.mark.parametrize(
+    "recipe", ["compress", {"layers.9": "keep"}, {"layers.*": ebbtide.Recipe("selective", ops=("matmul@mpl",))}]
+)
+def test_a_recipe_that_is_refused_leaves_the_planner_planning(recipe):
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    step(model, 0)
+    with pytest.raises((ConfigError, ebbtide.ModuleError)):
+        handle.set_recipe(recipe)
+    assert set(follow(model)[3:]) == {Phase.PLANNED}
+    assert handle.plan.predicted is not None
+
+
 def test_a_plan_that_does_not_fit_is_one_error_and_training_may_go_on():
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget="1MiB", **SETTINGS)

@@ -9,6 +9,7 @@ from ebbtide._bytes import parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
 from ebbtide._torch import named_modules
+from ebbtide.devices import name_of
 from ebbtide.planner.ranks import Agree
 from ebbtide.plans import OP_CLASSES
 from ebbtide.recompute.dear import DearOps
@@ -67,15 +68,9 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     return {
         "model": f"{type(module).__name__}, {sum(p.numel() for p in parameters)} parameters in {', '.join(dtypes)}",
-        "device": _name_of(device),
+        "device": "cpu" if device is None else name_of(device),
         "torch": torch.__version__.partition("+")[0],
     }
-
-
-def _name_of(device: torch.device | None) -> str:
-    if device is None or device.type == "cpu":
-        return "cpu"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def memory_of(

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ebbtide._bytes import parse_bytes
+from ebbtide._bytes import GIB, MIB, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
 from ebbtide._torch import named_modules
@@ -16,9 +16,11 @@ from ebbtide.recompute.dear import DearOps
 
 Value = TypeVar("Value")
 
+_MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
+
 
 class Budget:
-    """A peak to stay under: bytes, text like "40GiB", or a share of the device's memory between 0 and 1.
+    """A peak to stay under: bytes, text like "40GiB", or a share of the device's memory, a float of at most 1.
 
     Raises ConfigError for anything else.
     """
@@ -26,16 +28,45 @@ class Budget:
     def __init__(self, given: int | float | str) -> None:
         self._share: float | None = None
         self._nbytes = 0
+        if isinstance(given, bool) or not isinstance(given, int | float | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"budget={given!r}: expected bytes as an int, text like '40GiB', or a share of the device's memory "
+                "such as 0.8"
+            )
         if isinstance(given, float):
-            if not 0 < given <= 1:
-                raise ConfigError(f"budget={given!r}: a share of the device's memory is between 0 and 1, such as 0.8")
+            _check_share(given)
             self._share = given
         else:
+            _check_no_share(given)
             self._nbytes = parse_bytes(given, "budget")
 
     def __call__(self, total_bytes: int) -> int:
         """In bytes, of a device with so many."""
         return self._nbytes if self._share is None else int(self._share * total_bytes)
+
+
+def _check_share(given: float) -> None:
+    if 0 < given <= 1:
+        return
+    found = f"budget={given!r}: a float is a share of the device's memory, between 0 and 1, such as 0.8"
+    if MIB <= given < _MOST_BYTES:
+        found += f". For bytes write int({given / 1e9:g}e9), '{given / 1e9:g}GB' or '{given / GIB:.1f}GiB'"
+    elif given > 1:
+        found += ". For bytes write text like '40GiB'"
+    raise ConfigError(found)
+
+
+def _check_no_share(given: int | str) -> None:
+    """A share in quotes would be a fraction of one byte."""
+    try:
+        share = float(given) if isinstance(given, str) else 0.0
+    except ValueError:
+        return  # it has a unit, or is no size at all
+    if 0 < share <= 1:
+        raise ConfigError(
+            f"budget={given!r}: text is bytes, like '40GiB'. For a share of the device's memory write {share!r}, "
+            "without quotes"
+        )
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

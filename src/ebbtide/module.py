@@ -108,7 +108,7 @@ class OffloadHandle:
         """
         self._check_installed("set_recipe()")
         if recipe is not None:
-            self._check_may_choose("recipe")
+            _check_none_kept("recipe", self._config.keep_last)
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
         self._control = None  # whoever says what is done takes it from the planner
@@ -125,7 +125,7 @@ class OffloadHandle:
         changed then.
         """
         self._check_installed("set_plan()")
-        self._check_may_choose("plan")
+        _check_none_kept("plan", self._config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self.go_by(plan)
@@ -139,12 +139,6 @@ class OffloadHandle:
     def _check_installed(self, call: str) -> None:
         if self._root_mark is None:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
-
-    def _check_may_choose(self, option: str) -> None:
-        if self._config.keep_last:
-            raise ConfigError(
-                f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'"
-            )
 
     def _follow(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         trails = self._find_trails(plan, regions)
@@ -472,8 +466,15 @@ def offload(
             fits the budget (in the first planned step, if no profile was given).
         DeviceError: the module is on a device without streams.
     """
-    given = {"include": include, "exclude": exclude, "keep_last": keep_last, "window": window, "prefetch": prefetch}
-    says_how = [name for name, value in {**given, "recipe": recipe, "plan": plan}.items() if value]
+    says_how = _given(
+        include=include,
+        exclude=exclude,
+        keep_last=keep_last,
+        window=window,
+        prefetch=prefetch,
+        recipe=recipe,
+        plan=plan,
+    )
     is_planned = _is_planned(mode, budget, profile, says_how)
     config = make_config(
         mode=mode or ("auto" if is_planned else "all"),
@@ -486,11 +487,7 @@ def offload(
         min_bytes=min_bytes,
         host_limit=host_limit,
     )
-    if recipe is not None and plan is not None:
-        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
-    if (recipe is not None or plan is not None) and keep_last:
-        other = "recipe" if plan is None else "plan"
-        raise ConfigError(f"keep_last= and {other}= both say what the last blocks do: give those the recipe 'keep'")
+    _check_one_says_what_is_done(recipe, plan, keep_last)
     budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
@@ -498,16 +495,18 @@ def offload(
         return handle
     handle.install()
     try:
-        if plan is not None:
-            handle.set_plan(plan)
-        else:
-            handle.set_recipe(recipe)
+        handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
         if is_planned:
             handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
     except EbbtideError:
         handle.remove()
         raise
     return handle
+
+
+def _given(**settings: object) -> list[str]:
+    """The names of those that the user has written."""
+    return [name for name, value in settings.items() if value]
 
 
 def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
@@ -522,6 +521,18 @@ def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: li
             "out"
         )
     return mode == "auto" or bool(asks) or (mode is None and not says_how)
+
+
+def _check_one_says_what_is_done(recipe: object, plan: object, keep_last: int) -> None:
+    if recipe is not None and plan is not None:
+        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
+    if recipe is not None or plan is not None:
+        _check_none_kept("recipe" if plan is None else "plan", keep_last)
+
+
+def _check_none_kept(option: str, keep_last: int) -> None:
+    if keep_last:
+        raise ConfigError(f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'")
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:

@@ -433,7 +433,8 @@ def offload(
             what is saved inside these modules' forward travels; what is saved inside `exclude` stays. Of nested ones
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
-        regions: names, patterns or classes of the modules that are planned one by one. Default: the repeated blocks.
+        regions: names, patterns or classes of the modules that are planned one by one, where there is a planner.
+            Default: the repeated blocks.
         recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the
@@ -444,8 +445,8 @@ def offload(
             path of a file: the profile in it is used if it is of this model, device, torch and these settings, else
             one is measured and written there, as JSON and by the first rank. What it cannot see is a change of the
             model's code: delete the file then.
-        on_oom: "replan" plans for less from the next step on when the device runs out of memory in forward; the error
-            is raised in any case.
+        on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory in
+            forward; the error is raised in any case. Default: "raise", the error is all there is.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -488,6 +489,11 @@ def offload(
         host_limit=host_limit,
     )
     _check_one_says_what_is_done(recipe, plan, keep_last)
+    _check_on_oom(on_oom)
+    if not is_planned:
+        _check_nothing_for_planner(f"mode={mode!r}" if mode else f"{says_how[0]}=", regions, on_oom)
+    elif budget is None:
+        _check_nothing_for_budget(on_oom)
     budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
@@ -533,6 +539,33 @@ def _check_one_says_what_is_done(recipe: object, plan: object, keep_last: int) -
 def _check_none_kept(option: str, keep_last: int) -> None:
     if keep_last:
         raise ConfigError(f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'")
+
+
+def _check_on_oom(on_oom: object) -> None:
+    if on_oom not in ("raise", "replan"):
+        raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")
+
+
+def _check_nothing_for_planner(instead: str, regions: object, on_oom: str) -> None:
+    """`instead`: the setting that leaves nothing to it."""
+    if regions not in ((), []):
+        raise ConfigError(
+            f"regions= names the modules that are planned one by one, and with {instead} nothing is planned: leave "
+            f"{instead} out, or regions= (include=, exclude=, recipe= and plan= take names of modules themselves)"
+        )
+    if on_oom == "replan":
+        raise ConfigError(
+            f"on_oom='replan' plans for less memory, and with {instead} nothing is planned: leave {instead} out and "
+            "write a budget, such as budget='40GiB', or leave on_oom= out"
+        )
+
+
+def _check_nothing_for_budget(on_oom: str) -> None:
+    if on_oom == "replan":
+        raise ConfigError(
+            "on_oom='replan' plans for less than the budget, and there is none: write one, such as budget='40GiB', or "
+            "leave on_oom= out"
+        )
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:

@@ -323,6 +323,22 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
     assert list(handle.plan.regions) == ["0", "1"]
 
 
+@pytest.mark.parametrize("names", ["layers.[01]", ["layers.0", "layers.1"], ("layers.[01]",)])
+@pytest.mark.parametrize("settings", [{}, {"mode": "auto"}, {"budget": "64GiB", "on_oom": "replan"}])
+def test_regions_are_what_is_planned(names, settings):
+    model = make()
+    handle = ebbtide.offload(model, regions=names, **settings, **SETTINGS)
+    follow(model, 5)
+    assert handle.plan.predicted is not None
+    assert list(handle.plan.regions) == ["layers.0", "layers.1"]
+
+
+def test_no_regions_are_none_to_refuse():
+    for none in ((), []):
+        handle = ebbtide.offload(make(), mode="all", regions=none, on_oom="raise", **SETTINGS)
+        assert handle.recipes == {}
+
+
 def test_regions_that_no_step_comes_by_are_given_up_on():
     model = Stack()
     model.unused = nn.Linear(8, 8)
@@ -345,6 +361,24 @@ def test_regions_that_no_step_comes_by_are_given_up_on():
         ({"budget": "40 parsecs"}, "budget="),
         ({"budget": -1}, "budget="),
         ({"mode": "most"}, "mode="),
+        ({"budget": "40GiB", "on_oom": "retry"}, "on_oom='retry': write 'raise' or 'replan'"),
+        ({"budget": "40GiB", "on_oom": None}, "on_oom=None: write 'raise' or 'replan'"),
+        ({"on_oom": "replan"}, "on_oom='replan' .* the budget, and there is none: write one"),
+        ({"mode": "auto", "on_oom": "replan"}, "on_oom='replan' .* the budget, and there is none: write one"),
+        *[
+            ({**nothing_planned, option: value}, f"{option}=.*with {says} nothing is planned: leave {says} out")
+            for option, value in (("regions", "layers.*"), ("regions", [Block]), ("on_oom", "replan"))
+            for nothing_planned, says in (
+                ({"mode": "all"}, "mode='all'"),
+                ({"mode": "off"}, "mode='off'"),
+                ({"mode": "all", "recipe": "keep"}, "mode='all'"),
+                ({"recipe": "recompute"}, "recipe="),
+                ({"plan": ebbtide.Plan({})}, "plan="),
+                ({"include": "layers.*"}, "include="),
+                ({"keep_last": 1}, "keep_last="),
+                ({"window": "1GiB"}, "window="),
+            )
+        ],
     ],
 )
 def test_settings_that_contradict_each_other(settings, text):

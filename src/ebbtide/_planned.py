@@ -1,7 +1,10 @@
 """What a handle tells its control: the memory it found, what a profile has to be of, and how large a batch is."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -15,6 +18,11 @@ from ebbtide.plans import OP_CLASSES
 from ebbtide.recompute.dear import DearOps
 
 Value = TypeVar("Value")
+
+MOST_VALUES = 1024
+MOST_IN_ONE = 256
+
+_SCALARS = (int, float, str, bytes, type(None))
 
 _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 
@@ -70,19 +78,48 @@ def _check_no_share(given: int | str) -> None:
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """How large a batch is: elements of the largest tensor that the model is given."""
-    return max((t.numel() for t in tensors_in((*args, *kwargs.values()))), default=0)
+    """How large a batch is: elements of the largest tensor that the model is given; 0 if none is seen.
+
+    Asked before every forward, so it looks at no more than MOST_VALUES values, the outermost first, and at the first
+    MOST_IN_ONE of each list, tuple, mapping (ModelOutput and BatchEncoding are some) and dataclass.
+    """
+    return max((t.numel() for t in _first_tensors((*args, *kwargs.values()))), default=0)
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in `values`, an iterable, and in the lists, tuples and mappings in it."""
+def _first_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    containers = deque([values])
+    left = MOST_VALUES
+    while containers and left > 0:
+        for value in itertools.islice(containers.popleft(), min(left, MOST_IN_ONE)):
+            left -= 1
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                inside = _values_in(value)
+                if inside is not None:
+                    containers.append(inside)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """All tensors in `values`, and in the lists, tuples, mappings and dataclasses in it."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
+        else:
+            yield from tensors_in(_values_in(value) or ())
+
+
+def _values_in(value: Any) -> Iterable[Any] | None:
+    """None for what is no container."""
+    if isinstance(value, _SCALARS):
+        return None  # at once: it takes longer to find out that something is no mapping
+    if isinstance(value, list | tuple):
+        return cast("Iterable[Any]", value)
+    if isinstance(value, Mapping):
+        return cast("Mapping[Any, Any]", value).values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:

@@ -1,10 +1,12 @@
 """What a handle tells its control: the memory it found, what a profile has to be of, and how large a batch is."""
 
 import dataclasses
+import heapq
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,6 +24,7 @@ Value = TypeVar("Value")
 MOST_VALUES = 1024
 MOST_IN_ONE = 256
 
+_SIGNS = 8
 _SCALARS = (int, float, str, bytes, type(None))
 
 _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
@@ -128,6 +131,47 @@ def device_of(module: torch.nn.Module) -> torch.device | None:
     for p in module.parameters():
         nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
     return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
+
+
+class Home:
+    """Where a model computes, as `device_of` says. Asked at every step, so it walks the model only if that has moved.
+
+    The largest few parameters are looked at, in the modules that own them now: whatever moves a good part of the model,
+    or puts other parameters in their places, moves one of them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._device: torch.device | None = None
+        self._signs: list[_Sign] = []
+
+    def device(self) -> torch.device | None:
+        """None without any parameter."""
+        if not self._signs or any(sign.has_changed() for sign in self._signs):
+            self._device = device_of(self._module)
+            largest = heapq.nlargest(_SIGNS, _owned(self._module), key=lambda owned: owned[2].numel())
+            self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+        return self._device
+
+
+class _Sign(NamedTuple):
+    """A parameter, by the module that owns it and its name there, and where it was."""
+
+    owner: "weakref.ref[torch.nn.Module]"
+    name: str
+    device: torch.device
+
+    def has_changed(self) -> bool:
+        owner = self.owner()
+        p = None if owner is None else owner._parameters.get(self.name)
+        return p is None or p.device != self.device
+
+
+def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                yield owner, name, p
 
 
 def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
-from ebbtide._planned import AnyDear, Budget, agreement, device_of, made_for, memory_of, names_of, tokens_of
+from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
 from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
@@ -60,6 +60,7 @@ class OffloadHandle:
         self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
+        self._home = Home(module)
         self._control: Control | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
@@ -208,7 +209,7 @@ class OffloadHandle:
 
     def engine(self) -> Engine | None:
         """Of the device the model computes on; None while nothing can move there."""
-        device = device_of(self._module)
+        device = self._home.device()
         if device is None or not self._scope.serves(device):
             return None
         engine = self._engines.on(device)
@@ -216,7 +217,7 @@ class OffloadHandle:
 
     def made_for(self) -> dict[str, str]:
         """What a profile has to be of to be of use here, by name."""
-        return made_for(self._module, device_of(self._module))
+        return made_for(self._module, self._home.device())
 
     def compiled(self) -> set[str]:
         """Regions whose operators the compiler hides."""
@@ -225,7 +226,7 @@ class OffloadHandle:
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters and gradients, and of the gradients that backward will allocate, by region."""
-        return memory_of(self._module, self.regions, device_of(self._module))
+        return memory_of(self._module, self.regions, self._home.device())
 
     def plan_within(
         self,

@@ -1,6 +1,7 @@
 """The door with a model: regions get names, patterns choose, recipes say what is done, one handle watches it all."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -62,6 +63,7 @@ class OffloadHandle:
         self._blocks = find_regions(module)
         self._home = Home(module)
         self._control: Control | None = None
+        self._plan_with_others: Callable[[], None] | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
         """Module of each region, by name: the repeated blocks, and what recipes have made one."""
@@ -235,7 +237,10 @@ class OffloadHandle:
         profile: Profile | str | Path | None,
         replans_on_oom: bool,
     ) -> None:
-        """Have a planner set the plan from now on. Raises PlanError, ModuleError."""
+        """Have a planner set the plan from now on; once more when this rank turns out to be one of several.
+
+        Raises ConfigError, PlanError, ModuleError.
+        """
         names = regions if isinstance(regions, list | tuple) else (regions,)
         found = names_of(self._module, find_named(self._module, names, "regions")) if names else self._blocks
         if not found:
@@ -246,6 +251,8 @@ class OffloadHandle:
         profiles = Profiles(profile, self.made_for(), self._profile_settings)
         looks_again = budget is not None or profiles.are_for_any_budget
         known = profiles.find(found, looks_again)
+        # Without a budget nothing runs again, and each rank may move what it likes.
+        agree = None if budget is None else agreement()
         control = Control(
             self,
             tuple(found),
@@ -254,13 +261,14 @@ class OffloadHandle:
             AnyDear(),
             known,
             replans_on_oom=replans_on_oom,
-            # Without a budget nothing runs again, and each rank may move what it likes.
-            agree=None if budget is None else agreement(),
+            agree=agree,
             keep=profiles.keep,
             looks_again=looks_again,
         )
         control.start()
         self._control = control
+        again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom)
+        self._plan_with_others = again if budget is not None and agree is None else None
         if known is not None:
             profiles.keep(known)
 
@@ -297,6 +305,8 @@ class OffloadHandle:
             mark.stand_outside()  # a block may have been compiled after `offload`
         follows = None
         if self._control is not None and torch.is_grad_enabled():
+            if self._plan_with_others is not None and agreement() is not None:
+                self._plan_with_others()  # the process group was made after `offload`: in the same forward on all ranks
             follows = self._control.step_begins(self._tokens)
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         _checkpoint.install()

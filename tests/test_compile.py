@@ -196,6 +196,42 @@ def test_offload_of_what_torch_compile_returned():
     assert handle.stats().out.count > 0
 
 
+class ByKeyword(Tower):
+    def forward(self, *, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens)
+
+
+def test_what_torch_compile_returned_is_seen_to_be_called_with_keywords():
+    """Or all sizes of batches would share one plan."""
+    model = torch.compile(make(ByKeyword, CPU), backend="aot_eager")
+    handle = ebbtide.offload(model, store="mock", min_bytes=1)
+    sizes = []
+    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
+        for rows in (2, 3):
+            model(tokens=tokens(CPU, rows=rows)).backward()
+            sizes.append(handle._tokens)
+    assert sizes == [2 * 8, 3 * 8]
+    handle.remove()
+    assert "_compiled_call_impl" not in {**model.__dict__, **model._orig_mod.__dict__}
+    model(tokens=tokens(CPU, rows=4)).backward()
+    assert handle._tokens == 3 * 8
+
+
+def test_an_interrupt_inside_what_torch_compile_returned_leaves_no_hooks_behind():
+    def interrupted(_graph, _inputs):
+        def run(*_args):
+            raise KeyboardInterrupt
+
+        return run
+
+    model = torch.compile(make(Tower, CPU), backend=interrupted)
+    handle = offload(model)
+    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger"), pytest.raises(KeyboardInterrupt):
+        model(tokens(CPU))
+    assert handle.session() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 def test_compiled_backward_owns_what_it_unpacks():
     """Donated buffers: compiled backward may write into its saves; a second save of the same bytes must not see it."""
     block = make(lambda: Layer(16), CPU)

@@ -130,7 +130,7 @@ class Mark(abc.ABC):
         self.stand_outside()
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027 (most marks do not care)
-        """What the module is about to be called with."""
+        """What the module is about to be called with; only where the mark stands outside."""
 
     @abc.abstractmethod
     def enter(self) -> None: ...
@@ -167,11 +167,10 @@ class Mark(abc.ABC):
         """The module's call that runs its hooks inside, if there is one to stand outside of."""
         return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
 
-    def _before(self, _module: torch.nn.Module, args: Any) -> None:
+    def _before(self, _module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             self._notice_trace()
         elif self._compiled is None:
-            self.given(args, {})
             self.enter()
 
     def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
@@ -210,8 +209,7 @@ class CompiledCall:
 
 class RootMark(Mark):
     def _call_to_wrap(self) -> Callable[..., Any] | None:
-        if "_orig_mod" in self._module._modules:
-            return None  # what torch.compile returns hands its attributes on to the module inside: there are only hooks
+        """Any root's, also that of the wrapper which torch.compile returns: it keeps this one attribute for itself."""
         return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The door with a model: regions get names, patterns choose, recipes say what is done, one handle watches it all."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -13,7 +14,7 @@ from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
-from ebbtide._planned import AnyDear, Budget, agreement, device_of, made_for, memory_of, names_of, tokens_of
+from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
 from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
@@ -60,7 +61,9 @@ class OffloadHandle:
         self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
+        self._home = Home(module)
         self._control: Control | None = None
+        self._plan_with_others: Callable[[], None] | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
         """Module of each region, by name: the repeated blocks, and what recipes have made one."""
@@ -102,14 +105,16 @@ class OffloadHandle:
 
         Raises:
             ConfigError: no recipe.
-            ModuleError: a name that means nothing; nothing is changed then.
+            ModuleError: a name that means nothing.
+
+        Nothing is changed then: what was set holds, and a planner goes on planning.
         """
         self._check_installed("set_recipe()")
-        self._control = None  # whoever says what is done takes it from the planner
         if recipe is not None:
-            self._check_may_choose("recipe")
+            _check_none_kept("recipe", self._config.keep_last)
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
+        self._control = None  # whoever says what is done takes it from the planner
 
     @property
     def plan(self) -> Plan:
@@ -123,7 +128,7 @@ class OffloadHandle:
         changed then.
         """
         self._check_installed("set_plan()")
-        self._check_may_choose("plan")
+        _check_none_kept("plan", self._config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self.go_by(plan)
@@ -137,12 +142,6 @@ class OffloadHandle:
     def _check_installed(self, call: str) -> None:
         if self._root_mark is None:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
-
-    def _check_may_choose(self, option: str) -> None:
-        if self._config.keep_last:
-            raise ConfigError(
-                f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'"
-            )
 
     def _follow(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         trails = self._find_trails(plan, regions)
@@ -212,7 +211,7 @@ class OffloadHandle:
 
     def engine(self) -> Engine | None:
         """Of the device the model computes on; None while nothing can move there."""
-        device = device_of(self._module)
+        device = self._home.device()
         if device is None or not self._scope.serves(device):
             return None
         engine = self._engines.on(device)
@@ -220,7 +219,7 @@ class OffloadHandle:
 
     def made_for(self) -> dict[str, str]:
         """What a profile has to be of to be of use here, by name."""
-        return made_for(self._module, device_of(self._module))
+        return made_for(self._module, self._home.device())
 
     def compiled(self) -> set[str]:
         """Regions whose operators the compiler hides."""
@@ -229,7 +228,7 @@ class OffloadHandle:
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters and gradients, and of the gradients that backward will allocate, by region."""
-        return memory_of(self._module, self.regions, device_of(self._module))
+        return memory_of(self._module, self.regions, self._home.device())
 
     def plan_within(
         self,
@@ -238,7 +237,10 @@ class OffloadHandle:
         profile: Profile | str | Path | None,
         replans_on_oom: bool,
     ) -> None:
-        """Have a planner set the plan from now on. Raises PlanError, ModuleError."""
+        """Have a planner set the plan from now on; once more when this rank turns out to be one of several.
+
+        Raises ConfigError, PlanError, ModuleError.
+        """
         names = regions if isinstance(regions, list | tuple) else (regions,)
         found = names_of(self._module, find_named(self._module, names, "regions")) if names else self._blocks
         if not found:
@@ -249,6 +251,8 @@ class OffloadHandle:
         profiles = Profiles(profile, self.made_for(), self._profile_settings)
         looks_again = budget is not None or profiles.are_for_any_budget
         known = profiles.find(found, looks_again)
+        # Without a budget nothing runs again, and each rank may move what it likes.
+        agree = None if budget is None else agreement()
         control = Control(
             self,
             tuple(found),
@@ -257,13 +261,14 @@ class OffloadHandle:
             AnyDear(),
             known,
             replans_on_oom=replans_on_oom,
-            # Without a budget nothing runs again, and each rank may move what it likes.
-            agree=None if budget is None else agreement(),
+            agree=agree,
             keep=profiles.keep,
             looks_again=looks_again,
         )
         control.start()
         self._control = control
+        again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom)
+        self._plan_with_others = again if budget is not None and agree is None else None
         if known is not None:
             profiles.keep(known)
 
@@ -300,6 +305,8 @@ class OffloadHandle:
             mark.stand_outside()  # a block may have been compiled after `offload`
         follows = None
         if self._control is not None and torch.is_grad_enabled():
+            if self._plan_with_others is not None and agreement() is not None:
+                self._plan_with_others()  # the process group was made after `offload`: in the same forward on all ranks
             follows = self._control.step_begins(self._tokens)
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         _checkpoint.install()
@@ -436,7 +443,8 @@ def offload(
             what is saved inside these modules' forward travels; what is saved inside `exclude` stays. Of nested ones
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
-        regions: names, patterns or classes of the modules that are planned one by one. Default: the repeated blocks.
+        regions: names, patterns or classes of the modules that are planned one by one, where there is a planner.
+            Default: the repeated blocks.
         recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the
@@ -447,8 +455,8 @@ def offload(
             path of a file: the profile in it is used if it is of this model, device, torch and these settings, else
             one is measured and written there, as JSON and by the first rank. What it cannot see is a change of the
             model's code: delete the file then.
-        on_oom: "replan" plans for less from the next step on when the device runs out of memory in forward; the error
-            is raised in any case.
+        on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory in
+            forward; the error is raised in any case. Default: "raise", the error is all there is.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -469,8 +477,15 @@ def offload(
             fits the budget (in the first planned step, if no profile was given).
         DeviceError: the module is on a device without streams.
     """
-    given = {"include": include, "exclude": exclude, "keep_last": keep_last, "window": window, "prefetch": prefetch}
-    says_how = [name for name, value in {**given, "recipe": recipe, "plan": plan}.items() if value]
+    says_how = _given(
+        include=include,
+        exclude=exclude,
+        keep_last=keep_last,
+        window=window,
+        prefetch=prefetch,
+        recipe=recipe,
+        plan=plan,
+    )
     is_planned = _is_planned(mode, budget, profile, says_how)
     config = make_config(
         mode=mode or ("auto" if is_planned else "all"),
@@ -483,11 +498,12 @@ def offload(
         min_bytes=min_bytes,
         host_limit=host_limit,
     )
-    if recipe is not None and plan is not None:
-        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
-    if (recipe is not None or plan is not None) and keep_last:
-        other = "recipe" if plan is None else "plan"
-        raise ConfigError(f"keep_last= and {other}= both say what the last blocks do: give those the recipe 'keep'")
+    _check_one_says_what_is_done(recipe, plan, keep_last)
+    _check_on_oom(on_oom)
+    if not is_planned:
+        _check_nothing_for_planner(f"mode={mode!r}" if mode else f"{says_how[0]}=", regions, on_oom)
+    elif budget is None:
+        _check_nothing_for_budget(on_oom)
     budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
@@ -495,16 +511,18 @@ def offload(
         return handle
     handle.install()
     try:
-        if plan is not None:
-            handle.set_plan(plan)
-        else:
-            handle.set_recipe(recipe)
+        handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
         if is_planned:
             handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
     except EbbtideError:
         handle.remove()
         raise
     return handle
+
+
+def _given(**settings: object) -> list[str]:
+    """The names of those that the user has written."""
+    return [name for name, value in settings.items() if value]
 
 
 def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
@@ -519,6 +537,45 @@ def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: li
             "out"
         )
     return mode == "auto" or bool(asks) or (mode is None and not says_how)
+
+
+def _check_one_says_what_is_done(recipe: object, plan: object, keep_last: int) -> None:
+    if recipe is not None and plan is not None:
+        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
+    if recipe is not None or plan is not None:
+        _check_none_kept("recipe" if plan is None else "plan", keep_last)
+
+
+def _check_none_kept(option: str, keep_last: int) -> None:
+    if keep_last:
+        raise ConfigError(f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'")
+
+
+def _check_on_oom(on_oom: object) -> None:
+    if on_oom not in ("raise", "replan"):
+        raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")
+
+
+def _check_nothing_for_planner(instead: str, regions: object, on_oom: str) -> None:
+    """`instead`: the setting that leaves nothing to it."""
+    if regions not in ((), []):
+        raise ConfigError(
+            f"regions= names the modules that are planned one by one, and with {instead} nothing is planned: leave "
+            f"{instead} out, or regions= (include=, exclude=, recipe= and plan= take names of modules themselves)"
+        )
+    if on_oom == "replan":
+        raise ConfigError(
+            f"on_oom='replan' plans for less memory, and with {instead} nothing is planned: leave {instead} out and "
+            "write a budget, such as budget='40GiB', or leave on_oom= out"
+        )
+
+
+def _check_nothing_for_budget(on_oom: str) -> None:
+    if on_oom == "replan":
+        raise ConfigError(
+            "on_oom='replan' plans for less than the budget, and there is none: write one, such as budget='40GiB', or "
+            "leave on_oom= out"
+        )
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:

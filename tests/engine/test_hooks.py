@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ebbtide.engine.hooks import Desk
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
@@ -196,6 +197,20 @@ def test_a_distributed_tensor_keeps_mesh_and_placements(process_group, rig):
     assert (got.device_mesh, got.placements) == (mesh, (Shard(1),))
     assert bits(got.to_local()) == bits(Data(CPU).tensor(6, 8))
     assert rig.stats.inbound.count >= 1
+
+
+def test_a_save_that_is_skipped_has_a_number_also_where_counting_begins_again(rig):
+    """After a backward within one entry. Else all behind it would be other sites than in a step that skips nothing."""
+    desk = Desk(rig.engines, rig.scope.visit("layers.0"))
+    t = Data(CPU).tensor(6, 8)
+
+    def sites(first):
+        first(t)
+        ticket = desk.pack(t.exp())
+        desk.unpack(ticket)
+        return ticket.parcel.site.index
+
+    assert [sites(desk.pack), sites(desk.skip), sites(desk.pack), sites(desk.skip)] == [1, 1, 1, 1]
 
 
 # -- modes of the user -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import sys
 
 import psutil
 import pytest
@@ -218,6 +219,19 @@ def test_what_a_user_sets_stays(change, after):
     assert {r.action for r in handle.recipes.values()} == {"recompute"}
 
 
+@pytest.mark.parametrize(
+    "recipe", ["compress", {"layers.9": "keep"}, {"layers.*": ebbtide.Recipe("selective", ops=("matmul@mpl",))}]
+)
+def test_a_recipe_that_is_refused_leaves_the_planner_planning(recipe):
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    step(model, 0)
+    with pytest.raises((ConfigError, ebbtide.ModuleError)):
+        handle.set_recipe(recipe)
+    assert set(follow(model)[3:]) == {Phase.PLANNED}
+    assert handle.plan.predicted is not None
+
+
 def test_a_plan_that_does_not_fit_is_one_error_and_training_may_go_on():
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget="1MiB", **SETTINGS)
@@ -281,6 +295,17 @@ class Exhausted(nn.Module):
         return self.block(x)
 
 
+def said_when_out_of_memory(model):
+    """In notes of the error, or where Python has none in a warning."""
+    if sys.version_info >= (3, 11):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(batch(0))
+        return "".join(caught.value.__notes__)
+    with pytest.warns(ebbtide.EbbtideWarning) as told, pytest.raises(torch.OutOfMemoryError):
+        model(batch(0))
+    return "".join(str(warning.message) for warning in told)
+
+
 @pytest.mark.parametrize("on_oom", ["raise", "replan"])
 def test_out_of_memory_says_what_was_planned_and_goes_on(on_oom):
     torch.manual_seed(0)
@@ -290,11 +315,7 @@ def test_out_of_memory_says_what_was_planned_and_goes_on(on_oom):
         model(batch(0)).sum().backward()
     before = handle._control.budget_bytes
     model[1].is_exhausted = True
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch(0))
-    assert "was predicted for a budget of" in "".join(
-        getattr(caught.value, "__notes__", ["was predicted for a budget of"])
-    )
+    assert "was predicted for a budget of" in said_when_out_of_memory(model)
     model[1].is_exhausted = False
     assert (handle._control.budget_bytes < before) == (on_oom == "replan")
     model(batch(0)).sum().backward()
@@ -320,6 +341,22 @@ def test_what_a_block_saves_outside_of_its_planned_parts_stays():
     assert seen <= {f"layers.{k}.up" for k in range(3)}
 
 
+@pytest.mark.parametrize("names", ["layers.[01]", ["layers.0", "layers.1"], ("layers.[01]",)])
+@pytest.mark.parametrize("settings", [{}, {"mode": "auto"}, {"budget": "64GiB", "on_oom": "replan"}])
+def test_regions_are_what_is_planned(names, settings):
+    model = make()
+    handle = ebbtide.offload(model, regions=names, **settings, **SETTINGS)
+    follow(model, 5)
+    assert handle.plan.predicted is not None
+    assert list(handle.plan.regions) == ["layers.0", "layers.1"]
+
+
+def test_no_regions_are_none_to_refuse():
+    for none in ((), []):
+        handle = ebbtide.offload(make(), mode="all", regions=none, on_oom="raise", **SETTINGS)
+        assert handle.recipes == {}
+
+
 def test_regions_that_no_step_comes_by_are_given_up_on():
     model = Stack()
     model.unused = nn.Linear(8, 8)
@@ -342,6 +379,24 @@ def test_regions_that_no_step_comes_by_are_given_up_on():
         ({"budget": "40 parsecs"}, "budget="),
         ({"budget": -1}, "budget="),
         ({"mode": "most"}, "mode="),
+        ({"budget": "40GiB", "on_oom": "retry"}, "on_oom='retry': write 'raise' or 'replan'"),
+        ({"budget": "40GiB", "on_oom": None}, "on_oom=None: write 'raise' or 'replan'"),
+        ({"on_oom": "replan"}, "on_oom='replan' .* the budget, and there is none: write one"),
+        ({"mode": "auto", "on_oom": "replan"}, "on_oom='replan' .* the budget, and there is none: write one"),
+        *[
+            ({**nothing_planned, option: value}, f"{option}=.*with {says} nothing is planned: leave {says} out")
+            for option, value in (("regions", "layers.*"), ("regions", [Block]), ("on_oom", "replan"))
+            for nothing_planned, says in (
+                ({"mode": "all"}, "mode='all'"),
+                ({"mode": "off"}, "mode='off'"),
+                ({"mode": "all", "recipe": "keep"}, "mode='all'"),
+                ({"recipe": "recompute"}, "recipe="),
+                ({"plan": ebbtide.Plan({})}, "plan="),
+                ({"include": "layers.*"}, "include="),
+                ({"keep_last": 1}, "keep_last="),
+                ({"window": "1GiB"}, "window="),
+            )
+        ],
     ],
 )
 def test_settings_that_contradict_each_other(settings, text):

@@ -1,5 +1,7 @@
 """Profiles for tests: small ones made of numbers, and two that are like the workloads of MEASURED.md."""
 
+import dataclasses
+
 from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 
 GIB = 1024**3
@@ -63,36 +65,15 @@ def layers(count, **changes):
 
 def workload_a(count=16):
     """Llama 1B shapes, 4 x 4096 tokens, on one H200."""
-    sizes = [64, 64, 128, 64, 16, 16, 64, 16, 64, 64, 128, 64, 256, 256, 256, 256]  # MiB, as a layer saves them
-    forward_s = 5.0 * MS
-    saves = tuple(Save(k, size * MIB, forward_s * k / len(sizes)) for k, size in enumerate(sizes))
-    dear = _dear(  # q, k, v, attention, o, gate, up
-        [
-            ("mm", 64, 0.2),
-            ("mm", 16, 0.06),
-            ("mm", 16, 0.06),
-            ("attention", 66, 0.55),
-            ("mm", 64, 0.2),
-            ("mm", 256, 0.8),
-            ("mm", 256, 0.8),
-        ],
-        forward_s,
-    )
-    blocks = tuple(
-        RegionProfile(
-            name=f"model.layers.{k}",
-            forward_s=forward_s,
-            backward_s=10.2 * MS,
-            again_s=4.7 * MS,
-            saves=saves,
-            stuck_bytes=0,
-            inputs=(Save(0, 64 * MIB, 0.0),),
-            dear=dear,
-            forward_work_bytes=600 * MIB,
-            backward_work_bytes=3 * GIB,
-            grad_bytes=0,
-        )
-        for k in range(count)
+    block = _block(
+        forward_s=5.0 * MS,
+        backward_s=10.2 * MS,
+        again_s=4.7 * MS,
+        saved=[64, 64, 128, 64, 16, 16, 64, 16, 64, 64, 128, 64, 256, 256, 256, 256],
+        input_mib=64,
+        dear=[(64, 0.2), (16, 0.06), (16, 0.06), (66, 0.55), (64, 0.2), (256, 0.8), (256, 0.8)],
+        forward_work_bytes=600 * MIB,
+        backward_work_bytes=3 * GIB,
     )
     outside = Around(
         before_s=0.5 * MS,
@@ -102,41 +83,20 @@ def workload_a(count=16):
         kept_bytes=int(1.5 * GIB),
         turns=at_the_end(12.1 * MS, 5 * GIB, save=20),
     )
-    return _llama("a", blocks, outside, 16384)
+    return _llama("a", block, count, outside, 16384)
 
 
 def workload_b(count=16):
     """Llama 8B shapes, 1 x 32768 tokens, on one H200."""
-    forward_s = 43.5 * MS
-    sizes = [256, 512, 256, 256, 64, 64, 256, 64, 260, 256, 512, 256, 896, 896, 896, 896]
-    saves = tuple(Save(k, size * MIB, forward_s * k / len(sizes)) for k, size in enumerate(sizes))
-    dear = _dear(
-        [
-            ("mm", 256, 1.7),
-            ("mm", 64, 0.4),
-            ("mm", 64, 0.4),
-            ("attention", 260, 17.0),
-            ("mm", 256, 1.7),
-            ("mm", 896, 6.7),
-            ("mm", 896, 6.7),
-        ],
-        forward_s,
-    )
-    blocks = tuple(
-        RegionProfile(
-            name=f"model.layers.{k}",
-            forward_s=forward_s,
-            backward_s=100 * MS,
-            again_s=40 * MS,
-            saves=saves,
-            stuck_bytes=0,
-            inputs=(Save(0, 256 * MIB, 0.0),),
-            dear=dear,
-            forward_work_bytes=5 * GIB,
-            backward_work_bytes=10 * GIB,
-            grad_bytes=0,
-        )
-        for k in range(count)
+    block = _block(
+        forward_s=43.5 * MS,
+        backward_s=100 * MS,
+        again_s=40 * MS,
+        saved=[256, 512, 256, 256, 64, 64, 256, 64, 260, 256, 512, 256, 896, 896, 896, 896],
+        input_mib=256,
+        dear=[(256, 1.7), (64, 0.4), (64, 0.4), (260, 17.0), (256, 1.7), (896, 6.7), (896, 6.7)],
+        forward_work_bytes=5 * GIB,
+        backward_work_bytes=10 * GIB,
     )
     outside = Around(
         before_s=1 * MS,
@@ -146,22 +106,33 @@ def workload_b(count=16):
         kept_bytes=int(2.3 * GIB),
         turns=at_the_end(20 * MS, int(12.2 * GIB), save=20),
     )
-    return _llama("b", blocks, outside, 32768)
+    return _llama("b", block, count, outside, 32768)
 
 
-def _dear(outputs, forward_s):
-    """(operator, MiB, milliseconds), spread over the forward."""
-    count = len(outputs)
-    return tuple(
-        Dear(k, mib * MIB, forward_s * (k + 1) / (count + 1), ms * MS, f"aten::{op}")
-        for k, (op, mib, ms) in enumerate(outputs)
+_DEAR = ("mm", "mm", "mm", "attention", "mm", "mm", "mm")  # q, k, v, attention, o, gate, up
+
+
+def _block(*, forward_s, saved, input_mib, dear, **measured):
+    """A layer: MiB of what it saves, spread over its forward, and (MiB, milliseconds) of its dear outputs."""
+    return RegionProfile(
+        name="",
+        forward_s=forward_s,
+        saves=tuple(Save(k, size * MIB, forward_s * k / len(saved)) for k, size in enumerate(saved)),
+        stuck_bytes=0,
+        inputs=(Save(0, input_mib * MIB, 0.0),),
+        dear=tuple(
+            Dear(k, size * MIB, forward_s * (k + 1) / (len(dear) + 1), ms * MS, f"aten::{op}")
+            for k, (op, (size, ms)) in enumerate(zip(_DEAR, dear, strict=True))
+        ),
+        grad_bytes=0,
+        **measured,
     )
 
 
-def _llama(name, blocks, outside, tokens):
+def _llama(name, block, count, outside, tokens):
     return Profile(
         made_for={"model": name, "device": "H200"},
-        regions=blocks,
+        regions=tuple(dataclasses.replace(block, name=f"model.layers.{k}") for k in range(count)),
         around=outside,
         link=LINK,
         base_bytes=6 * GIB,

@@ -3,11 +3,11 @@
 import torch
 
 from ebbtide._errors import DeviceError
-from ebbtide.devices.accelerator import AcceleratorDevice
+from ebbtide.devices.accelerator import AcceleratorDevice, name_of
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.types import Device
 
-__all__ = ["device_for"]
+__all__ = ["device_for", "name_of"]
 
 
 def device_for(device: torch.device) -> Device:

@@ -141,6 +141,11 @@ class CapturedDevice(AcceleratorDevice):
             self.wait(owner, event, Wait.ABANDONED)
 
 
+def name_of(device: torch.device) -> str:
+    """Which product it is ("NVIDIA H200"), or of which kind ("xpu") where torch has no name for it; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _device_event(event: torch.Event | HostEvent) -> torch.Event:
     """Of a copy that a host thread queues (disk), the event it queued; blocks until it did."""
     if not isinstance(event, HostEvent):

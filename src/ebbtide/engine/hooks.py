@@ -83,11 +83,7 @@ class Desk:
 
     def skip(self, t: torch.Tensor) -> None:
         """What would be the next save is of no use. It has its number all the same, and a release point may be here."""
-        visit = self.visit
-        index = visit.next_index
-        visit.next_index = index + 1
-        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
-            self._release(t.device, visit)
+        self._take_number(t)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
@@ -129,15 +125,8 @@ class Desk:
         return self._flatten(t, stays) if reason is None else self._keep(t, reason)
 
     def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket:
+        index = self._take_number(t)
         visit = self.visit
-        if self._was_read and graph_task_id() == -1:
-            # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
-            self._was_read = False
-            visit = self.visit = visit.again()
-        index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
-        visit.next_index = index + 1
-        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
-            self._release(t.device, visit)
         if self.watch is not None:
             self.watch.saved(visit.region, index, t)
         reason = select(t, visit.scope) or stays
@@ -149,6 +138,19 @@ class Desk:
                 return packed
             reason = packed
         return self._keep(t, reason)
+
+    def _take_number(self, t: torch.Tensor) -> int:
+        """The number that the save of `t` has in its visit, once what leaves before it is released."""
+        visit = self.visit
+        if self._was_read and graph_task_id() == -1:
+            # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
+            self._was_read = False
+            visit = self.visit = visit.again()
+        index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
+        visit.next_index = index + 1
+        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
+            self._release(t.device, visit)
+        return index
 
     def _release(self, device: torch.device, visit: Visit) -> None:
         engine = self._engines.on(device)

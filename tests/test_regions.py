@@ -8,8 +8,9 @@ from torch import nn
 
 import ebbtide
 from ebbtide import PlanError
-from ebbtide._regions import find_regions
+from ebbtide._regions import find_regions, refuse_nested
 from ebbtide.planner.control import Phase
+from ebbtide.rehearsal import measure
 
 
 class Norm(nn.LayerNorm):
@@ -121,3 +122,49 @@ def test_lists_of_small_layers_are_no_regions():
     model.inner = listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8)))
     with pytest.raises(PlanError, match="regions="):
         ebbtide.offload(model, **SETTINGS)
+
+
+# -- regions inside of regions -----------------------------------------------------------------------------------------
+
+
+def test_a_region_inside_of_another_is_refused():
+    model = Unet()
+    named = dict(model.named_modules())
+    with pytest.raises(PlanError, match=r"region 'levels\.1\.0\.up' is inside of region 'levels\.1\.0'"):
+        refuse_nested({name: named[name] for name in ("levels.0.0", "levels.1.0.up", "levels.1.0")})
+    refuse_nested({name: named[name] for name in ("levels.0.0", "levels.1.0.up", "levels.1.0.down", "levels.1.1")})
+    refuse_nested(find_regions(model))
+
+
+def test_one_that_only_another_name_leads_into_is_refused_too():
+    shared, holder = Block(), nn.Sequential(Block())
+    holder.also = shared
+    with pytest.raises(PlanError, match="region 'b' is inside of region 'a'"):
+        refuse_nested({"a": holder, "b": shared})
+
+
+class Calls(nn.Module):
+    """Calls itself, or a block that is none of its children."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.block = Block()
+        self.inner = [inner or self]
+
+    def forward(self, x, depth=1):
+        x = self.block(x)
+        return x if depth == 0 else self.inner[0](x, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+def test_regions_that_turn_out_to_nest_are_not_planned(settings):
+    last = Calls()
+    model = nn.Sequential(Calls(last), last)
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    with pytest.warns(ebbtide.EbbtideWarning, match="no plan was made"):
+        for k in range(12):
+            model(batch(k)).sum().backward()
+    assert handle.profile is None
+    handle.remove()
+    with pytest.raises(PlanError, match="one inside of another"):
+        measure(model, batch(0), **SETTINGS)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ebbtide._errors import ModuleError
+from ebbtide._errors import ModuleError, PlanError
 from ebbtide._torch import named_modules
 from ebbtide.config import Names
 from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
@@ -60,6 +60,18 @@ def _called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.M
 def _called_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, child in module.named_children():
         yield from _called(child, f"{prefix}{name}")
+
+
+def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
+    """Raises PlanError if one of `regions` is inside of another: each would be measured with what is the other's."""
+    names = {module: name for name, module in regions.items()}
+    for name, module in regions.items():
+        nested = next((names[inner] for inner in module.modules() if inner is not module and inner in names), None)
+        if nested is not None:
+            raise PlanError(
+                f"region {nested!r} is inside of region {name!r}, and regions are planned one by one: let regions= "
+                "name one of them"
+            )
 
 
 def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> list[torch.nn.Module]:

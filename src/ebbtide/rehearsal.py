@@ -223,8 +223,8 @@ def _profile_of(handle: OffloadHandle, step: Callable[[], None]) -> Profile:
     names = list(handle.plan.regions)
     raise PlanError(
         f"the batch makes no profile: in {_MOST_STEPS} steps it came by none of the {len(names)} regions "
-        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), or by others each time. Name some that every "
-        "step comes by: regions=[...]"
+        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), by others each time, or by one inside of "
+        "another. Name some that every step comes by one after the other: regions=[...]"
     )
 
 

@@ -9,8 +9,6 @@ Note [How a step is measured]
    operator takes, is seen while it runs again, one region at a time. Where every region keeps, both are seen in
    forward, and second runs are not known.
 4. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
-5. A step is one forward and its backward. Where one backward is of several forwards (the loss is a sum of theirs), what
-   was watched is a part of a step and makes no profile; a pulse, which only takes the time, begins with the first.
 """
 
 import contextlib
@@ -124,8 +122,7 @@ class StepWatch:
         self._is_dear = is_dear
         self._storages: dict[tuple[int, bool], _First] = {}
         self._region_read: str | None = None
-        self._task = -1
-        self._tasks_beside: set[int] = set()
+        self._has_callback = False
 
     # -- where the step comes by -----------------------------------------------------------------------------------
 
@@ -147,10 +144,6 @@ class StepWatch:
 
     def forward_ended(self) -> None:
         self._note(Place.FORWARD, "")
-
-    def beside(self) -> "Beside":
-        """What follows another forward of the model that begins before this one's backward does."""
-        return Beside(self._tasks_beside)
 
     def read(self, region: str) -> None:
         """Backward reads what was saved in `region`."""
@@ -224,8 +217,8 @@ class StepWatch:
         return None
 
     def _backward_began(self) -> None:
-        if self._task == -1:
-            self._task = graph_task_id()
+        if not self._has_callback:
+            self._has_callback = True
             at_end_of_backward(self._ended)
 
     def _ended(self) -> None:
@@ -244,17 +237,31 @@ class StepWatch:
         """Whether all its events have passed. Never waits."""
         return self.is_over and self.device.is_done(self.notes[-1].event)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether its backward was of no other forward, as far as those were given what `beside` makes."""
-        return self._task not in self._tasks_beside
 
+class Pulse:
+    """One step, looked at from the outside: when it began and when backward ended. Costs two events.
 
-class _FromOutside:
-    """Sees of a step only that backward reads."""
+    Args:
+        device: where the model computes.
+        looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
+    """
+
+    def __init__(self, device: Device, looks_at_peak: bool) -> None:
+        self.device = device
+        self.looks_at_peak = looks_at_peak
+        self.peak_bytes = 0
+        if looks_at_peak:
+            device.forget_peak()
+        self._began = device.record(device.current_stream())
+        self._ended: StreamEvent = None
+        self._has_callback = False
 
     def forward_ended(self) -> None:
-        pass
+        self._look()
+
+    def _look(self) -> None:
+        if self.looks_at_peak:
+            self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
     def entered(self, region: str) -> None:
         pass
@@ -265,70 +272,18 @@ class _FromOutside:
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         pass
 
-    def read(self, region: str) -> None:
-        pass
+    def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
+        if not self._has_callback and graph_task_id() != -1:
+            self._has_callback = True
+            at_end_of_backward(self._end)
 
     def running_again(self, region: str) -> contextlib.AbstractContextManager[OnSave | None]:
         self.read(region)
         return contextlib.nullcontext()
 
-
-class Beside(_FromOutside):
-    """A forward beside the one that is watched: adds to `tasks` the backwards that read what it saved."""
-
-    def __init__(self, tasks: set[int]) -> None:
-        self._tasks = tasks
-
-    def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
-        self._tasks.add(graph_task_id())
-
-
-class Pulse(_FromOutside):
-    """One step, looked at from the outside: when it began and when backward ended. Costs two events.
-
-    Args:
-        device: where the model computes.
-        looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
-        before: of the forward before this one, if its backward has not ended. Should both have the same backward, the
-            step began with that forward.
-    """
-
-    def __init__(self, device: Device, looks_at_peak: bool, before: "Pulse | None" = None) -> None:
-        self.device = device
-        self.looks_at_peak = looks_at_peak
-        self.peak_bytes = 0
-        if looks_at_peak:
-            device.forget_peak()
-        self._began = device.record(device.current_stream())
-        self._ended: StreamEvent = None
-        self._task = -1
-        # A forward that was dropped has no backward, and nobody else keeps its pulse.
-        self._before = None if before is None else weakref.ref(before)
-
-    def forward_ended(self) -> None:
-        self._look()
-
-    def _look(self) -> None:
-        if self.looks_at_peak:
-            self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
-
-    def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
-        if self._task == -1:
-            self._task = graph_task_id()
-            if self._task != -1:
-                at_end_of_backward(self._end)
-
     def _end(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
         self._look()
-        before = self._before_in_step()
-        while before is not None:
-            self._began = before._began
-            before = before._before_in_step()
-
-    def _before_in_step(self) -> "Pulse | None":
-        before = None if self._before is None else self._before()
-        return before if before is not None and before._task == self._task else None
 
     @property
     def is_over(self) -> bool:

@@ -33,13 +33,10 @@ class Surroundings(NamedTuple):
 
 
 def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], about: Surroundings) -> Profile | None:
-    """The profile of two steps that were watched.
-
-    None if they were not two of the same kind, a region was inside of another, or one was a part of a step only.
-    """
+    """The profile of two steps that were watched; None if they were not two of the same kind, or regions nested."""
     if not any(note.place is Place.ENTERED and note.region in names for note in times.notes):
         return None
-    if not all(watch.is_whole and _is_one_by_one(watch, names) for watch in (times, details)):
+    if not (_is_one_by_one(times, names) and _is_one_by_one(details, names)):
         return None
     clock = _Clock(times, names, about.time_scale)
     memory = _Curve(details, names)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ebbtide._errors import ModuleError
+from ebbtide._errors import ModuleError, PlanError
 from ebbtide._torch import named_modules
 from ebbtide.config import Names
 from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
@@ -22,25 +22,56 @@ def clean_name(fqn: str) -> str:
 
 
 def find_regions(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The blocks of the outermost repeated lists of `root`, by name, in order; empty if it has none."""
+    """The blocks of the outermost repeated lists of `root`, by name, in order; empty if it has none.
+
+    A list inside of such a list is never called itself: its blocks are.
+    """
     return {clean_name(fqn): block for fqn, block in _blocks(root, "")}
 
 
 def _blocks(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
     if _is_repeated(module):
-        yield from ((f"{prefix}{name}", child) for name, child in module.named_children())
+        yield from _called_in(module, prefix)
         return
     for name, child in module.named_children():
         yield from _blocks(child, f"{prefix}{name}.")
 
 
 def _is_repeated(module: torch.nn.Module) -> bool:
-    """A list of at least two blocks, most of them of one class, each with parameters of its own."""
+    """A list of at least two blocks, or of lists of them, most of one class, each with parameters of its own."""
     if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or len(module) < 2:
         return False
     classes = Counter(type(child) for child in module)
     most, count = classes.most_common(1)[0]
-    return count >= 2 and 2 * count > len(module) and not issubclass(most, torch.nn.Linear | torch.nn.Identity)
+    if count < 2 or 2 * count <= len(module):
+        return False
+    blocks = Counter(type(block) for child in module if type(child) is most for _, block in _called(child, ""))
+    return bool(blocks) and not issubclass(blocks.most_common(1)[0][0], torch.nn.Linear | torch.nn.Identity)
+
+
+def _called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """`module` itself or, if it has no forward and only holds others, those of them that forward enters."""
+    if getattr(module.forward, "__func__", None) is torch.nn.Module.forward:
+        yield from _called_in(module, f"{fqn}.")
+    else:
+        yield fqn, module
+
+
+def _called_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, child in module.named_children():
+        yield from _called(child, f"{prefix}{name}")
+
+
+def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
+    """Raises PlanError if one of `regions` is inside of another: each would be measured with what is the other's."""
+    names = {module: name for name, module in regions.items()}
+    for name, module in regions.items():
+        nested = next((names[inner] for inner in module.modules() if inner is not module and inner in names), None)
+        if nested is not None:
+            raise PlanError(
+                f"region {nested!r} is inside of region {name!r}, and regions are planned one by one: let regions= "
+                "name one of them"
+            )
 
 
 def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> list[torch.nn.Module]:

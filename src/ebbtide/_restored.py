@@ -7,13 +7,15 @@ from collections.abc import Generator, Sequence
 import numpy
 import torch
 
+from ebbtide._errors import ModuleError
+
 
 @contextlib.contextmanager
 def restored(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> Generator[None]:
     """What runs inside leaves gradients of `leaves`, buffers of `module` and random generators as they were.
 
     Gradients that are there are put aside, so `grad` is None when it begins. Plain attributes of modules and what hooks
-    do are nobody's to put back.
+    do are nobody's to put back. Raises ModuleError, before anything runs, for a buffer that cannot be copied.
     """
     with _gradients_aside(leaves), _buffers_put_back(module), _draws_put_back(module):
         yield
@@ -39,17 +41,46 @@ def drop_gradients(leaves: Sequence[torch.Tensor]) -> None:
 def _buffers_put_back(module: torch.nn.Module) -> Generator[None]:
     """The same tensors with the same bytes; copies wait on the host, where they are in nobody's way."""
     found = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
-    present = {id(buffer): buffer for _, buffers in found for buffer in buffers.values() if buffer is not None}
-    copies = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in present.values()]
+    # On the meta device there are no bytes.
+    copies = [(buffer, _copy_of(buffer, name)) for name, buffer in module.named_buffers() if not buffer.is_meta]
     try:
         yield
     finally:
         for registered, buffers in found:
             registered.clear()
             registered.update(buffers)
-        with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.copy_(copy)
+        for buffer, copy in copies:
+            _put_back(buffer, copy)
+
+
+def _copy_of(buffer: torch.Tensor, name: str) -> torch.Tensor:
+    try:
+        return _each_once(buffer.detach()).to("cpu", copy=True)
+    except (RuntimeError, TypeError) as error:
+        raise ModuleError(
+            f"buffer {name!r} is a {type(buffer).__name__} ({buffer.layout}) that cannot be copied, and so not be put "
+            f"back as it was: {error}"
+        ) from error
+
+
+def _put_back(buffer: torch.Tensor, copy: torch.Tensor) -> None:
+    # An inference tensor may be changed in inference mode only.
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        if buffer.layout in _COMPRESSED:  # copy_ wants as many elements as there were
+            buffer.resize_as_sparse_(copy)
+        _each_once(buffer).copy_(copy)
+
+
+def _each_once(t: torch.Tensor) -> torch.Tensor:
+    """A view of `t` with one of the elements that expand() repeats, for no element may be written twice."""
+    if t.layout is torch.strided and not t.is_nested:
+        for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                t = t.narrow(dim, 0, 1)
+    return t
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @contextlib.contextmanager

@@ -168,6 +168,8 @@ def _check(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if not model.training:
         raise ModuleError(f"{name} is not in training mode, where it saves other things: call train() first")
+    if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ModuleError(f"{name} has parameters or buffers that its first forward makes: run one forward before")
     if not any(p.requires_grad for p in model.parameters()):
         raise ModuleError(f"{name} has no parameter that requires a gradient: there is nothing to plan for")
     if any(p._post_accumulate_grad_hooks for p in model.parameters()):
@@ -201,7 +203,8 @@ def _measured(
     model: torch.nn.Module, batch: _Batch, loss: LossOf | None, budget: int | None, settings: _Settings
 ) -> Profile:
     _check(model)
-    leaves = [*model.parameters(), *(t for t in batch.tensors if t.requires_grad)]
+    others = (t for t in (*model.buffers(), *batch.tensors) if t.requires_grad and t.is_leaf)
+    leaves = [*model.parameters(), *others]
     with restored(model, leaves):
         handle = offload(model, mode="auto", budget=budget, **settings._asdict())
         try:
@@ -220,8 +223,8 @@ def _profile_of(handle: OffloadHandle, step: Callable[[], None]) -> Profile:
     names = list(handle.plan.regions)
     raise PlanError(
         f"the batch makes no profile: in {_MOST_STEPS} steps it came by none of the {len(names)} regions "
-        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), or by others each time. Name some that every "
-        "step comes by: regions=[...]"
+        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), by others each time, or by one inside of "
+        "another. Name some that every step comes by one after the other: regions=[...]"
     )
 
 

@@ -5,11 +5,12 @@ import json
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from planner.generated import profiles
-from planner.workloads import MS, around, layers, profile, workload_a
+from planner.workloads import MS, around, layers, profile, region, workload_a
 
 from ebbtide import PlanError
-from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.profile import Link, Profile, Save
 
 
 @given(step=profiles())
@@ -64,6 +65,27 @@ def test_twice_the_tokens_are_twice_the_bytes_and_seconds():
     assert (double.around.kept_bytes, double.around.peak_bytes, double.tokens) == (18, 14, 2000)
     assert double.link == step.link
     assert step.scaled(step.tokens) is step
+
+
+@given(profiles(), st.sampled_from([1, 3, 10, 999, 1001, 10**6]))
+def test_what_has_memory_of_its_own_has_some_at_every_scale(step, tokens):
+    scaled = step.scaled(tokens)
+    for before, after in zip(step.regions, scaled.regions, strict=True):
+        for name in ("saves", "inputs", "dear"):
+            rows = list(zip(getattr(before, name), getattr(after, name), strict=True))
+            assert [(row.index, row.nbytes > 0) for row, _ in rows] == [(row.index, row.nbytes > 0) for _, row in rows]
+    assert [turn.save for turn in scaled.around.turns] == [turn.save for turn in step.around.turns]
+
+
+def test_a_save_of_a_few_bytes_does_not_scale_to_one_that_shares():
+    saves = (Save(0, 100, 0.0), Save(1, 0, 0.0, shares=0), Save(2, 0, 0.0))
+    scaled = profile(region(saves=saves, stuck_bytes=0)).scaled(1).regions[0]
+    assert scaled.saves == (Save(0, 1, 0.0), Save(1, 0, 0.0, shares=0), Save(2, 0, 0.0))
+    assert scaled.stuck_bytes == 0
+
+
+def test_whole_seconds_are_scaled_as_others_are():
+    assert profile(region(forward_s=1)).scaled(300).regions[0].forward_s == pytest.approx(0.3)
 
 
 def test_a_refit_changes_times_and_work():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ebbtide._errors import PlanError
 
@@ -138,7 +138,7 @@ class Link:
     Attributes:
         out, back: one direction alone.
         out_duplex, back_duplex: both at once.
-        latency_s: of one copy, however small.
+        latency_s: of one copy, however small. Assumed where a handle makes the profile, as is the next one.
         interference: seconds that compute loses for each second that a lane copies beside it; less than one.
     """
 
@@ -286,9 +286,6 @@ def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
     return RegionProfile(**{**data, **rows})
 
 
-_NOT_SCALED = ("index", "shares", "save", "grad_bytes")
-
-
 def _scaled_around(around: Around, k: float) -> Around:
     return dataclasses.replace(_scaled(around, k), turns=tuple(_scaled(turn, k) for turn in around.turns))
 
@@ -318,11 +315,12 @@ def _refitted_region(region: RegionProfile, forward: float, backward: float, mem
 
 
 def _scaled(row: Any, k: float) -> Any:
-    """All seconds and bytes of a dataclass times `k`."""
+    """All seconds and bytes of a dataclass times `k`. Bytes do not come to nothing: a save of none shares another's."""
     changed: dict[str, int | float] = {}
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
-        if field.name in _NOT_SCALED or isinstance(value, bool | str | tuple):
-            continue
-        changed[field.name] = value * k if isinstance(value, float) else round(cast(int, value) * k)
+        if field.name.endswith("_s"):
+            changed[field.name] = value * k
+        elif field.name.endswith("bytes") and field.name != "grad_bytes" and value > 0:  # those are of parameters
+            changed[field.name] = max(1, round(value * k))
     return dataclasses.replace(row, **changed)

@@ -1,13 +1,13 @@
 """What several ranks of one job have to agree on before they go by one plan. Pure."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ebbtide._errors import PlanError
-from ebbtide.planner.profile import Around, Profile, RegionProfile
+from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 
-Row = TypeVar("Row", RegionProfile, Around)
+Row = TypeVar("Row", RegionProfile, Around, Save, Dear, Turn)
 
 
 class Answer(NamedTuple):
@@ -21,26 +21,87 @@ Agree = Callable[[Answer], list[Answer]]
 """Gives the answers of all ranks for this rank's one. Every rank has to call it."""
 
 
-def slowest(profiles: list[Profile]) -> Profile:
-    """One profile for all ranks: of every figure the largest. Raises PlanError if they are of different regions."""
+def slowest(profiles: Sequence[Profile]) -> Profile:
+    """One profile for all ranks: what fits it fits each of them, and takes none of them longer.
+
+    Of all bytes and seconds the largest, of the link's rates and of host and device memory the smallest. Saves, inputs
+    and dear outputs are told apart by number: what one rank alone has counts too, and what shares its memory on one
+    rank shares it. Of the places behind the last region only those count that all ranks have: elsewhere some rank could
+    not release. `tokens` are those of the largest batch, whose figures these are, so that a smaller batch is scaled
+    down from them. `base` is that of the rank with the most allocated before the step, `made_for` that of the first,
+    who keeps the file.
+
+    Raises PlanError if they are of different regions.
+    """
     first = profiles[0]
     for other in profiles[1:]:
         if [region.name for region in other.regions] != [region.name for region in first.regions]:
             raise PlanError("ranks have different regions: give each rank its own plan=, or the recipes by hand")
-    regions = tuple(_largest([p.regions[k] for p in profiles]) for k in range(len(first.regions)))
-    link = dataclasses.replace(
-        first.link, **{name: min(getattr(p.link, name) for p in profiles) for name in ("out", "back")}
-    )
-    return dataclasses.replace(
-        first,
-        regions=regions,
-        around=_largest([p.around for p in profiles]),
-        base_bytes=max(p.base_bytes for p in profiles),
-        link=link,
+    fullest = max(profiles, key=lambda profile: profile.base_bytes)
+    return Profile(
+        made_for=first.made_for,
+        regions=tuple(_slowest_region([p.regions[k] for p in profiles]) for k in range(len(first.regions))),
+        around=_slowest_around([p.around for p in profiles]),
+        link=_slowest_link([p.link for p in profiles]),
+        base_bytes=fullest.base_bytes,
+        base=fullest.base,
+        host_limit_bytes=_least(p.host_limit_bytes for p in profiles),
+        tokens=max(p.tokens for p in profiles),
+        device_bytes=_least(p.device_bytes for p in profiles),
     )
 
 
-def _largest(rows: "list[Row]") -> "Row":
+def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
+    merged = dataclasses.replace(
+        _largest(regions),
+        saves=_by_number((save.index, save) for region in regions for save in region.saves),
+        inputs=_by_number((save.index, save) for region in regions for save in region.inputs),
+        dear=_by_number((dear.index, dear) for region in regions for dear in region.dear),
+    )
+    # What is short-lived is what the work is beyond the saves: no rank's may vanish behind the saves of another.
+    short_lived = max(region.backward_work_bytes - region.saved_bytes for region in regions)
+    return dataclasses.replace(merged, backward_work_bytes=merged.saved_bytes + short_lived)
+
+
+def _slowest_around(arounds: Sequence[Around]) -> Around:
+    common = frozenset[int].intersection(*(frozenset(turn.save for turn in around.turns) for around in arounds))
+    turns = _by_number((turn.save, turn) for around in arounds for turn in _at_places(around.turns, common))
+    return dataclasses.replace(_largest(arounds), turns=turns)
+
+
+def _at_places(turns: Iterable[Turn], places: Collection[int]) -> Iterator[Turn]:
+    """The same peaks, each at the last of `places` that forward has come by. What comes before is its end."""
+    at = Turn(-1, 0.0, 0)
+    for turn in turns:
+        if turn.save in places:
+            at = turn
+        yield dataclasses.replace(at, peak_bytes=turn.peak_bytes)
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    return Link(
+        out=min(link.out for link in links),
+        back=min(link.back for link in links),
+        out_duplex=min(link.out_duplex for link in links),
+        back_duplex=min(link.back_duplex for link in links),
+        latency_s=max(link.latency_s for link in links),
+        interference=max(link.interference for link in links),
+    )
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    """None is no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _by_number(rows: "Iterable[tuple[int, Row]]") -> "tuple[Row, ...]":
+    alike: dict[int, list[Row]] = {}
+    for number, row in rows:
+        alike.setdefault(number, []).append(row)
+    return tuple(_largest(alike[number]) for number in sorted(alike))
+
+
+def _largest(rows: "Sequence[Row]") -> "Row":
     """Of each number the largest; what is no number, of the first."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(rows[0]):

@@ -33,8 +33,10 @@ class Surroundings(NamedTuple):
 
 
 def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], about: Surroundings) -> Profile | None:
-    """The profile of two steps that were watched; None if they were not two of the same kind."""
+    """The profile of two steps that were watched; None if they were not two of the same kind, or regions nested."""
     if not any(note.place is Place.ENTERED and note.region in names for note in times.notes):
+        return None
+    if not (_is_one_by_one(times, names) and _is_one_by_one(details, names)):
         return None
     clock = _Clock(times, names, about.time_scale)
     memory = _Curve(details, names)
@@ -56,6 +58,12 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
         tokens=about.tokens,
         device_bytes=about.device_bytes,
     )
+
+
+def _is_one_by_one(watch: StepWatch, names: Collection[str]) -> bool:
+    """Whether forward left each region before it entered the next: a module may call itself, or another region."""
+    ways = [note.place for note in watch.notes if note.region in names and note.place in (Place.ENTERED, Place.LEFT)]
+    return ways == [Place.ENTERED, Place.LEFT] * (len(ways) // 2)
 
 
 class _Step(NamedTuple):

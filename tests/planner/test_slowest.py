@@ -1,0 +1,190 @@
+"""One profile for all ranks: a plan that it fits, fits each of them."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.generated import profiles
+from planner.workloads import MS, around, layers, profile, region
+
+from ebbtide import PlanError
+from ebbtide.planner.options import option_for, options_of
+from ebbtide.planner.profile import Around, Dear, Link, Save, Turn
+from ebbtide.planner.ranks import slowest
+from ebbtide.planner.simulate import least_budget
+from ebbtide.planner.solve import Solver
+
+MB = 1_000_000
+
+
+@st.composite
+def of_two_ranks(draw):
+    one = draw(profiles(most_regions=2))
+    names = [region.name for region in one.regions]
+    others = profiles(most_regions=2).filter(lambda step: [region.name for region in step.regions] == names)
+    other = draw(others)
+    limits = st.one_of(st.none(), st.integers(0, 9).map(lambda n: n * MB))
+    return [
+        dataclasses.replace(step, host_limit_bytes=draw(limits), device_bytes=draw(limits), tokens=draw(st.integers(0)))
+        for step in (one, other)
+    ]
+
+
+@st.composite
+def of_one_model(draw):
+    """The same saves on both ranks, of other sizes, as with batches of their own."""
+    step = draw(profiles(most_regions=2))
+
+    def stretched(row):
+        changed = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+        for name, value in changed.items():
+            if name.endswith("bytes") and value is not None:
+                changed[name] = value * draw(st.integers(1, 3))
+            elif isinstance(value, tuple):
+                changed[name] = tuple(stretched(inner) for inner in value)
+        return dataclasses.replace(row, **changed)
+
+    def rank():
+        return dataclasses.replace(step, regions=tuple(map(stretched, step.regions)), around=stretched(step.around))
+
+    return [rank(), rank()]
+
+
+def figures(row):
+    """Bytes and seconds of a row, and of the rows in it, by where they are."""
+    found = {}
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        if isinstance(row, Around) and isinstance(value, tuple):
+            found["peak_bytes",] = row.peak_bytes
+        elif isinstance(value, tuple):
+            for inner in value:
+                found.update({(field.name, inner.index, *key): each for key, each in figures(inner).items()})
+        elif isinstance(value, int | float):
+            found[field.name,] = value
+    return found
+
+
+def all_figures(step):
+    found = {("base_bytes",): step.base_bytes, ("tokens",): step.tokens}
+    for number, row in enumerate([step.around, *step.regions]):
+        found.update({(number, *key): value for key, value in figures(row).items()})
+    return found
+
+
+@given(profiles(shared_names=True))
+@settings(deadline=None)
+def test_of_profiles_that_are_alike_it_is_one_of_them(step):
+    assert slowest([step]) == step
+    assert slowest([step, step, step]) == step
+
+
+@given(of_two_ranks())
+@settings(deadline=None)
+def test_no_rank_has_a_larger_figure(steps):
+    agreed = all_figures(slowest(steps))
+    for step in steps:
+        assert all(agreed[key] >= value for key, value in all_figures(step).items())
+
+
+@given(of_two_ranks())
+@settings(deadline=None)
+def test_the_order_of_ranks_does_not_matter(steps):
+    assert all_figures(slowest(steps)) == all_figures(slowest(steps[::-1]))
+
+
+@given(of_two_ranks())
+@settings(deadline=None)
+def test_no_rank_has_less_host_or_device_memory_or_a_slower_link(steps):
+    agreed = slowest(steps)
+    for step in steps:
+        for name in ("host_limit_bytes", "device_bytes"):
+            limit = getattr(step, name)
+            assert limit is None or getattr(agreed, name) <= limit
+        for name in ("out", "back", "out_duplex", "back_duplex"):
+            assert getattr(agreed.link, name) <= getattr(step.link, name)
+        assert agreed.link.latency_s >= step.link.latency_s
+        assert agreed.link.interference >= step.link.interference
+        assert sum(agreed.base.values()) <= max(sum(step.base.values()) for step in steps)
+    assert any(agreed.base == step.base and agreed.base_bytes == step.base_bytes for step in steps)
+    assert agreed.host_limit_bytes is not None or all(step.host_limit_bytes is None for step in steps)
+
+
+@given(of_one_model(), st.data())
+@settings(deadline=None)
+def test_whatever_is_chosen_no_rank_needs_a_larger_budget(steps, data):
+    agreed = slowest(steps)
+    recipes = [data.draw(st.sampled_from(options_of(region))).recipe for region in agreed.regions]
+    needed = least_budget(agreed, chosen(agreed, recipes))
+    for step in steps:
+        assert least_budget(step, chosen(step, recipes)) <= needed
+
+
+def chosen(step, recipes):
+    return [option_for(region, recipe) for region, recipe in zip(step.regions, recipes, strict=True)]
+
+
+def test_a_plan_for_all_fits_the_rank_with_the_least_host_memory():
+    step = profile(*layers(4))
+    tight = dataclasses.replace(step, host_limit_bytes=150 * MB)
+    budget = Solver(step).smallest_budget() + 400 * MB
+    assert Solver(step).solve(budget, only_moves=True).predicted.host_bytes > 150 * MB
+    for ranks in ([step, tight], [tight, step]):
+        predicted = Solver(slowest(ranks)).solve(budget).predicted
+        assert predicted.host_bytes <= 150 * MB
+
+
+def test_rows_are_those_of_any_rank_by_number():
+    one = region(
+        saves=(Save(0, 10, 1 * MS), Save(2, 30, 2 * MS)),
+        inputs=(Save(0, 5, 0.0),),
+        dear=(Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"), Dear(1, 8, 2 * MS, 1 * MS, "aten::mm")),
+    )
+    other = region(
+        saves=(Save(0, 20, 0.5 * MS), Save(1, 40, 1 * MS), Save(2, 0, 3 * MS, shares=1)),
+        inputs=(Save(0, 4, 0.0), Save(1, 9, 0.0)),
+        dear=(Dear(0, 6, 2 * MS, 2 * MS, "aten::bmm"),),
+    )
+    agreed = slowest([profile(one), profile(other)]).regions[0]
+    assert agreed.saves == (Save(0, 20, 1 * MS), Save(1, 40, 1 * MS), Save(2, 30, 3 * MS, shares=1))
+    assert agreed.inputs == (Save(0, 5, 0.0), Save(1, 9, 0.0))
+    assert agreed.dear == (Dear(0, 7, 2 * MS, 3 * MS, "aten::mm"), Dear(1, 8, 2 * MS, 1 * MS, "aten::mm"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "agreed"),
+    [
+        (
+            (Turn(-1, 0.0, 5), Turn(3, 2 * MS, 9)),
+            (Turn(-1, 0.0, 6), Turn(1, 1 * MS, 7), Turn(3, 1 * MS, 1), Turn(4, 2 * MS, 8)),
+            (Turn(-1, 0.0, 7), Turn(3, 2 * MS, 9)),
+        ),
+        ((Turn(-1, 0.0, 5), Turn(3, 2 * MS, 9)), (Turn(-1, 0.0, 6),), (Turn(-1, 0.0, 9),)),
+        ((Turn(3, 2 * MS, 9),), (), (Turn(-1, 0.0, 9),)),
+    ],
+)
+def test_places_behind_the_last_region_are_those_of_all_ranks(one, other, agreed):
+    """What is on its way can leave at no others, and the peaks between them count where it has not left."""
+    steps = [profile(*layers(1), around=around(turns=turns)) for turns in (one, other)]
+    assert slowest(steps).around.turns == slowest(steps[::-1]).around.turns == agreed
+
+
+def test_what_is_short_lived_on_one_rank_and_saved_on_another_adds_up():
+    """Moving all that is saved frees no more than the first rank saves."""
+    works = region(saves=(Save(0, 100, 0.0),), backward_work_bytes=400)
+    saves = region(saves=(Save(0, 300, 0.0),), backward_work_bytes=400)
+    agreed = slowest([profile(works), profile(saves)]).regions[0]
+    assert agreed.backward_work_bytes == 600
+
+
+def test_the_link_is_the_slowest_in_every_respect():
+    one = Link(1e10, 4e10, 2e9, 8e9, latency_s=1e-5, interference=0.01)
+    other = Link(2e10, 2e10, 4e9, 4e9, latency_s=2e-5, interference=0.0)
+    agreed = slowest([profile(*layers(1), link=one), profile(*layers(1), link=other)])
+    assert agreed.link == Link(1e10, 2e10, 2e9, 4e9, latency_s=2e-5, interference=0.01)
+
+
+def test_a_profile_of_other_regions_is_refused():
+    with pytest.raises(PlanError, match="different regions"):
+        slowest([profile(*layers(2)), profile(*layers(1))])

@@ -1,0 +1,170 @@
+"""Which modules are regions when nobody names them."""
+
+import pytest
+import torch
+from planner.test_control import SETTINGS, WIDTH, Block, batch
+from support import assert_equal
+from torch import nn
+
+import ebbtide
+from ebbtide import PlanError
+from ebbtide._regions import find_regions, refuse_nested
+from ebbtide.planner.control import Phase
+from ebbtide.rehearsal import measure
+
+
+class Norm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(WIDTH)
+
+
+class Stages(nn.ModuleList):
+    """A list that is called."""
+
+    def forward(self, x):
+        for stage in self:
+            x = stage(x)
+        return x
+
+
+class Level(nn.Module):
+    """Has no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.empty = nn.ModuleList()
+
+
+def listed(*modules):
+    return nn.ModuleList(modules)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (lambda: listed(Block(), Block()), ["0", "1"]),
+        (lambda: listed(listed(Block(), Norm()), listed(Block(), Norm())), ["0.0", "0.1", "1.0", "1.1"]),
+        (lambda: listed(listed(Block()), listed(Block())), ["0.0", "1.0"]),
+        (lambda: listed(listed(Block(), Block())), ["0.0", "0.1"]),
+        (lambda: listed(listed(listed(Block())), listed(listed(Block()))), ["0.0.0", "1.0.0"]),
+        (lambda: listed(nn.ModuleDict({"a": Block()}), nn.ModuleDict({"b": Block()})), ["0.a", "1.b"]),
+        (
+            lambda: listed(Level(), Level()),
+            ["0.norm", "0.blocks.0", "0.blocks.1", "1.norm", "1.blocks.0", "1.blocks.1"],
+        ),
+        (lambda: listed(Block(), Block(), listed(Norm(), Norm())), ["0", "1", "2.0", "2.1"]),
+        (lambda: listed(Block(), Block(), listed(*(nn.Linear(8, 8) for _ in range(9)))), ["0", "1"] + [
+            f"2.{k}" for k in range(9)
+        ]),
+        (lambda: listed(nn.Sequential(Block(), Block()), nn.Sequential(Block())), ["0", "1"]),
+        (lambda: listed(Stages([Block()]), Stages([Block()])), ["0", "1"]),
+        (lambda: listed(nn.ParameterList([torch.ones(2)]), nn.ParameterList([torch.ones(2)])), []),
+        (lambda: listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8))), []),
+        (lambda: nn.Sequential(Block(), Block()), ["0", "1"]),
+    ],
+)  # fmt: skip
+def test_blocks_are_what_forward_enters(module, names):
+    model = nn.Module()
+    model.front, model.inner = nn.Linear(8, 8), module()
+    found = find_regions(model)
+    assert list(found) == [f"inner.{name}" for name in names]
+    assert list(found.items()) == [pair for pair in model.named_modules() if pair[0] in found]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_block_is_entered():
+    assert list(find_regions(listed(torch.compile(Block()), torch.compile(Block())))) == ["0", "1"]
+    assert list(find_regions(listed(torch.jit.script(nn.Tanh()), torch.jit.script(nn.Tanh())))) == ["0", "1"]
+
+
+class Unet(nn.Module):
+    """Levels are lists of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.ModuleList(listed(Block(), Norm()) for _ in range(2))
+
+    def forward(self, x):
+        for block, norm in self.levels:
+            x = norm(block(x))
+        return x.square().mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Unet()
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+def test_lists_of_lists_are_planned(settings):
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    for k in range(5):
+        ours, plain = (_step(each, k) for each in (model, twin))
+        assert_equal(ours, plain)
+    assert handle._control.phase is Phase.PLANNED
+    assert list(handle.plan.regions) == ["levels.0.0", "levels.0.1", "levels.1.0", "levels.1.1"]
+    assert all(region.forward_s > 0 for region in handle.profile.regions)
+
+
+def _step(model, seed):
+    model.zero_grad()
+    x = batch(seed)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def test_lists_of_small_layers_are_no_regions():
+    model = nn.Module()
+    model.inner = listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8)))
+    with pytest.raises(PlanError, match="regions="):
+        ebbtide.offload(model, **SETTINGS)
+
+
+# -- regions inside of regions -----------------------------------------------------------------------------------------
+
+
+def test_a_region_inside_of_another_is_refused():
+    model = Unet()
+    named = dict(model.named_modules())
+    with pytest.raises(PlanError, match=r"region 'levels\.1\.0\.up' is inside of region 'levels\.1\.0'"):
+        refuse_nested({name: named[name] for name in ("levels.0.0", "levels.1.0.up", "levels.1.0")})
+    refuse_nested({name: named[name] for name in ("levels.0.0", "levels.1.0.up", "levels.1.0.down", "levels.1.1")})
+    refuse_nested(find_regions(model))
+
+
+def test_one_that_only_another_name_leads_into_is_refused_too():
+    shared, holder = Block(), nn.Sequential(Block())
+    holder.also = shared
+    with pytest.raises(PlanError, match="region 'b' is inside of region 'a'"):
+        refuse_nested({"a": holder, "b": shared})
+
+
+class Calls(nn.Module):
+    """Calls itself, or a block that is none of its children."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.block = Block()
+        self.inner = [inner or self]
+
+    def forward(self, x, depth=1):
+        x = self.block(x)
+        return x if depth == 0 else self.inner[0](x, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+def test_regions_that_turn_out_to_nest_are_not_planned(settings):
+    last = Calls()
+    model = nn.Sequential(Calls(last), last)
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    with pytest.warns(ebbtide.EbbtideWarning, match="no plan was made"):
+        for k in range(12):
+            model(batch(k)).sum().backward()
+    assert handle.profile is None
+    handle.remove()
+    with pytest.raises(PlanError, match="one inside of another"):
+        measure(model, batch(0), **SETTINGS)

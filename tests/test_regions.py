@@ -63,6 +63,9 @@ def listed(*modules):
         (lambda: listed(nn.ParameterList([torch.ones(2)]), nn.ParameterList([torch.ones(2)])), []),
         (lambda: listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8))), []),
         (lambda: nn.Sequential(Block(), Block()), ["0", "1"]),
+        (lambda: nn.ModuleDict({"0": Block(), "1": Block()}), ["0", "1"]),
+        (lambda: nn.ModuleDict({"a": Block(), "b": nn.Linear(8, 8)}), []),
+        (lambda: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), []),
     ],
 )  # fmt: skip
 def test_blocks_are_what_forward_enters(module, names):

@@ -38,14 +38,15 @@ def _blocks(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.n
 
 
 def _is_repeated(module: torch.nn.Module) -> bool:
-    """A list of at least two blocks, or of lists of them, most of one class, each with parameters of its own."""
-    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or len(module) < 2:
+    """At least two blocks in a list or dict, or lists of them, most of one class, each with parameters of its own."""
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict) or len(module) < 2:
         return False
-    classes = Counter(type(child) for child in module)
+    children = list(module.children())
+    classes = Counter(map(type, children))
     most, count = classes.most_common(1)[0]
     if count < 2 or 2 * count <= len(module):
         return False
-    blocks = Counter(type(block) for child in module if type(child) is most for _, block in _called(child, ""))
+    blocks = Counter(type(block) for child in children if type(child) is most for _, block in _called(child, ""))
     return bool(blocks) and not issubclass(blocks.most_common(1)[0][0], torch.nn.Linear | torch.nn.Identity)
 
 

@@ -16,7 +16,7 @@ from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
-from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions
+from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions, refuse_nested
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
@@ -248,6 +248,7 @@ class OffloadHandle:
                 f"{type(self._module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
                 "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
             )
+        refuse_nested(found)
         profiles = Profiles(profile, self.made_for(), self._profile_settings)
         looks_again = budget is not None or profiles.are_for_any_budget
         known = profiles.find(found, looks_again)

@@ -331,6 +331,44 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
     assert list(handle.plan.regions) == ["0", "1"]
 
 
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_ranks_come_to_a_plan_however_many_forwards_a_step_has(forwards, monkeypatch):
+    monkeypatch.setattr("ebbtide.module.agreement", lambda: lambda mine: [mine])
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+
+    def accumulated(m, k):
+        m.zero_grad()
+        sum(m(batch(10 * k + j)) for j in range(forwards)).backward()
+        return [p.grad for p in m.parameters()]
+
+    for k in range(14):
+        assert_equal(accumulated(model, k), accumulated(twin, k))
+    assert handle._control.phase is Phase.PLANNED
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 2**40])
+def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
+    """Their times say nothing of one forward's, and are compared with none."""
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, budget=budget_bytes, **SETTINGS)
+
+    def together(m, k):
+        m.zero_grad()
+        (m(batch(k)) + m(batch(100 + k))).backward()
+        return [p.grad for p in m.parameters()]
+
+    for k in range(12):
+        assert_equal(together(model, k), together(twin, k))
+    assert handle._control.phase is Phase.PLANNED
+    assert handle._control.upkeep._replans == 0
+
+
+def test_regions_inside_of_regions_are_refused():
+    with pytest.raises(PlanError, match=r"'layers.0.up' is inside of region 'layers.0'"):
+        ebbtide.offload(make(), regions=["layers.*", "layers.*.up"], **SETTINGS)
+
+
 def test_what_a_block_saves_outside_of_its_planned_parts_stays():
     model = make()
     handle = ebbtide.offload(model, regions=["layers.*.up"], **SETTINGS)

@@ -30,7 +30,7 @@ from ebbtide.planner.upkeep import NO_BUDGET, GoesBy, Upkeep, tell
 from ebbtide.plans import Plan, Recipe, RegionPlan
 from ebbtide.types import Watch
 
-_VOTE_EVERY = 4  # forwards: one to warm up, two that are watched, and the one that votes
+_FIRST_VOTE = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
 _FORWARDS_TO_WAIT = 24
@@ -107,6 +107,7 @@ class Control:
         self._watch: StepWatch | None = None
         self._unfinished = 0
         self._forwards = 0
+        self._next_vote = _FIRST_VOTE
         self._tokens = 0
         self._tokens_of_times = 0
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
@@ -177,7 +178,7 @@ class Control:
     def _watched_step(self, engine: Engine, tokens: int) -> StepWatch | None:
         if self._agree is not None:
             self._forwards += 1
-            if self._forwards % _VOTE_EVERY == 0:
+            if self._forwards == self._next_vote:
                 return self._vote(engine)
         if self._watch is not None:
             if not self._watch.is_over:
@@ -202,7 +203,11 @@ class Control:
         return self._watch
 
     def _vote(self, engine: Engine) -> None:
-        """Every so many forwards all ranks say whether they have a profile, whatever came between: none may be late."""
+        """At the same forward all ranks say whether they have a profile, whatever came between: none may be late.
+
+        If not all have one, each watches anew, and has twice as many forwards for it: a step may be of several.
+        """
+        self._next_vote *= 3
         watch = self._watch
         if self.phase is Phase.DETAILS and watch is not None and watch.is_over:
             self._move_on(watch, engine)

@@ -107,14 +107,17 @@ class Run:
         return [site for happened, site in self.events if happened is what]
 
 
+BLOCKS = {f"layers.{number}": RegionPlan("offload") for number in range(3)}
+
+
 def planned(*releases, outside=None):
-    """A plan with these release points in the blocks, by number; None: the block is not named."""
+    """A plan with these release points in the blocks, by number; None: it says nothing of when."""
     regions = {
         f"layers.{number}": RegionPlan("offload", release)
         for number, release in enumerate(releases)
         if release is not None
     }
-    return Plan(regions, outside=None if outside is None else RegionPlan("offload", outside))
+    return Plan(regions) if outside is None else Plan({**BLOCKS, **regions}, outside=RegionPlan("offload", outside))
 
 
 # -- what waits --------------------------------------------------------------------------------------------------------
@@ -248,7 +251,8 @@ def test_a_new_plan_holds_from_the_next_forward_on():
 
 def test_a_release_at_a_point_waits_for_the_copy(monkeypatch):
     """Proof that the simulator looks at these releases too: there are no others here."""
-    plan = Plan({"layers.1": KEPT["a region that is kept"], "layers.2": RegionPlan("keep")}, RegionPlan("keep"))
+    kept = {"layers.1": KEPT["a region that is kept"], "layers.2": RegionPlan("keep")}
+    plan = Plan({**BLOCKS, **kept}, RegionPlan("keep"))
     assert len(Run(plan).of(What.RELEASED)) == 4
     wait = SimDevice.wait
     monkeypatch.setattr(SimDevice, "wait", lambda self, s, e, w: None if w is Wait.LANDED else wait(self, s, e, w))
@@ -313,13 +317,15 @@ def test_what_waits_after_each_operator_of_regions_that_run_again(name, late):
 
 
 def prefetching(*units, outside=None, recipe="offload"):
-    """A plan that bounds what comes back early in the blocks, by number; None: the block is not named."""
+    """A plan that bounds what comes back early in the blocks, by number; None: it says nothing of when."""
     regions = {
         f"layers.{number}": RegionPlan(recipe, prefetch_bytes=bound * UNIT)
         for number, bound in enumerate(units)
         if bound is not None
     }
-    return Plan(regions, outside=None if outside is None else RegionPlan("offload", prefetch_bytes=outside * UNIT))
+    if outside is None:
+        return Plan(regions)
+    return Plan({**BLOCKS, **regions}, outside=RegionPlan("offload", prefetch_bytes=outside * UNIT))
 
 
 # Units that are back and not needed yet, as the gradient of each save's result comes: first of the one outside, then

@@ -15,8 +15,8 @@ from benchmarks.workloads import PLANNED, Losses, PlannedWorkload
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver
 
+_PACKED_ROUNDS = 4
 SETTLING = 16  # steps in which a planner watches, plans, looks at the peak and plans again
-ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Settled:
     profile: ebbtide.Profile
 
 
-def measure_plans(name: str, device: torch.device, count: int) -> dict[str, object]:
-    """Plain, checkpointed and planned steps of one workload in turns; and what the plans had predicted."""
+def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str, object], ebbtide.Profile]:
+    """Plain, checkpointed and planned steps of one workload in turns, and what the plans had predicted; and the profile
+    that they were made from."""
     workload = PLANNED[name]
     model, losses = workload.build(device)
     loss_of = losses(1.0)
@@ -44,10 +45,10 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     }
     modes = {key: functools.partial(prepared, key, model) for key in first} | modes
     parts: dict[str, list[Measured]] = {key: [] for key in modes}
-    for _ in range(ROUNDS):  # in turns: a device is not the same from minute to minute
+    for _ in range(workload.rounds):  # in turns: a device is not the same from minute to minute
         for key, mode in modes.items():
             with mode() as context:
-                parts[key].append(steps(model, loss_of, context, -(-2 * count // ROUNDS)))
+                parts[key].append(steps(model, loss_of, context, -(-2 * count // workload.rounds)))
             _tidy()
     result: dict[str, object] = {"modes": {key: merged(measured).summary() for key, measured in parts.items()}}
     result["plans"] = {key: _about(settled.plan, base_bytes) for key, settled in plans.items()}
@@ -55,10 +56,12 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     if "auto" in plans:
         result["auto"] = _released(model, loss_of, plans["auto"].plan)
         result["packed"] = _packed(model, losses)
-    result["predictions"] = [_predicted(model, loss_of, plan, base_bytes, count) for plan in _row(plans, workload)]
+    profile = next(settled.profile for key, settled in plans.items() if key != "auto")
+    row = [point.plan for point in Solver(profile).front(workload.predictions)] if workload.predictions else []
+    result["predictions"] = [_predicted(model, loss_of, plan, base_bytes, count) for plan in row]
     for key, settled in plans.items():
         print(name, key, settled.plan, flush=True)
-    return result
+    return result, profile
 
 
 def _base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], workload: PlannedWorkload) -> int:
@@ -145,7 +148,7 @@ def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
     profile = handle.profile
     handle.remove()
     times: dict[str, list[float]] = {"plain": [], "planned": []}
-    for _ in range(ROUNDS):
+    for _ in range(_PACKED_ROUNDS):
         times["plain"] += _timed(model, batches)
         handle = ebbtide.offload(model, host_limit=HOST_LIMIT, profile=profile)
         times["planned"] += _timed(model, batches)
@@ -159,14 +162,6 @@ def _timed(model: torch.nn.Module, batches: list[Callable[[], torch.Tensor]]) ->
     for loss_of in batches * 2:
         one_step(model, loss_of, contextlib.nullcontext)
     return [one_step(model, loss_of, contextlib.nullcontext).step_ms for loss_of in batches]
-
-
-def _row(plans: dict[str, Settled], workload: PlannedWorkload) -> list[ebbtide.Plan]:
-    """Plans all along the front, for predictions to be compared with what comes of them."""
-    if workload.predictions == 0:
-        return []
-    measured = next(settled.profile for key, settled in plans.items() if key != "auto")
-    return [point.plan for point in Solver(measured).front(workload.predictions)]
 
 
 def _predicted(

@@ -18,6 +18,8 @@ from benchmarks.workloads import Workload, build
 from ebbtide._bytes import MIB
 
 # Outside of the blocks a Llama saves token ids, the head's weight and input, logits in float, and their log-softmax.
+# With the last norm run again, it saves nothing.
+_SAVE_OF_LOGITS = 1
 _SAVE_OF_LOG_SOFTMAX = 4
 Recipes = str | ebbtide.Plan | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 
@@ -55,12 +57,14 @@ def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
     recipes = with_feed_forward(count, layers)
     every = recipes.pop("layers.*")
     regions = {f"model.layers.{k}": ebbtide.RegionPlan(recipes.get(f"layers.{k}", every)) for k in range(layers)}
-    at_the_peak = ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4500 * MIB)
-    return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=(at_the_peak,)))
+    # Half a GiB less at the peak, for the window.
+    regions["model.norm"] = ebbtide.RegionPlan(ebbtide.Recipe("recompute", inputs="keep"))
+    release = ebbtide.ReleasePoint(_SAVE_OF_LOGITS, 6400 * MIB), ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4800 * MIB)
+    return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=release))
 
 
 def modes_of(workload: Workload) -> dict[str, Offloaded]:
-    """By name. What is saved outside of the blocks (logits, loss, last norm) backward needs at once: it stays, as with
+    """By name. What is saved outside of the blocks (logits, loss) backward needs at once: it stays, as with
     checkpointing. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large.
     """
     some = ebbtide.Recipe("selective", ops=PROJECTIONS)

@@ -46,8 +46,11 @@ def main() -> None:
         _write(options.out, results)
         _clean()
     for name in options.plans:
-        results[f"{name}-plans"] = {**about, "link": link, **measure_plans(name, device, options.steps)}
+        measured, profile = measure_plans(name, device, options.steps)
+        results[f"{name}-plans"] = {**about, "link": link, **measured}
         _write(options.out, results)
+        (options.out / "profiles").mkdir(exist_ok=True)
+        profile.save(options.out / "profiles" / f"{name}.json")  # for `ebbtide plan`, which needs no accelerator
         _clean()
 
 

@@ -79,13 +79,15 @@ class PlannedWorkload:
         build: the model in training mode on a device, and the losses of its batches.
         neighbours: modes without us that fit the device, by which budgets are set.
         budgets_gib: of activations, besides checkpointing's own peak.
-        predictions: how many plans of the front are compared with what comes of them.
+        predictions: how many plans all along the front are compared with what comes of them.
+        rounds: in which the modes take turns.
     """
 
     build: Callable[[torch.device], tuple[torch.nn.Module, Losses]]
     neighbours: tuple[str, ...] = ("nothing", "checkpoint")
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
+    rounds: int = 4
 
     @property
     def fits_plain(self) -> bool:
@@ -156,7 +158,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
 PLANNED = {
     "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40)),
     "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED), predictions=0),
-    "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",)),
+    "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",), predictions=5, rounds=3),
     "MoE": PlannedWorkload(_moe),
     "ViT": PlannedWorkload(_vit),
     "tiny": PlannedWorkload(functools.partial(_llama, TINY), budgets_gib=(1,)),

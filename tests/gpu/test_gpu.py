@@ -147,7 +147,7 @@ def test_a_default_device_of_the_user_leaves_host_memory_alone():
     with torch.device(GPU), context:
         y = x.sin().exp()
     y.sum().backward()
-    check_moved(context.stats())
+    assert context.stats().out.count > 0
 
 
 def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_in_step():

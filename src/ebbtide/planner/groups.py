@@ -50,6 +50,11 @@ class Unit:
         return tuple(sum(option.moved_bytes for option in options) for options in self.costs)
 
     @cached_property
+    def by_moved_bytes(self) -> tuple[int, ...]:
+        """The choices, those that move the least first."""
+        return tuple(sorted(range(len(self.recipes)), key=lambda k: (self.moved_bytes[k], self.kept_bytes[k])))
+
+    @cached_property
     def again_s(self) -> tuple[float, ...]:
         """Per recipe, of all visits."""
         return tuple(sum(option.again_s for option in options) for options in self.costs)

@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from ebbtide.planner.candidates import Candidate, Choices, candidate_from
 from ebbtide.planner.groups import Model
 
-# Per rung; more on the lowest ones, which have nothing better below them, and where choices matter most. Fewer for a
-# deep model, whose simulations take longer.
-_CHANGES = 12
-_CHANGES_BELOW = 64
+# Per rung; more on the lowest ones, which have nothing better below them, and where choices matter most. Fewer, and
+# fewer rungs, for a deep model, whose simulations take longer.
+_CHANGES = 48
+_CHANGES_BELOW = 128
 _RUNGS_BELOW = 24
 _REGIONS = 32
 _PROMISING = 2
+_ANY = 0.5  # of the changes are to any recipe
+_NEAR = (-3, -2, -1, 1, 2, 3)
 _SLACK = 1.02  # changes that make second runs this much longer are not worth a simulation
 
 Judge = Callable[[Candidate, int], "float | None"]
@@ -49,11 +51,12 @@ class Ladder:
         least_s: Callable[[Candidate, int], float],
     ) -> None:
         self._model = model
-        self._budgets = budgets
+        depth = max(1.0, len(model.units) / _REGIONS)
+        self._budgets = budgets[:: round(depth)]
         self._candidates = [candidate for candidate in candidates if candidate.choices]
         self._judge = judge
         self._least_s = least_s
-        self._share = min(1.0, _REGIONS / max(1, len(model.units)))
+        self._share = 1 / depth
         self._rungs: list[Candidate | None] = []
 
     def up_to(self, budget_bytes: int) -> list[Candidate]:
@@ -78,8 +81,8 @@ class Ladder:
         for _ in range(max(1, int(changes * self._share))):
             changed = self._changed(best, draw)
             seconds = None if changed is None else self._judge(changed, budget_bytes)
-            if changed is not None and seconds is not None and seconds < best_s:
-                best, best_s = changed, seconds
+            if changed is not None and seconds is not None and seconds <= best_s:
+                best, best_s = changed, seconds  # an equal one may have what a better one needs
         return best
 
     def _promising(self, budget_bytes: int) -> list[Candidate]:
@@ -103,7 +106,13 @@ class Ladder:
         return changed if changed.again_s <= candidate.again_s * _SLACK else None
 
     def _choose(self, choices: list[int], unit: int, draw: random.Random) -> None:
-        choices[unit] = draw.randrange(len(self._model.units[unit].recipes))
+        """Any other recipe, or one that moves about as much: what is wrong is more often a little than a lot."""
+        order = self._model.units[unit].by_moved_bytes
+        if choices[unit] not in order or draw.random() < _ANY:
+            choices[unit] = draw.choice(order)
+        else:
+            place = order.index(choices[unit]) + draw.choice(_NEAR)
+            choices[unit] = order[min(max(place, 0), len(order) - 1)]
 
     def _are_possible(self, choices: Choices | list[int]) -> bool:
         return all(choice < len(unit.recipes) for choice, unit in zip(choices, self._model.units, strict=True))

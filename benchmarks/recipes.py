@@ -59,7 +59,7 @@ def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
     regions = {f"model.layers.{k}": ebbtide.RegionPlan(recipes.get(f"layers.{k}", every)) for k in range(layers)}
     # Half a GiB less at the peak, for the window.
     regions["model.norm"] = ebbtide.RegionPlan(ebbtide.Recipe("recompute", inputs="keep"))
-    release = ebbtide.ReleasePoint(_SAVE_OF_LOGITS, 6400 * MIB), ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4800 * MIB)
+    release = ebbtide.ReleasePoint(_SAVE_OF_LOGITS, 6400 * MIB), ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4500 * MIB)
     return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=release))
 
 
@@ -73,7 +73,7 @@ def modes_of(workload: Workload) -> dict[str, Offloaded]:
         return {
             "recompute": Offloaded("recompute", {"window": "512MiB"}),
             "selective": Offloaded(some, {"window": "1280MiB", "prefetch": "1GiB"}),
-            "selective, feed-forward too": Offloaded(more, {"window": "8GiB", "prefetch": "4GiB"}),
+            "selective, feed-forward too": Offloaded(more, {"window": "7GiB", "prefetch": "4GiB"}),
         }
     return {
         "recompute": Offloaded("recompute", {"window": "64MiB"}),

@@ -104,12 +104,19 @@ def test_budgets_are_bytes_or_shares(file, text, nbytes):
 
 
 def test_what_if_is_planned_with_and_said(file, capsys):
-    what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB")
-    arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--budget", "3.5GiB"]
-    planned = saved(file, *arguments)
+    what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB", graphs=2)
+    arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--graphs", 2]
+    planned = saved(file, *arguments, "--budget", "3.5GiB")
     assert planned == Solver(what_if.of(MEASURED)).solve(7 * GIB // 2)
     printed = capsys.readouterr().out
-    for said in ("5 GB/s each way, not 10.0", "100.00 MiB", "1.00 GiB more", "2000 tokens, not 1000", "attention"):
+    for said in (
+        "5 GB/s each way, not 10.0",
+        "100.00 MiB",
+        "1.00 GiB more",
+        "2000 tokens, not 1000",
+        "attention",
+        "2 forwards",
+    ):
         assert said in printed, said
 
 
@@ -120,6 +127,7 @@ def test_what_ifs_change_what_they_say():
     assert WhatIf(tokens=500).of(MEASURED) == WhatIf(scale=0.5).of(MEASURED) == MEASURED.scaled(500)
     assert WhatIf(host_limit="1KiB").of(MEASURED).host_limit_bytes == 1024
     assert WhatIf(reserve="1KiB").of(MEASURED).base_bytes == MEASURED.base_bytes + 1024
+    assert WhatIf(graphs=3).of(MEASURED).graphs == 3
     assert WhatIf().of(MEASURED) == MEASURED
     assert WhatIf(tokens=1000).notes(MEASURED) == WhatIf().notes(MEASURED) == []
 

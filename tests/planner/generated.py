@@ -52,10 +52,12 @@ def profiles(draw, most_regions=3, shared_names=False):
             end_s=draw(_times),
             kept_bytes=draw(_megabytes),
             turns=tuple(Turn(save, draw(_times), draw(_megabytes)) for save in range(-1, draw(st.integers(-1, 3)))),
+            held_bytes=draw(_megabytes),
         ),
         link=Link(rate, back, rate, back, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 0.02, 0.3]))),
         base_bytes=draw(_megabytes),
         base={"parameters": 10 * MB},
         host_limit_bytes=None,
         tokens=1000,
+        graphs=draw(st.sampled_from([1, 1, 2, 3])),
     )

@@ -263,6 +263,7 @@ def test_forwards_without_backward_do_not_hold_the_plan_up():
             model(batch(k))
         assert_equal(step(model, k), step(twin, k))
     assert handle._control.phase is Phase.PLANNED
+    assert handle.profile.graphs == 1
 
 
 def test_accumulated_and_interleaved_backwards_equal_the_twin():
@@ -279,6 +280,7 @@ def test_accumulated_and_interleaved_backwards_equal_the_twin():
     for k in range(8):
         assert_equal(two(model, k), two(twin, k))
     assert handle._control.phase is Phase.PLANNED
+    assert handle.profile.graphs == 2
 
 
 class Exhausted(nn.Module):
@@ -362,6 +364,7 @@ def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
         assert_equal(together(model, k), together(twin, k))
     assert handle._control.phase is Phase.PLANNED
     assert handle._control.upkeep._replans == 0
+    assert handle.profile.graphs == 2
 
 
 def test_regions_inside_of_regions_are_refused():

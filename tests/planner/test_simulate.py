@@ -1,14 +1,18 @@
 """The judge: cases counted by hand, and what must hold whatever is simulated."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.generated import profiles
 from planner.workloads import MS, around, layers, profile, region
 
+from ebbtide import PlanError
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Link, Save
 from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate
+from ebbtide.planner.solve import solve
 from ebbtide.plans import Recipe
 
 MB = 1_000_000
@@ -174,3 +178,35 @@ def test_a_step_is_never_faster_than_what_it_is_made_of(data):
     stalls = outcome.stall_forward_s + outcome.stall_backward_s
     assert outcome.step_s >= step.plain_s + sum(option.again_s for option in options) + stalls - 1e-9
     assert sum(outcome.tail_bytes(options)) + outcome.moved_bytes == sum(option.moved_bytes for option in options)
+
+
+# -- several graphs in flight ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["keep", "offload"])
+def test_other_graphs_in_flight_keep_as_much_each(recipe):
+    measured = profile(*layers(4), around=around(kept_bytes=30_000_000, held_bytes=7_000_000))
+    options = [option_for(region, Recipe(recipe)) for region in measured.regions]
+    kept_bytes = sum(option.kept_bytes for option in options)
+    one, three = measured, dataclasses.replace(measured, graphs=3)
+    beside = 2 * (kept_bytes + 30_000_000 + 7_000_000)
+    assert least_budget(three, options) == least_budget(one, options) + beside
+    budget = least_budget(one, options) + 50_000_000
+    alone = simulate(one, options, pace_within(one, options, budget))
+    pace = pace_within(three, options, budget + beside)
+    assert pace == pace_within(one, options, budget)
+    together = simulate(three, options, pace)
+    assert together.peak_bytes == alone.peak_bytes + beside
+    assert together.host_bytes == 3 * alone.host_bytes
+    assert together.step_s == alone.step_s
+
+
+def test_a_profile_is_of_one_graph_at_least():
+    with pytest.raises(PlanError, match="graphs=0"):
+        dataclasses.replace(profile(*layers(2)), graphs=0)
+
+
+def test_a_budget_that_is_too_small_for_several_graphs_names_them():
+    measured = dataclasses.replace(profile(*layers(4), around=around(held_bytes=900_000_000)), graphs=2)
+    with pytest.raises(PlanError, match="kept by 1 other graphs in flight"):
+        solve(measured, 10**9)

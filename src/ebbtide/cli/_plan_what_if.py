@@ -16,6 +16,7 @@ class WhatIf:
         link: GB/s, both ways.
         tokens, scale: of the batch: how many, or how many times the measured ones.
         host_limit, reserve: bytes, as text: most that the store takes, and what is there before the step besides.
+        graphs: forwards that are under way at once.
     """
 
     link: float | None = None
@@ -23,9 +24,10 @@ class WhatIf:
     scale: float | None = None
     host_limit: str | None = None
     reserve: str | None = None
+    graphs: int | None = None
 
     def __post_init__(self) -> None:
-        for option in ("link", "tokens", "scale"):
+        for option in ("link", "tokens", "scale", "graphs"):
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ConfigError(f"--{option} {value}: expected more than 0")
@@ -43,6 +45,8 @@ class WhatIf:
             profile = replace(profile, host_limit_bytes=parse_bytes(self.host_limit, "--host-limit"))
         if self.reserve is not None:
             profile = profile.with_reserved(parse_bytes(self.reserve, "--reserve"))
+        if self.graphs is not None:
+            profile = replace(profile, graphs=self.graphs)
         return profile.scaled(self._tokens(profile))
 
     def notes(self, profile: Profile) -> list[str]:
@@ -54,6 +58,8 @@ class WhatIf:
             notes.append(f"What if the store took {_size(self.host_limit, '--host-limit')} at most.")
         if self.reserve is not None:
             notes.append(f"What if {_size(self.reserve, '--reserve')} more were there before the step.")
+        if self.graphs is not None:
+            notes.append(f"What if {self.graphs} forwards were under way at once, not {profile.graphs}.")
         if self._tokens(profile) != profile.tokens:
             notes.append(
                 f"What if batches had {self._tokens(profile)} tokens, not {profile.tokens}: bytes and seconds in "

@@ -34,6 +34,7 @@ def plan(
     scale: float | None = None,
     host_limit: str | None = None,
     reserve: str | None = None,
+    graphs: int | None = None,
     save: Path | None = None,
     front: bool = False,
     points: int = 16,
@@ -62,6 +63,7 @@ def plan(
         scale: what if it had so many times as many as measured.
         host_limit: what if the store took so much at most, "64GiB".
         reserve: what is there before the step besides, "9GiB": the optimizer's state, if it was not measured.
+        graphs: forwards whose backward is still to come at once: those of a pipeline's stage, or of one loss.
         save: a file for the plan, for offload(model, plan=Plan.load(file)).
         front: time against memory, from the smallest budget to what keeping everything needs.
         points: how many budgets of it.
@@ -70,7 +72,7 @@ def plan(
         min_bytes: smaller storages stay, while a model is measured.
         regions: names or patterns of the modules that are planned one by one, while a model is measured.
     """
-    what_if = WhatIf(link, tokens, scale, host_limit, reserve)
+    what_if = WhatIf(link, tokens, scale, host_limit, reserve, graphs)
     _check_files({"--save": save, "--save-profile": save_profile, "--picture": picture}, points)
     if (profile is not None) + (model is not None) + (script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")

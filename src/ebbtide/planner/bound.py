@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ebbtide.planner.options import Option
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.simulate import fixed_bytes
 
 _GIB = 1024**3
 
@@ -27,7 +28,7 @@ class _Program:
         self._profile = profile
         self._flat = [(number, option) for number, choices in enumerate(options) for option in choices]
         self._regions = len(options)
-        self._fixed = (budget_bytes - profile.base_bytes - profile.around.kept_bytes) / _GIB
+        self._fixed = (budget_bytes - fixed_bytes(profile, 0)) / _GIB
         self._kept = len(self._flat)
         self._tail, self._sent, self._forward, self._backward = (self._kept + self._regions + k for k in range(4))
         self._entries: tuple[list[float], list[int], list[int]] = ([], [], [])
@@ -72,16 +73,17 @@ class _Program:
         options: list[list[tuple[int, Option]]] = [[] for _ in self._profile.regions]
         for column, (number, option) in enumerate(self._flat):
             options[number].append((column, option))
+        last = [(self._kept + self._regions - 1, 1.0)] if self._regions else []
+        others = [(column, float(self._profile.graphs - 1)) for column, _ in last]  # other graphs keep as much each
         for number, (region, own) in enumerate(zip(self._profile.regions, options, strict=True)):
             kept = self._kept + number
             before = [(kept - 1, 1.0)] if number else []
             self._at_most(0.0, (kept, -1.0), *before, *((column, o.kept_bytes / _GIB) for column, o in own))
-            self._at_most(self._fixed - region.forward_work_bytes / _GIB, (kept, 1.0))
+            self._at_most(self._fixed - region.forward_work_bytes / _GIB, (kept, 1.0), *others)
             work = ((column, option.backward_work_bytes / _GIB) for column, option in own)
-            self._at_most(self._fixed - grads / _GIB, (kept, 1.0), *work)
+            self._at_most(self._fixed - grads / _GIB, (kept, 1.0), *others, *work)
             grads -= region.grad_bytes
-        last = [(self._kept + self._regions - 1, 1.0)] if self._regions else []
-        self._at_most(self._fixed - self._profile.around.peak_bytes / _GIB, *last, (self._tail, 1.0))
+        self._at_most(self._fixed - self._profile.around.peak_bytes / _GIB, *last, *others, (self._tail, 1.0))
 
     def _channels(self) -> None:
         """What is moved and is not in the tail leaves before forward ends, and comes back before backward does."""
@@ -98,4 +100,4 @@ class _Program:
         self._at_most(-backward_s, (self._backward, -1.0), (self._sent, beside * back_s), *again)
         self._at_most(-around.turn_s - around.end_s, (self._backward, -1.0), (self._sent, back_s))
         if self._profile.host_limit_bytes is not None:
-            self._at_most(self._profile.host_limit_bytes / _GIB, (self._sent, 1.0))
+            self._at_most(self._profile.host_limit_bytes / _GIB, (self._sent, float(self._profile.graphs)))

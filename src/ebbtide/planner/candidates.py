@@ -16,7 +16,7 @@ from ebbtide.planner.counts import Counted, Counts
 from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model, Unit
 from ebbtide.planner.options import Option
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.simulate import least_budget
+from ebbtide.planner.simulate import fixed_bytes, least_budget
 
 _BUDGETS = 128
 Choices = tuple[int, ...]
@@ -93,7 +93,7 @@ def _uniform(model: Model) -> Iterator[Choices]:
 
 
 def leanest(model: Model) -> Choices:
-    """What needs the smallest budget; exact if no region is visited twice.
+    """What needs the smallest budget; exact if no region is visited twice and no second graph is in flight.
 
     Where two options fit, the one that keeps less is never worse for the regions behind: so for a given budget one pass
     from the first region to the last decides whether it can be held, and the budget is found by halving.
@@ -112,7 +112,7 @@ def leanest(model: Model) -> Choices:
 
 def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
     profile = model.profile
-    room = budget_bytes - profile.base_bytes - profile.around.kept_bytes
+    room = budget_bytes - fixed_bytes(profile, 0)
     chosen: dict[int, int] = {}
     unit_of = {v: (number, place) for number, unit in enumerate(model.units) for place, v in enumerate(unit.visits)}
     grads = sum(region.grad_bytes for region in profile.regions)
@@ -123,14 +123,14 @@ def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
         fitting = [
             choice
             for choice in allowed
-            if unit.costs[choice][place].kept_bytes
+            if profile.graphs * unit.costs[choice][place].kept_bytes
             + max(region.forward_work_bytes, grads + unit.costs[choice][place].backward_work_bytes)
             <= room
         ]
         if not fitting:
             return None
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
-        room -= unit.costs[chosen[number]][place].kept_bytes
+        room -= profile.graphs * unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
     return _with_a_last_that_fits(model, [chosen[number] for number in range(len(model.units))], budget_bytes)
 

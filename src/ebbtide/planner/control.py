@@ -105,7 +105,6 @@ class Control:
         self._looks_again = looks_again
         self._times: StepWatch | None = None
         self._watch: StepWatch | None = None
-        self._unfinished = 0
         self._forwards = 0
         self._next_vote = _FIRST_VOTE
         self._tokens = 0
@@ -182,10 +181,9 @@ class Control:
                 return self._vote(engine)
         if self._watch is not None:
             if not self._watch.is_over:
-                return self._wait_for_backward()
+                return self._wait_for_backward(self._watch)
             if not self._watch.is_readable and self._agree is None and self.phase is Phase.DETAILS:
                 return None
-            self._unfinished = 0
             if self._agree is not None and self.phase is Phase.DETAILS:
                 return None  # until all vote
             if self._move_on(self._watch, engine):
@@ -216,12 +214,11 @@ class Control:
             self._watch = None
             self._could_not_read()
 
-    def _wait_for_backward(self) -> None:
-        """The graph that is watched has not run backward: accumulation, a pipeline, or it was dropped."""
-        self._unfinished += 1
-        if self._unfinished >= _FORWARDS_TO_WAIT:
+    def _wait_for_backward(self, watch: StepWatch) -> None:
+        """The graph that is watched has not run backward: several make one loss, a pipeline, or it was dropped."""
+        watch.forwards_beside += 1
+        if watch.forwards_beside >= _FORWARDS_TO_WAIT:
             self._watch = None
-            self._unfinished = 0
 
     def _move_on(self, watch: StepWatch, engine: Engine) -> bool:
         """To the next phase; true if there is a plan now."""
@@ -289,6 +286,8 @@ class Control:
             compiled=frozenset(self._handle.compiled()),
             time_scale=self._tokens / self._tokens_of_times if self._tokens_of_times > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
+            # A forward that was dropped between is none of them, and would hardly be seen in both steps.
+            graphs=1 + min(times.forwards_beside, details.forwards_beside),
         )
         profile = profile_of(times, details, self._names, about)
         if self._agree is None:

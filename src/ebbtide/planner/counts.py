@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ebbtide.planner.groups import Model, Unit
+from ebbtide.planner.simulate import fixed_bytes
 
 _GIB = 1024**3
 _MS = 1e3  # a second
@@ -57,7 +58,7 @@ class Counts:
         solver = cast(Any, optimize)
         matrix, low, high, cost, upper = self._program
         high = high.copy()
-        fixed = budget_bytes - self._profile.base_bytes - self._profile.around.kept_bytes
+        fixed = budget_bytes - fixed_bytes(self._profile, 0)
         high[len(self._rows) :] = [(fixed - beside) / _GIB for _, beside in self._memory]
         found = solver.milp(
             cost,
@@ -88,7 +89,7 @@ class Counts:
         for group, choices in zip(self._model.groups, self._allowed, strict=True):
             count = float(len(group.units))
             self._rows.append((dict.fromkeys(choices.values(), 1.0), count, count))
-        kept = self._sum(lambda unit, choice: unit.kept_bytes[choice] / _GIB)
+        kept = self._sum(lambda unit, choice: profile.graphs * unit.kept_bytes[choice] / _GIB)
         tail = self._column("tail")
         forward_s = around.after_s + sum(region.forward_s for region in profile.regions)
         backward_s = sum(region.backward_s for region in profile.regions)
@@ -99,7 +100,8 @@ class Counts:
         self._deepest_backward(kept)
         if profile.host_limit_bytes is not None:
             everything = self._sum(lambda unit, choice: unit.moved_bytes[choice] / _GIB)
-            self._rows.append(({**everything, tail: -1.0}, -float("inf"), profile.host_limit_bytes / _GIB))
+            most = profile.host_limit_bytes / profile.graphs / _GIB
+            self._rows.append(({**everything, tail: -1.0}, -float("inf"), most))
 
     def _channel(self, bytes_per_s: float, seconds: float, again: _Row, stall: str) -> None:
         """What is moved and is not the tail passes the link while compute runs or waits."""

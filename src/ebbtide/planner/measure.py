@@ -116,6 +116,8 @@ class StepWatch:
         """Saves outside of all regions after the last one."""
         self.again: list[VisitNotes] = []
         self.is_over = False
+        self.forwards_beside = 0
+        """That began before its backward was over. For whoever begins them to count."""
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again

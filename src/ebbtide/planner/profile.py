@@ -116,6 +116,7 @@ class Around:
         end_s: backward after that of the first region.
         kept_bytes: what is saved there and stays until backward, allocated before the first region begins.
         turns: places behind the last region, in order; the first is the end of its forward.
+        held_bytes: what is saved behind the last region and stays until backward.
     """
 
     before_s: float
@@ -124,6 +125,7 @@ class Around:
     end_s: float
     kept_bytes: int
     turns: tuple[Turn, ...]
+    held_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -168,6 +170,8 @@ class Profile:
         host_limit_bytes: most that the store takes; None if it has no limit.
         tokens: elements of the tensors passed to the model, by which a profile is scaled to another shape.
         device_bytes: memory that the device has in all; None if nobody asked it.
+        graphs: forwards whose backward is still to come, at the most, the one at hand counted: 1 in a plain loop, more
+            in a pipeline, or where several forwards make one loss.
     """
 
     made_for: Mapping[str, str]
@@ -179,6 +183,11 @@ class Profile:
     host_limit_bytes: int | None
     tokens: int
     device_bytes: int | None = None
+    graphs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.graphs < 1:
+            raise PlanError(f"graphs={self.graphs}: a backward is of one forward at least")
 
     @property
     def has_second_runs(self) -> bool:
@@ -274,6 +283,7 @@ def _from_dict(data: dict[str, Any]) -> Profile:
         host_limit_bytes=data["host_limit_bytes"],
         tokens=data["tokens"],
         device_bytes=data.get("device_bytes"),
+        graphs=data.get("graphs", 1),
     )
 
 

@@ -48,6 +48,7 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         host_limit_bytes=_least(p.host_limit_bytes for p in profiles),
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
+        graphs=max(p.graphs for p in profiles),
     )
 
 

@@ -18,6 +18,7 @@ class Surroundings(NamedTuple):
         grads: bytes of gradients by region that are allocated anew in each backward; "" for those outside.
         compiled: regions whose operators the compiler hides: none of them can be told to be held.
         device_bytes: memory of the device in all.
+        graphs: forwards that are under way at once.
         time_scale: by how much larger the batch of the detailed step was than that of the timed one.
     """
 
@@ -29,6 +30,7 @@ class Surroundings(NamedTuple):
     tokens: int
     compiled: Collection[str]
     device_bytes: int
+    graphs: int = 1
     time_scale: float = 1.0
 
 
@@ -57,6 +59,7 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
         host_limit_bytes=about.host_limit_bytes,
         tokens=about.tokens,
         device_bytes=about.device_bytes,
+        graphs=about.graphs,
     )
 
 
@@ -179,8 +182,10 @@ class _Curve:
         entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
         self.regions = [notes[k].region for k in entered]
         left = [k for k, note in enumerate(notes) if note.place is Place.LEFT]
-        self.kept_bytes = max(0, notes[entered[0]].memory.allocated_bytes - self.base_bytes) if entered else 0
+        self.kept_bytes = _more(notes[entered[0]], notes[0]) if entered else 0
         self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
+        forward_end = next(note for note in notes if note.place is Place.FORWARD)
+        self.held_bytes = _more(forward_end, notes[left[-1]]) if left else 0
         spans = list(_backward_spans(notes))
         first = notes.index(spans[0].begin) if spans else len(notes) - 1
         since = notes[left[-1]] if left else notes[0]
@@ -192,6 +197,11 @@ class _Curve:
     def _peak_of(span: _Span, notes: Sequence[Note]) -> int:
         begin, end = notes.index(span.begin), notes.index(span.end)
         return _peak(notes[begin + 1 : end + 1], span.begin)
+
+
+def _more(note: Note, since: Note) -> int:
+    """What is allocated at `note` and was not at `since`."""
+    return max(0, note.memory.allocated_bytes - since.memory.allocated_bytes)
 
 
 def _peak(notes: Sequence[Note], since: Note) -> int:
@@ -215,5 +225,6 @@ def _around(clock: _Clock, memory: _Curve) -> Around:
         turn_s=clock.turn_s,
         end_s=clock.end_s,
         kept_bytes=memory.kept_bytes,
+        held_bytes=memory.held_bytes,
         turns=tuple(memory.turns),
     )

@@ -7,7 +7,7 @@ from math import ceil
 from ebbtide._bytes import format_bytes
 from ebbtide.planner.options import Option, why
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.simulate import Outcome, least_budget
+from ebbtide.planner.simulate import Outcome, fixed_bytes, least_budget
 
 _FULL = 0.8  # of forward: the link has no room left that would be worth a plan of its own
 _GIB = 1024**3
@@ -53,6 +53,9 @@ def what_holds(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]
     if unnamed > 0:
         parts["other, from before the step"] = unnamed
     parts["saved outside of the regions"] = profile.around.kept_bytes
+    kept_bytes = sum(option.kept_bytes for option in options)
+    others = fixed_bytes(profile, kept_bytes) - profile.base_bytes - profile.around.kept_bytes
+    parts[f"kept by {profile.graphs - 1} other graphs in flight"] = others
     parts.update(_at_the_peak(profile, options))
     parts["not away yet when the last region ends"] = least_budget(profile, options) - sum(parts.values())
     return {name: nbytes for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes > 0}

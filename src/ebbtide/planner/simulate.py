@@ -12,6 +12,8 @@ Note [What is simulated]
 4. Memory is what was there before, what is kept, what waits to leave, what came back early, and the measured working
    memory of what runs.
 5. A second of copying costs compute `Link.interference` seconds: both use the same memory.
+6. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
+   waits on its way out is not more for them: the lane is one, and so is its window.
 """
 
 from collections.abc import Sequence
@@ -83,6 +85,14 @@ def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -
     return Pace(_same_by_name(profile, windows), tuple(room.at_saves), _same_by_name(profile, prefetch))
 
 
+def fixed_bytes(profile: Profile, kept_bytes: int) -> int:
+    """Allocated all through the step if the regions of a graph keep so much: what was there before it, what is saved
+    outside of the regions, and what other graphs in flight keep."""
+    around = profile.around
+    others = (profile.graphs - 1) * (around.kept_bytes + around.held_bytes + kept_bytes)
+    return profile.base_bytes + around.kept_bytes + others
+
+
 def least_budget(profile: Profile, choice: Sequence[Option]) -> int:
     """The least for which `pace_within` finds a pace."""
     return -_Room.within(profile, choice, 0).least  # all of it grows with the budget, byte for byte
@@ -109,7 +119,7 @@ class _Room:
 
     @classmethod
     def within(cls, profile: Profile, choice: Sequence[Option], budget_bytes: int) -> "_Room":
-        fixed = budget_bytes - profile.base_bytes - profile.around.kept_bytes
+        fixed = budget_bytes - fixed_bytes(profile, sum(option.kept_bytes for option in choice))
         kept = list(accumulate(option.kept_bytes for option in choice))
         behind = zip(kept, _grads_behind(profile), choice, strict=True)
         backward = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
@@ -180,7 +190,7 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
         stall_backward_s=backward.stalled_s,
         peak_bytes=max(moment.nbytes for moment in curve),
         moved_bytes=moved_bytes,
-        host_bytes=moved_bytes,
+        host_bytes=profile.graphs * moved_bytes,
         curve=curve,
     )
 
@@ -215,7 +225,7 @@ class _Forward:
 
     def run(self) -> None:
         around = self._profile.around
-        fixed = self._profile.base_bytes + around.kept_bytes
+        fixed = fixed_bytes(self._profile, sum(option.kept_bytes for option in self._choice))
         self._pass(around.before_s)
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
             fixed += option.kept_bytes
@@ -300,7 +310,8 @@ class _Backward:
     def run(self) -> None:
         around = self._profile.around
         self._pass(around.turn_s)
-        fixed = self._profile.base_bytes + around.kept_bytes + sum(option.kept_bytes for option in self._choice)
+        kept_bytes = sum(option.kept_bytes for option in self._choice)
+        fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
             fixed += region.grad_bytes

@@ -21,7 +21,7 @@ from ebbtide.planner.options import Option
 from ebbtide.planner.polish import Ladder
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import reasons_of, too_small, what_holds
-from ebbtide.planner.simulate import Outcome, Pace, pace_within, simulate
+from ebbtide.planner.simulate import Outcome, Pace, fixed_bytes, pace_within, simulate
 from ebbtide.plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
@@ -159,7 +159,7 @@ class _Space:
     def leanest(self) -> Candidate:
         """Of those that the host has room for, what needs the smallest budget."""
         limit = self._profile.host_limit_bytes
-        fitting = [c for c in self.candidates if limit is None or c.moved_bytes <= limit]
+        fitting = [c for c in self.candidates if limit is None or self._profile.graphs * c.moved_bytes <= limit]
         return min(fitting, key=lambda candidate: (candidate.least_bytes, candidate.again_s, candidate.moved_bytes))
 
     def fastest(self, budget_bytes: int) -> _Tried:
@@ -248,14 +248,16 @@ class _Space:
         link, around = self._profile.link, self._profile.around
         most_s = self._forward_s / (1 - link.interference) + (_NO_SLOWER - 1) * self._profile.plain_s
         tail_bytes = candidate.moved_bytes - int((most_s - around.before_s) * link.out)
-        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
-        return max(candidate.least_bytes, fixed + tail_bytes)
+        return max(candidate.least_bytes, self._fixed_bytes(candidate) + tail_bytes)
 
     def _sent(self, candidate: Candidate, budget_bytes: int) -> int:
         """Bytes that have to leave: what does not fit beside the peak behind the last region."""
-        around = self._profile.around
-        fixed = self._profile.base_bytes + around.kept_bytes + candidate.kept_bytes + around.peak_bytes
-        return max(0, candidate.moved_bytes - max(0, budget_bytes - fixed))
+        return max(0, candidate.moved_bytes - max(0, budget_bytes - self._fixed_bytes(candidate)))
+
+    def _fixed_bytes(self, candidate: Candidate) -> int:
+        """Most that is allocated behind the last region, without what is on its way."""
+        kept_bytes = candidate.kept_bytes
+        return fixed_bytes(self._profile, kept_bytes) + kept_bytes + self._profile.around.peak_bytes
 
     def bound_s(self, budget_bytes: int) -> float:
         """No plan of these is faster."""

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -266,3 +267,13 @@ def test_what_a_users_module_lacks_is_not_hidden(here):
     (here / "mine.py").write_text("import something_else_that_is_missing\n")
     with pytest.raises(ModuleNotFoundError, match="something_else"):
         run("--model", "mine:model", "--batch", "mine:example")
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "benchmarks/results/profiles").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_the_recorded_profiles_can_be_planned_from(path, capsys):
+    """The README has people try them."""
+    assert run(path, "--budget", "0.8") == 0
+    assert "plan within" in capsys.readouterr().out

@@ -32,13 +32,13 @@ class ScriptedDevice:
         return None
 
     def record(self, stream):
-        return "point"
+        return self.step_s  # of the step that begins or ends here
 
     def is_done(self, event):
         return not self.is_behind
 
     def seconds_between(self, start, end):
-        return self.step_s
+        return start
 
     def memory(self):
         return Memory(0, self.peak_bytes)
@@ -351,8 +351,9 @@ def test_what_one_size_is_beyond_its_prediction_all_sizes_are_planned_for():
 def test_peaks_of_sizes_that_take_turns_are_looked_at():
     control, handle = control_of(budget_bytes=int(2.5 * GIB))
     for k in range(16):
-        handle.device.step_s = handle.plan.predicted.step_s
-        step(control, tokens=(1000, 500)[k % 2])
+        tokens = (1000, 500)[k % 2]
+        handle.device.step_s = control.upkeep.plans.get(tokens, handle.plan).predicted.step_s
+        step(control, tokens)
     assert handle.device.peaks_forgotten == 2
 
 
@@ -362,3 +363,24 @@ def test_a_plan_that_gave_way_while_another_size_was_at_hand_is_planned_anew():
         handle.device.step_s = handle.plan.predicted.step_s * (1.5 if k < 12 else 1.0)
         step(control, tokens=(1000, 500)[k % 2])
     assert control.upkeep.plans[control.upkeep.tokens] is handle.plan
+
+
+def test_a_batch_too_large_for_the_budget_goes_by_what_needs_the_least_and_a_warning():
+    control, handle = control_of(budget_bytes=int(2.0 * GIB))
+    with pytest.warns(EbbtideWarning, match="does not fit the budget of 2.00 GiB.*a peak of"):
+        step(control, tokens=8000)
+    assert handle.plan.predicted.peak_bytes > 2.0 * GIB
+    step(control, tokens=1000)
+    assert handle.plan.predicted.peak_bytes <= 2.0 * GIB
+
+
+def test_a_trial_of_one_size_leaves_the_plan_of_another_alone():
+    control, handle = control_of()
+    plain_s = control.profile.plain_s
+    for k in range(45):
+        tokens = (1000, 500, 500)[k % 3]
+        handle.device.step_s = plain_s * (1.1 if tokens == 1000 else 0.5)
+        handle.device.is_behind = k % 3 == 1  # the step of the large batch is read when the second small one begins
+        step(control, tokens)
+        assert handle.plan == control.upkeep.plans[tokens]
+    assert any(plan.predicted.moved_bytes == 0 for plan in handle.plans)  # it was tried

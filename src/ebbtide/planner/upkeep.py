@@ -135,7 +135,7 @@ class Upkeep:
             self._look_for_failure(engine)
         self._read()
         bucket = self._bucket(tokens)
-        size = self._sizes.get(bucket) or self._make_size(bucket)
+        size = self._sizes.get(bucket) or self._make_size(bucket, self._leanest)
         if size is not self._size:
             self._size = size
             self._go_by(size)
@@ -202,7 +202,7 @@ class Upkeep:
             self._change_to(size, _as_measured(kept))
         elif _moves(follow.plan) and size.tokens <= self._measured_tokens:  # where it was seen to have room
             follow.goes_by(size.solver.keeping_all(), is_trial=True)
-            self._handle.go_by(follow.plan)
+            self._go_by(size)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
             self._refit(follow)
@@ -252,14 +252,31 @@ class Upkeep:
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
-    def _make_size(self, tokens: int) -> _Size:
-        """Raises PlanError if nothing fits the budget."""
+    def _make_size(self, tokens: int, instead: Callable[[int, Solver], Plan] | None = None) -> _Size:
+        """Raises PlanError if nothing fits the budget and there is nothing to do `instead`."""
         solver = Solver(self.profile.scaled(tokens))
-        size = _Size(tokens, solver, Follower(solver.solve(self._budget_for(tokens))))
+        try:
+            plan = solver.solve(self._budget_for(tokens))
+        except PlanError:
+            if instead is None:
+                raise
+            plan = instead(tokens, solver)
+        size = _Size(tokens, solver, Follower(plan))
         if self._budget() is None:
             size.follow.most_s = solver.profile.plain_s * _LOOKS_SLOW
         self._sizes[tokens] = size
         return size
+
+    def _leanest(self, tokens: int, solver: Solver) -> Plan:
+        """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
+        least_bytes, asked_bytes = solver.smallest_budget(), self._budget()
+        warnings.warn(
+            f"a batch with {tokens} tokens does not fit the budget of {format_bytes(asked_bytes or 0)}: it goes by the "
+            f"plan that needs the least, with a peak of {format_bytes(least_bytes)}",
+            EbbtideWarning,
+            stacklevel=2,
+        )
+        return solver.solve(least_bytes)
 
     def _solver_of(self, size: _Size) -> Solver:
         """After a refit: of the other sizes nothing is known any more."""

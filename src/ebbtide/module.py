@@ -16,7 +16,7 @@ from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
-from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions, refuse_nested
+from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, refuse_nested
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
@@ -61,12 +61,13 @@ class OffloadHandle:
         self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
+        self._norm = find_norm(module, self._blocks)
         self._home = Home(module)
         self._control: Control | None = None
         self._plan_with_others: Callable[[], None] | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
-        """Module of each region, by name: the repeated blocks, and what recipes have made one."""
+        """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
 
     def stats(self) -> Stats:
         """Totals since `offload`."""
@@ -242,7 +243,8 @@ class OffloadHandle:
         Raises ConfigError, PlanError, ModuleError.
         """
         names = regions if isinstance(regions, list | tuple) else (regions,)
-        found = names_of(self._module, find_named(self._module, names, "regions")) if names else self._blocks
+        named = names_of(self._module, find_named(self._module, names, "regions"))
+        found = named or {**self._blocks, **self._norm}
         if not found:
             raise PlanError(
                 f"{type(self._module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
@@ -265,6 +267,7 @@ class OffloadHandle:
             agree=agree,
             keep=profiles.keep,
             looks_again=looks_again,
+            guessed=() if named else tuple(self._norm),
         )
         control.start()
         self._control = control
@@ -359,13 +362,17 @@ class OffloadHandle:
                     "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
                     "(block.compile()): inside a single graph nothing can leave before forward ends"
                 )
-        elif module in self.regions.values() and not self._marks[module].is_compiled and not self._told:
+        elif self._is_asked_for(module) and not self._marks[module].is_compiled and not self._told:
             self._warn(
                 f"{type(self._module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
                 "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
                 "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
                 "(block.compile())"
             )
+
+    def _is_asked_for(self, module: torch.nn.Module) -> bool:
+        """A region, and not only because a norm is one where it can be: in a graph of more it goes unplanned."""
+        return module in self.regions.values() and module not in self._norm.values()
 
     def _warn(self, text: str) -> None:
         self._told = True
@@ -445,7 +452,7 @@ def offload(
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
         regions: names, patterns or classes of the modules that are planned one by one, where there is a planner.
-            Default: the repeated blocks.
+            Default: the repeated blocks, and the norm behind them.
         recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the

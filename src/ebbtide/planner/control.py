@@ -79,6 +79,8 @@ class Control:
         agree: gives the answers of all ranks for this rank's one; None where there is only one.
         keep: is given the profile as soon as it is measured.
         looks_again: run every region again in the first steps also without a budget, for a profile that serves any.
+        guessed: those of `names` that nobody knows to be entered on their own, and that are let go if no profile is
+            made: some module may call itself what should come behind it.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Control:
         agree: Agree | None = None,
         keep: Callable[[Profile], None] | None = None,
         looks_again: bool = False,
+        guessed: Collection[str] = (),
     ) -> None:
         self._handle = handle
         self._names = names
@@ -103,6 +106,7 @@ class Control:
         self._agree = agree
         self._keep = keep
         self._looks_again = looks_again
+        self._guessed = guessed
         self._times: StepWatch | None = None
         self._watch: StepWatch | None = None
         self._unfinished = 0
@@ -258,6 +262,7 @@ class Control:
     def _could_not_read(self) -> None:
         """The watched steps came by other regions, or by none: they are watched again, a few times."""
         self._failures += 1
+        self._names = tuple(name for name in self._names if name not in self._guessed)
         self.phase = Phase.TIMES
         if self._failures == _MOST_FAILURES:
             self.phase = Phase.GAVE_UP

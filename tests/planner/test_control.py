@@ -144,6 +144,18 @@ def test_every_gradient_is_counted_once():
     assert found == [0, block, block, others - 2 * block]  # of the head, and of what is not entered, before the last
 
 
+def test_gradients_are_there_before_a_step_or_made_in_it():
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    for k in range(4):
+        if k % 2 == 0:
+            model.zero_grad()  # the third step is watched for details, and what is said of it asked in the fourth
+        model(batch(k)).backward()
+    nbytes = 4 * sum(p.numel() for p in model.parameters())
+    assert handle.profile.base["gradients"] == 0
+    assert sum(region.grad_bytes for region in handle.profile.regions) == nbytes
+
+
 class Twice(nn.Module):
     """Saves one tensor twice, and another one."""
 

@@ -52,7 +52,8 @@ class Planned(GoesBy, Protocol):
         ...
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes by kind (parameters, gradients), and those of gradients that backward will allocate, by region."""
+        """Bytes by kind (parameters, gradients, the state of optimizers) as they are now, and of the gradients that a
+        backward would allocate, by region."""
         ...
 
 
@@ -117,6 +118,7 @@ class Control:
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
         self._measured = profile
+        self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
         self.upkeep: Upkeep | None = None
         """Of the plans, once there is a profile."""
         self.phase = Phase.WARM
@@ -130,6 +132,11 @@ class Control:
     def runs_again(self) -> bool:
         """Whether the first steps run every region again."""
         return self._budget_of is not None or self._looks_again
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether steps are still to be watched."""
+        return self.phase in (Phase.WARM, Phase.TIMES, Phase.DETAILS)
 
     def start(self) -> None:
         """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
@@ -198,6 +205,8 @@ class Control:
         self._tokens = tokens
         if self.phase is Phase.TIMES:
             self._tokens_of_times = tokens
+        if is_detailed:
+            self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         self._watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
@@ -275,7 +284,7 @@ class Control:
             )
 
     def _profile(self, times: StepWatch, details: StepWatch, engine: Engine) -> Profile | None:
-        base, grads = self._handle.memory_before()
+        base, grads = self._memory_before
         rates = link_rates(engine)
         if rates is None:
             self.phase = Phase.GAVE_UP

@@ -7,11 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import make
+from planner.test_norm import tight
 from support import Rig, assert_equal
 from torch import nn
 from torch.nn import functional
 
 import ebbtide
+from ebbtide._regions import find_norm, find_regions
+from ebbtide.planner.control import Phase
+from ebbtide.rehearsal import measure
 
 CPU = torch.device("cpu")
 
@@ -29,6 +33,7 @@ class Workload(NamedTuple):
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, torch.Generator], torch.Tensor]
     regions: int
+    norm: str | None
 
 
 # -- language models ---------------------------------------------------------------------------------------------------
@@ -140,13 +145,13 @@ def _lstm_loss(model, generator):
 
 
 WORKLOADS = {
-    "Llama": Workload(_llama, _language_loss, 3),
-    "GPT-2": Workload(_gpt2, _language_loss, 3),
-    "Mixtral": Workload(_mixtral, _language_loss, 2),
-    "T5": Workload(_t5, _language_loss, 4),
-    "ViT": Workload(_vit, _vit_loss, 3),
-    "ResNet in channels_last": Workload(_resnet, _resnet_loss, 3),
-    "LSTM": Workload(_lstm, _lstm_loss, 0),
+    "Llama": Workload(_llama, _language_loss, 3, "model.norm"),
+    "GPT-2": Workload(_gpt2, _language_loss, 3, "transformer.ln_f"),
+    "Mixtral": Workload(_mixtral, _language_loss, 2, "model.norm"),
+    "T5": Workload(_t5, _language_loss, 4, "decoder.final_layer_norm"),
+    "ViT": Workload(_vit, _vit_loss, 3, "vit.layernorm"),
+    "ResNet in channels_last": Workload(_resnet, _resnet_loss, 3, None),
+    "LSTM": Workload(_lstm, _lstm_loss, 0, None),
 }
 
 
@@ -213,3 +218,37 @@ def test_module_with_gradient_checkpointing(name, plain):
     assert_equal(three_steps(work, model), three_steps(work, twin))
     assert handle.stats().inbound.count > 0
     assert handle.stats().host_bytes == 0
+
+
+# -- planned -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_norm_behind_the_blocks(name):
+    model = make(WORKLOADS[name].make, CPU)
+    norm = WORKLOADS[name].norm
+    assert list(find_norm(model, find_regions(model))) == ([] if norm is None else [norm])
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
+@pytest.mark.parametrize("name", [name for name, work in WORKLOADS.items() if work.norm])
+def test_planned_with_the_norm_behind_the_blocks(name, settings):
+    work = WORKLOADS[name]
+    model, twin = make(work.make, CPU), make(work.make, CPU)
+    handle = ebbtide.offload(model, store="disk", min_bytes=256, **settings)
+    for _ in range(2):
+        assert_equal(three_steps(work, model), three_steps(work, twin))
+    assert handle._control.phase is Phase.PLANNED
+    assert work.norm in handle.plan.regions
+    assert len(handle.plan.regions) == work.regions + 1
+
+
+def test_llama_with_its_last_norm_run_again(plain):
+    work = WORKLOADS["Llama"]
+    model = make(work.make, CPU)
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(2))
+    profile = measure(model, {"input_ids": ids, "labels": ids}, store="disk", min_bytes=256)
+    handle = ebbtide.offload(model, plan=tight(profile), store="disk", min_bytes=256)
+    assert str(handle.recipes["model.norm"]) == "recompute, inputs kept"
+    assert_equal(three_steps(work, model), plain("Llama"))
+    assert handle.stats().recomputed.count > 0

@@ -8,7 +8,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide import PlanError
-from ebbtide._regions import find_regions, refuse_nested
+from ebbtide._regions import find_norm, find_regions, refuse_nested
 from ebbtide.planner.control import Phase
 from ebbtide.rehearsal import measure
 
@@ -125,6 +125,59 @@ def test_lists_of_small_layers_are_no_regions():
     model.inner = listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8)))
     with pytest.raises(PlanError, match="regions="):
         ebbtide.offload(model, **SETTINGS)
+
+
+# -- the norm behind the blocks ----------------------------------------------------------------------------------------
+
+
+class Rms(nn.Module):
+    """No class of torch's."""
+
+
+class OwnRmsNorm(Rms):
+    pass
+
+
+def holding(**modules):
+    held = nn.Module()
+    for name, module in modules.items():
+        held.add_module(name, module)
+    return held
+
+
+def blocks():
+    return listed(Block(), Block())
+
+
+SHARED = Block()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: holding(layers=blocks(), norm=Norm()), "norm"),
+        (lambda: holding(layers=blocks(), norm=nn.RMSNorm(8)), "norm"),
+        (lambda: holding(layers=blocks(), norm=nn.GroupNorm(1, 8)), "norm"),
+        (lambda: holding(layers=blocks(), drop=nn.Dropout(), last=OwnRmsNorm(), head=nn.Linear(8, 8)), "last"),
+        (lambda: nn.ModuleDict({"embed": nn.Linear(8, 8), "layers": blocks(), "norm": Norm()}), "norm"),
+        (lambda: holding(encoder=holding(layers=blocks()), norm=Norm()), "norm"),
+        (lambda: holding(model=holding(layers=blocks(), norm=Norm()), norm=Norm()), "model.norm"),
+        (lambda: holding(module=holding(layers=blocks(), norm=Norm())), "norm"),
+        (lambda: holding(a=holding(layers=blocks(), norm=Norm()), b=holding(layers=blocks(), norm=Norm())), "b.norm"),
+        (lambda: holding(a=holding(layers=blocks(), norm=Norm()), b=holding(layers=blocks())), None),
+        (lambda: holding(layers=blocks(), norm=holding(inner=Norm())), None),
+        (lambda: holding(norm=Norm(), layers=blocks()), None),
+        (lambda: holding(layers=blocks(), last=Rms()), None),
+        (lambda: holding(layers=blocks(), norm=Norm(), other_norm=Norm()), None),
+        (lambda: holding(layers=listed(SHARED, Block()), norm=SHARED.norm), None),
+        (lambda: nn.Sequential(Block(), Block(), Norm()), None),
+        (lambda: holding(norm=Norm()), None),
+    ],
+)
+def test_the_norm_that_is_behind_the_last_blocks(model, name):
+    made = model()
+    expected = [] if name is None else [name]
+    assert list(find_norm(made, find_regions(made))) == expected
 
 
 # -- regions inside of regions -----------------------------------------------------------------------------------------

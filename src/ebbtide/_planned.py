@@ -13,7 +13,7 @@ import torch
 from ebbtide._bytes import GIB, MIB, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide._regions import clean_name
-from ebbtide._torch import named_modules
+from ebbtide._torch import named_modules, plain_tensors
 from ebbtide.devices import name_of
 from ebbtide.planner.ranks import Agree
 from ebbtide.plans import OP_CLASSES
@@ -86,10 +86,11 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     Asked before every forward, so it looks at no more than MOST_VALUES values, the outermost first, and at the first
     MOST_IN_ONE of each list, tuple, mapping (ModelOutput and BatchEncoding are some) and dataclass.
     """
-    return max((t.numel() for t in _first_tensors((*args, *kwargs.values()))), default=0)
+    return max((t.numel() for t in first_tensors((*args, *kwargs.values()))), default=0)
 
 
-def _first_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def first_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in `values` and in what is in it, the outermost first; of a large or endless structure not all."""
     containers = deque([values])
     left = MOST_VALUES
     while containers and left > 0:
@@ -188,21 +189,28 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
 def memory_of(
     module: torch.nn.Module, regions: Mapping[str, torch.nn.Module], device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of parameters and gradients on `device`, and of the gradients to come, by region, "" for others."""
+    """Bytes of parameters and gradients on `device`, and of the gradients to come, by region, "" for others.
+
+    Of what is sharded, this rank's part.
+    """
     owner = {id(p): name for name, region in regions.items() for p in region.parameters()}
     base = {"parameters": 0, "gradients": 0}
     coming: dict[str, int] = {}
     for p in module.parameters():
         if p.device != device:
             continue
-        nbytes = p.numel() * p.element_size()
+        nbytes = _nbytes(p)
         base["parameters"] += nbytes
         if p.grad is not None:
-            base["gradients"] += p.grad.numel() * p.grad.element_size()
+            base["gradients"] += _nbytes(p.grad)
         elif p.requires_grad:
             name = owner.get(id(p), "")
             coming[name] = coming.get(name, 0) + nbytes
     return base, coming
+
+
+def _nbytes(t: torch.Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in plain_tensors(t))
 
 
 class AnyDear:

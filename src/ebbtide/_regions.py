@@ -63,6 +63,39 @@ def _called_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torc
         yield from _called(child, f"{prefix}{name}")
 
 
+def find_norm(root: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """The norm that forward most likely enters behind the last of `blocks`, by name; empty if there is no such one.
+
+    Models register modules in about the order in which they call them: what is meant is the only norm behind the last
+    repeated list ("layers", then "norm") or, if there is none, behind what holds that list ("encoder", then "norm").
+    """
+    norms = _norms_behind(root, "") or []
+    inside = {module for block in blocks.values() for module in block.modules()}
+    if len(norms) != 1 or not inside.isdisjoint(norms[0][1].modules()):
+        return {}
+    return {clean_name(fqn): norm for fqn, norm in norms}
+
+
+def _norms_behind(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module]] | None:
+    """Those nearest behind the last repeated list in `module`; None if there is no such list in it."""
+    if _is_repeated(module):
+        return []
+    behind: list[tuple[str, torch.nn.Module]] = []
+    for name, child in reversed(list(module.named_children())):
+        norms = _norms_behind(child, f"{prefix}{name}.")
+        if norms is not None:
+            return norms or behind
+        if _is_norm(child):
+            behind.append((f"{prefix}{name}", child))
+    return None
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    """By its class or, as most models bring norms of their own, by the name of that."""
+    is_known = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm)
+    return is_known or "Norm" in type(module).__name__
+
+
 def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
     """Raises PlanError if one of `regions` is inside of another: each would be measured with what is the other's."""
     names = {module: name for name, module in regions.items()}

@@ -12,7 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Hook = TypeVar("Hook", bound=Callable[[Any], Any])
@@ -123,6 +127,17 @@ class OperatorMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`t` itself or, of a wrapper subclass, those in it: of a DTensor what this rank has of it."""
+    if not is_traceable_wrapper_subclass(t):
+        yield t
+        return
+    for name in t.__tensor_flatten__()[0]:
+        part: object = getattr(t, name)
+        if isinstance(part, torch.Tensor):
+            yield from plain_tensors(part)
 
 
 def storage_offset(t: torch.Tensor) -> int:

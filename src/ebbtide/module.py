@@ -14,9 +14,10 @@ from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
+from ebbtide._optimizers import Optimizers
 from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
-from ebbtide._regions import choose_recipes, find_named, find_planned, find_regions, refuse_nested
+from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, refuse_nested
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
@@ -61,12 +62,14 @@ class OffloadHandle:
         self._plan = Plan({})
         self._dear: dict[tuple[object, ...], DearOps] = {}
         self._blocks = find_regions(module)
+        self._norm = find_norm(module, self._blocks)
         self._home = Home(module)
+        self._optimizers = Optimizers()
         self._control: Control | None = None
         self._plan_with_others: Callable[[], None] | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
-        """Module of each region, by name: the repeated blocks, and what recipes have made one."""
+        """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
 
     def stats(self) -> Stats:
         """Totals since `offload`."""
@@ -82,6 +85,7 @@ class OffloadHandle:
 
     def remove(self) -> None:
         """Undo `offload`. Graphs under way still run backward."""
+        self._optimizers.end()
         for mark in self._all_marks():
             mark.remove()
         self._root_mark = None
@@ -114,7 +118,7 @@ class OffloadHandle:
             _check_none_kept("recipe", self._config.keep_last)
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
-        self._control = None  # whoever says what is done takes it from the planner
+        self._take_from_planner()
 
     @property
     def plan(self) -> Plan:
@@ -132,7 +136,12 @@ class OffloadHandle:
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self.go_by(plan)
-        self._control = None  # whoever says what is done takes it from the planner
+        self._take_from_planner()
+
+    def _take_from_planner(self) -> None:
+        """Somebody else says what is done."""
+        self._control = None
+        self._optimizers.end()
 
     def go_by(self, plan: Plan) -> None:
         """What its planner says: as `set_plan`, unchecked, and the planner goes on planning."""
@@ -227,8 +236,12 @@ class OffloadHandle:
         return {name for name, module in self.regions.items() if module in marks and marks[module].is_compiled}
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of parameters and gradients, and of the gradients that backward will allocate, by region."""
-        return memory_of(self._module, self.regions, self._home.device())
+        """Bytes of parameters, gradients and the state of optimizers, and of the gradients that backward will allocate,
+        by region."""
+        device = self._home.device()
+        base, coming = memory_of(self._module, self.regions, device)
+        state_bytes = self._optimizers.state_bytes(list(self._module.parameters()), device)
+        return (base | {"optimizer": state_bytes} if state_bytes > 0 else base), coming
 
     def plan_within(
         self,
@@ -242,7 +255,8 @@ class OffloadHandle:
         Raises ConfigError, PlanError, ModuleError.
         """
         names = regions if isinstance(regions, list | tuple) else (regions,)
-        found = names_of(self._module, find_named(self._module, names, "regions")) if names else self._blocks
+        named = names_of(self._module, find_named(self._module, names, "regions"))
+        found = named or {**self._blocks, **self._norm}
         if not found:
             raise PlanError(
                 f"{type(self._module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
@@ -265,6 +279,7 @@ class OffloadHandle:
             agree=agree,
             keep=profiles.keep,
             looks_again=looks_again,
+            guessed=() if named else tuple(self._norm),
         )
         control.start()
         self._control = control
@@ -272,6 +287,8 @@ class OffloadHandle:
         self._plan_with_others = again if budget is not None and agree is None else None
         if known is not None:
             profiles.keep(known)
+        else:
+            self._optimizers.watch()
 
     def _profile_settings(self) -> dict[str, str]:
         """What a profile depends on besides model and device, as it is now."""
@@ -284,7 +301,19 @@ class OffloadHandle:
 
     def conclude(self) -> Profile | None:
         """The profile, if the steps so far make one; nobody has to begin another step for it."""
-        return None if self._control is None else self._control.conclude()
+        with self._while_measuring():
+            return None if self._control is None else self._control.conclude()
+
+    @contextlib.contextmanager
+    def _while_measuring(self) -> Generator[None, None, None]:
+        """Optimizers are of interest until there is a profile, or an error instead of one."""
+        is_measuring = False
+        try:
+            yield
+            is_measuring = self._control is not None and self._control.is_measuring
+        finally:
+            if not is_measuring:
+                self._optimizers.end()
 
     # -- what its marks ask ----------------------------------------------------------------------------------------
 
@@ -306,9 +335,10 @@ class OffloadHandle:
             mark.stand_outside()  # a block may have been compiled after `offload`
         follows = None
         if self._control is not None and torch.is_grad_enabled():
-            if self._plan_with_others is not None and agreement() is not None:
-                self._plan_with_others()  # the process group was made after `offload`: in the same forward on all ranks
-            follows = self._control.step_begins(self._tokens)
+            with self._while_measuring():
+                if self._plan_with_others is not None and agreement() is not None:
+                    self._plan_with_others()  # the process group was made after `offload`: in one forward on all ranks
+                follows = self._control.step_begins(self._tokens)
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
@@ -359,13 +389,17 @@ class OffloadHandle:
                     "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
                     "(block.compile()): inside a single graph nothing can leave before forward ends"
                 )
-        elif module in self.regions.values() and not self._marks[module].is_compiled and not self._told:
+        elif self._is_asked_for(module) and not self._marks[module].is_compiled and not self._told:
             self._warn(
                 f"{type(self._module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
                 "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
                 "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
                 "(block.compile())"
             )
+
+    def _is_asked_for(self, module: torch.nn.Module) -> bool:
+        """A region, and not only because a norm is one where it can be: in a graph of more it goes unplanned."""
+        return module in self.regions.values() and module not in self._norm.values()
 
     def _warn(self, text: str) -> None:
         self._told = True
@@ -445,7 +479,7 @@ def offload(
             the innermost decides.
         keep_last: what the last so many blocks save stays: backward needs it at once.
         regions: names, patterns or classes of the modules that are planned one by one, where there is a planner.
-            Default: the repeated blocks.
+            Default: the repeated blocks, and the norm behind them.
         recipe: what is done with each region, instead of moving all it saves: "keep", "offload", "recompute",
             "selective" or a `Recipe`, for all repeated blocks or by name or pattern ({"layers.*": "recompute",
             "layers.0": "keep"}, later ones override earlier ones). A pattern that means no block makes regions of the

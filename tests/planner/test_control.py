@@ -123,6 +123,39 @@ def test_what_a_profile_says_of_kept_regions_is_what_it_says_of_regions_that_run
     assert saves[0][1:] == saves[1][1:]  # what the first region is given, its caller holds
 
 
+class Again(Stack):
+    """Comes by one region twice, and by another one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.layers[0](x))
+
+
+def test_every_gradient_is_counted_once():
+    model = Again()
+    handle = ebbtide.offload(model, regions=["layers.*", "unused"], **SETTINGS)
+    for k in range(5):
+        step(model, k)
+    block, others = (4 * sum(p.numel() for p in m.parameters()) for m in (model.layers[0], model))
+    found = [region.grad_bytes for region in handle.profile.regions]
+    assert found == [0, block, block, others - 2 * block]  # of the head, and of what is not entered, before the last
+
+
+def test_gradients_are_there_before_a_step_or_made_in_it():
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    for k in range(4):
+        if k % 2 == 0:
+            model.zero_grad()  # the third step is watched for details, and what is said of it asked in the fourth
+        model(batch(k)).backward()
+    nbytes = 4 * sum(p.numel() for p in model.parameters())
+    assert handle.profile.base["gradients"] == 0
+    assert sum(region.grad_bytes for region in handle.profile.regions) == nbytes
+
+
 class Twice(nn.Module):
     """Saves one tensor twice, and another one."""
 

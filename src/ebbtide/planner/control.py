@@ -52,7 +52,8 @@ class Planned(GoesBy, Protocol):
         ...
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes by kind (parameters, gradients), and those of gradients that backward will allocate, by region."""
+        """Bytes by kind (parameters, gradients, the state of optimizers) as they are now, and of the gradients that a
+        backward would allocate, by region."""
         ...
 
 
@@ -79,6 +80,8 @@ class Control:
         agree: gives the answers of all ranks for this rank's one; None where there is only one.
         keep: is given the profile as soon as it is measured.
         looks_again: run every region again in the first steps also without a budget, for a profile that serves any.
+        guessed: those of `names` that nobody knows to be entered on their own, and that are let go if no profile is
+            made: some module may call itself what should come behind it.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Control:
         agree: Agree | None = None,
         keep: Callable[[Profile], None] | None = None,
         looks_again: bool = False,
+        guessed: Collection[str] = (),
     ) -> None:
         self._handle = handle
         self._names = names
@@ -103,6 +107,7 @@ class Control:
         self._agree = agree
         self._keep = keep
         self._looks_again = looks_again
+        self._guessed = guessed
         self._times: StepWatch | None = None
         self._watch: StepWatch | None = None
         self._forwards = 0
@@ -112,6 +117,7 @@ class Control:
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
         self._measured = profile
+        self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
         self.upkeep: Upkeep | None = None
         """Of the plans, once there is a profile."""
         self.phase = Phase.WARM
@@ -125,6 +131,11 @@ class Control:
     def runs_again(self) -> bool:
         """Whether the first steps run every region again."""
         return self._budget_of is not None or self._looks_again
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether steps are still to be watched."""
+        return self.phase in (Phase.WARM, Phase.TIMES, Phase.DETAILS)
 
     def start(self) -> None:
         """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
@@ -192,6 +203,8 @@ class Control:
         self._tokens = tokens
         if self.phase is Phase.TIMES:
             self._tokens_of_times = tokens
+        if is_detailed:
+            self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         self._watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
@@ -255,6 +268,7 @@ class Control:
     def _could_not_read(self) -> None:
         """The watched steps came by other regions, or by none: they are watched again, a few times."""
         self._failures += 1
+        self._names = tuple(name for name in self._names if name not in self._guessed)
         self.phase = Phase.TIMES
         if self._failures == _MOST_FAILURES:
             self.phase = Phase.GAVE_UP
@@ -267,7 +281,7 @@ class Control:
             )
 
     def _profile(self, times: StepWatch, details: StepWatch, engine: Engine) -> Profile | None:
-        base, grads = self._handle.memory_before()
+        base, grads = self._memory_before
         rates = link_rates(engine)
         if rates is None:
             self.phase = Phase.GAVE_UP

@@ -166,7 +166,7 @@ class Profile:
         around: the rest.
         link: the lanes.
         base_bytes: allocated when the step began.
-        base: what `base_bytes` is made of, by name: parameters, gradients, other.
+        base: what `base_bytes` is made of, by name: parameters, gradients, optimizer, other.
         host_limit_bytes: most that the store takes; None if it has no limit.
         tokens: elements of the tensors passed to the model, by which a profile is scaled to another shape.
         device_bytes: memory that the device has in all; None if nobody asked it.

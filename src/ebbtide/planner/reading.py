@@ -1,7 +1,6 @@
 """From the notes of two steps to a profile. Reads events that have passed, and changes nothing."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ebbtide.planner.measure import Note, Place, Seen, StepWatch, VisitNotes
@@ -46,12 +45,12 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
     if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
         return None
     again = _by_forward(((visit.region, visit) for visit in details.again), clock.regions)
-    step = _Step(clock, memory, details.device, about)
+    step = _Step(clock, memory, details.device, about, _grad_bytes(clock.regions, about.grads))
     passes = zip(visits, again, strict=True)
     regions = tuple(step.region(k, visit, second) for k, (visit, second) in enumerate(passes))
     return Profile(
         made_for=dict(about.made_for),
-        regions=_with_grads_outside(regions, about.grads.get("", 0)),
+        regions=regions,
         around=_around(clock, memory),
         link=about.link,
         base_bytes=memory.base_bytes,
@@ -76,6 +75,7 @@ class _Step(NamedTuple):
     memory: "_Curve"
     device: Device
     about: Surroundings
+    grad_bytes: Sequence[int]
 
     def region(self, k: int, visit: VisitNotes, second: VisitNotes | None) -> RegionProfile:
         """The `k`-th pass. Its saves are seen in its `second` run, or without one in forward, where they stay."""
@@ -94,7 +94,7 @@ class _Step(NamedTuple):
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in looked_at.dear),
             forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + kept_bytes,
-            grad_bytes=self.about.grads.get(visit.region, 0),
+            grad_bytes=self.grad_bytes[k],
         )
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
@@ -108,10 +108,12 @@ class _Step(NamedTuple):
         return max(0.0, self.device.seconds_between(start, end))
 
 
-def _with_grads_outside(regions: tuple[RegionProfile, ...], nbytes: int) -> tuple[RegionProfile, ...]:
-    """The gradients of the head are there before the last region's backward begins."""
-    last = regions[-1]
-    return (*regions[:-1], replace(last, grad_bytes=last.grad_bytes + nbytes))
+def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:
+    """Per pass. A region's last pass has its gradient, for its backward is the first that makes it; those of the head,
+    and of regions that the step did not come by, are there before the last region's backward begins."""
+    left = dict(grads)
+    found = [left.pop(region, 0) for region in reversed(regions)][::-1]
+    return [*found[:-1], found[-1] + sum(left.values())]
 
 
 def _by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:

@@ -149,12 +149,24 @@ class Engine:
         if span.is_bits:
             stats.packed.add(span.nbytes)
         if not span.is_gathered:
-            self._by_storage.setdefault(parcel.storage_key, []).append(ref)
+            self._index(ref, parcel.storage_key, storage)
         site.live = ref
         site.comes_together = visit.runs_again
         self._outbound.join(parcel)
         self._make_room(visit.limits.window_bytes, spared=1)
         return claim
+
+    def _index(self, ref: ClaimRef, key: int, storage: torch.UntypedStorage) -> None:
+        """Let the parcel of `ref` be found by its storage; those of a storage that had the same key and died, no more.
+
+        A released storage is gone long before its parcel, and its key is soon another one's.
+        """
+        refs = self._by_storage.get(key)
+        if refs is None:
+            self._by_storage[key] = [ref]
+        else:
+            refs[:] = [known for known in refs if _is_of(known(), storage)]
+            refs.append(ref)
 
     def release_down_to(self, window_bytes: int) -> None:
         """At a release point of a plan: the oldest leave until `window_bytes` hold the rest."""
@@ -422,6 +434,10 @@ def _ended(ref: "weakref.ref[Claim]") -> None:
     parcel, ref.parcel = ref.parcel, None
     if parcel is not None and not sys.is_finalizing():
         parcel.engine.bury(parcel)
+
+
+def _is_of(claim: Claim | None, storage: torch.UntypedStorage) -> bool:
+    return claim is not None and claim.parcel.source_ref() is storage
 
 
 def _tell(what: What, parcel: Parcel) -> None:

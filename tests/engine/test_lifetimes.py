@@ -50,6 +50,21 @@ def test_no_reference_is_left_when_all_have_ended():
     assert rig.engine._refs == set()
 
 
+def test_a_key_that_storages_had_in_turn_finds_the_parcels_of_the_last_only():
+    """Released memory is taken again at once, and so is the address that a storage is known by."""
+    rig, x = Rig(), Data(CPU).leaf(10, 10)
+    with rig.context:
+        y = x * 1.0
+        for _ in range(100):
+            y = y.sin()
+    known = rig.engine._by_storage.values()
+    assert len(rig.engine._refs) >= 100
+    assert {len(refs) for refs in known} == {1}
+    y.sum().backward()
+    del y
+    rig.check_at_rest()
+
+
 def test_two_counters_of_one_storage_do_not_share_a_parcel():
     """x and x.data count their changes apart; what one of them has seen, the other has not."""
     rig = Rig()

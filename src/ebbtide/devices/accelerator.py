@@ -4,8 +4,11 @@ Only this folder may name a back end.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Generator
+import sys
+from collections import deque
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +22,42 @@ from ebbtide.devices.host_memory import memory_errors
 from ebbtide.types import Memory, Wait
 
 
+class EventPool:
+    """Events that are recorded again once nobody has them: to make and to end one costs more than to record it.
+
+    An event that only the pool holds cannot be asked or waited for any more, and waits that were queued for it stay
+    with what it stood for then. Each is looked at once, `age` events after its own; one that is still held is left to
+    whoever holds it. So `age` events of the past are all that is kept.
+    """
+
+    def __init__(self, make: Callable[[], torch.Event], age: int = 2048) -> None:
+        self._make = make
+        self._age = age
+        self._given: deque[Any] = deque([object()])
+        self._unheld = self._oldest()[1]  # what Python counts for one that nobody holds
+
+    def take(self) -> torch.Event:
+        """One to record. Any thread."""
+        event = None
+        if len(self._given) >= self._age:
+            oldest, holders = self._oldest()
+            event = oldest if holders <= self._unheld else None
+        if event is None:
+            event = self._make()
+        self._given.append(event)
+        return event
+
+    def _oldest(self) -> tuple[Any, int]:
+        event = self._given.popleft()
+        return event, sys.getrefcount(event)
+
+
 class AcceleratorDevice:
     """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
 
     has_clock = True
+    _passed: torch.Event | None = None
+    """The last event that was seen to have passed: whatever is queued from then on runs after it, without a wait."""
 
     def __init__(self, device: torch.device) -> None:
         named = cast("int | None", device.index)  # "cuda" means the current one
@@ -31,6 +66,8 @@ class AcceleratorDevice:
         self._index = index
         self._asks_for_capture = device.type == "cuda"
         self._near_cpus = _cpus_near(self.torch_device)
+        self._new_event = functools.partial(torch.Event, self.torch_device, enable_timing=self.has_clock)
+        self._events = EventPool(self._new_event)
 
     def current_stream(self) -> torch.Stream:
         return current_stream(self._index)
@@ -39,17 +76,21 @@ class AcceleratorDevice:
         return torch.Stream(device=self.torch_device)
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(device=self.torch_device, enable_timing=self.has_clock)
+        event = self._events.take()
         event.record(stream)
         return event
 
     def wait(self, stream: torch.Stream, event: torch.Event | HostEvent, why: Wait) -> None:
-        stream.wait_event(event if type(event) is torch.Event else _device_event(event))
+        if event is not self._passed:
+            stream.wait_event(event if type(event) is torch.Event else _device_event(event))
 
     def is_done(self, event: torch.Event | HostEvent) -> bool:
         if isinstance(event, HostEvent):
             return event.is_done() and (event.error is not None or _device_event(event).query())
-        return event.query()
+        if not event.query():
+            return False
+        self._passed = event
+        return True
 
     def seconds_between(self, start: torch.Event | HostEvent, end: torch.Event | HostEvent) -> float:
         if type(start) is torch.Event and type(end) is torch.Event:
@@ -131,6 +172,12 @@ class CapturedDevice(AcceleratorDevice):
             stream = super().new_stream(name)
         self._lanes.append(stream)
         return stream
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """Each on an event of its own: what a graph is made of is not ours to record again."""
+        event = self._new_event()
+        event.record(stream)
+        return event
 
     def is_here(self) -> bool:
         return self.capture_id() == self._capture

@@ -136,7 +136,7 @@ class Engine:
             source, span = self._condense(t, storage, span, home)
         parcel = Parcel(self, visit, site, storage, source, span, counter, home)
         claim = Claim(parcel)
-        parcel.ref = ref = ClaimRef(claim, self._ended)
+        parcel.ref = ref = ClaimRef(claim, _ended)
         ref.parcel = parcel
         self._refs.add(ref)
         try:
@@ -144,16 +144,29 @@ class Engine:
                 return self._full
         except StoreError:
             self._outbound.take_back(parcel)  # the copy has not begun; tried once more when the window overflows
-        visit.scope.ledger.stats.parcels.add(parcel.nbytes)
+        stats = parcel.ledger.stats
+        stats.parcels.add(parcel.nbytes)
         if span.is_bits:
-            visit.scope.ledger.stats.packed.add(span.nbytes)
+            stats.packed.add(span.nbytes)
         if not span.is_gathered:
-            self._by_storage.setdefault(parcel.storage_key, []).append(ref)
+            self._index(ref, parcel.storage_key, storage)
         site.live = ref
         site.comes_together = visit.runs_again
         self._outbound.join(parcel)
         self._make_room(visit.limits.window_bytes, spared=1)
         return claim
+
+    def _index(self, ref: ClaimRef, key: int, storage: torch.UntypedStorage) -> None:
+        """Let the parcel of `ref` be found by its storage; those of a storage that had the same key and died, no more.
+
+        A released storage is gone long before its parcel, and its key is soon another one's.
+        """
+        refs = self._by_storage.get(key)
+        if refs is None:
+            self._by_storage[key] = [ref]
+        else:
+            refs[:] = [known for known in refs if _is_of(known(), storage)]
+            refs.append(ref)
 
     def release_down_to(self, window_bytes: int) -> None:
         """At a release point of a plan: the oldest leave until `window_bytes` hold the rest."""
@@ -364,16 +377,13 @@ class Engine:
 
     # -- death -----------------------------------------------------------------------------------------------------
 
-    def _ended(self, ref: "weakref.ref[Claim]") -> None:
-        """The last ticket of a parcel is gone. Any thread, possibly inside a call of ours: takes no lock."""
-        assert isinstance(ref, ClaimRef)
-        self._refs.discard(ref)
-        parcel, ref.parcel = ref.parcel, None
-        if parcel is not None and not sys.is_finalizing():
-            self.bury(parcel)
-
     def bury(self, parcel: Parcel) -> None:
-        """Let go of all that `parcel` has, in an order that is safe; the books follow with the next call."""
+        """Let go of all that `parcel` has, in an order that is safe; the books follow with the next call.
+
+        Any thread, possibly inside a call of ours: takes no lock.
+        """
+        assert parcel.ref is not None
+        self._refs.discard(parcel.ref)
         self._outbound.abandon(parcel)
         self._inbound.abandon(parcel)
         if parcel.block is not None:
@@ -416,6 +426,18 @@ class Engine:
     def close(self) -> None:
         """Free the store. Parcels that still wait in it become unreadable."""
         self.store.close()
+
+
+def _ended(ref: "weakref.ref[Claim]") -> None:
+    """The last ticket of a parcel is gone. (No method: each bound one would live as long as the parcel.)"""
+    assert isinstance(ref, ClaimRef)
+    parcel, ref.parcel = ref.parcel, None
+    if parcel is not None and not sys.is_finalizing():
+        parcel.engine.bury(parcel)
+
+
+def _is_of(claim: Claim | None, storage: torch.UntypedStorage) -> bool:
+    return claim is not None and claim.parcel.source_ref() is storage
 
 
 def _tell(what: What, parcel: Parcel) -> None:

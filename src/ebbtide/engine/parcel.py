@@ -19,6 +19,7 @@ a detached alias whose data was replaced by an empty tensor. It sees every in-pl
 lives, also after the device memory is gone, so the error does not depend on how far a copy had come.
 """
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -296,10 +297,16 @@ def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
     if dense_nbytes * _SPARSE < range_nbytes:
         return Span(0, dense_nbytes, True, is_bits)
     if range_nbytes >= _MOST * storage_nbytes:
-        return Span(0, storage_nbytes, False, is_bits)
+        return _whole(storage_nbytes, is_bits)
     first = storage_offset(t) * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False, is_bits)
+
+
+@functools.lru_cache
+def _whole(storage_nbytes: int, is_bits: bool) -> Span:
+    """One object for all parcels of a size: they live long, and each one would be the garbage collector's to visit."""
+    return Span(0, storage_nbytes, False, is_bits)
 
 
 def condense(t: torch.Tensor, span: Span) -> torch.UntypedStorage:

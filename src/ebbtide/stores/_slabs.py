@@ -8,7 +8,9 @@ Note [Blocks are reused behind their last reader]
    the same step finds the same room again (no new pinned memory in steady state).
 3. Room of the very size that is asked for is handed out as it came back, unjoined: a step asks for the sizes of the
    step before. Joining happens when no room of that size is left.
-4. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined.
+4. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined,
+   and a writer that waits for the later one need not wait for the other. (A reader on another lane, as a probe's are,
+   waits for the last one of the lane before.)
 5. What a captured graph takes (HostStore.lend) never comes back: its replays read and write there unseen. Inside, the
    same rules hold among the capture's own events.
 """

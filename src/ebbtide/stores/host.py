@@ -33,6 +33,10 @@ class SlabStore(abc.ABC):
         self._memory: list[torch.Tensor] = []
         self._slabs = Slabs(self._grow, _ALIGN_BYTES)
         self._reads = 0
+        self._last_reader: Reader | None = None
+        self._reads_on: Stream = None  # the lane of the last reader
+        self._awaited = 0  # `_writes_on` is behind the readers up to this one
+        self._writes_on: Stream = None
         self._is_closed = False
 
     def reserve(self, nbytes: int) -> HostBlock | None:
@@ -47,8 +51,10 @@ class SlabStore(abc.ABC):
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)
-        if block.extent.reader is not None:
-            self._device.wait(stream, block.extent.reader.event, Wait.REUSE)
+        reader = block.extent.reader
+        if reader is not None:
+            if reader.order > self._awaited or stream is not self._writes_on:
+                self._await_reader(reader, stream)
             block.extent.reader = None
         self._device.copy(block.bytes, src, stream)
         return self._device.record(stream)
@@ -57,15 +63,27 @@ class SlabStore(abc.ABC):
         assert isinstance(block, HostBlock)
         if self._is_closed:
             raise StoreError("the host store was closed (release_memory) while this graph still had parcels in it")
+        if stream is not self._reads_on:
+            self._read_on(stream)
         self._device.copy(dst, block.bytes, stream)
         arrived = self._device.record(stream)
         self._reads += 1
-        block.extent.reader = Reader(self._reads, arrived)
+        self._last_reader = block.extent.reader = Reader(self._reads, arrived)
         return arrived
 
     def give_back(self, block: Block) -> None:
         assert isinstance(block, HostBlock)
         self._slabs.give_back(block.extent)
+
+    def _await_reader(self, reader: Reader, stream: Stream) -> None:
+        self._device.wait(stream, reader.event, Wait.REUSE)
+        self._writes_on, self._awaited = stream, reader.order
+
+    def _read_on(self, stream: Stream) -> None:
+        """Readers come from `stream` now, and stay in one order."""
+        if self._last_reader is not None:
+            self._device.wait(stream, self._last_reader.event, Wait.REUSE)
+        self._reads_on = stream
 
     @abc.abstractmethod
     def stats(self) -> StoreStats: ...

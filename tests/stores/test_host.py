@@ -1,0 +1,103 @@
+"""Readers of host memory: one wait for the latest of them stands for all before it."""
+
+import pytest
+import torch
+from late_device import LateDevice
+
+from ebbtide._bytes import KIB, MIB
+from ebbtide.devices.sim import SimDevice
+from ebbtide.stores import HostStore
+from ebbtide.types import Wait
+
+BLOCKS = 4
+
+
+def memory(device, nbytes=KIB):
+    return device.allocate(nbytes, device.current_stream())
+
+
+def write(device, store, block, lane):
+    """`lane` writes fresh device memory there. Returns that, and the event after which it may go."""
+    src = memory(device).fill_(block.extent.start % 251)
+    device.wait(lane, device.record(device.current_stream()), Wait.READY)
+    return src, store.write(block, src, lane)
+
+
+def read(device, store, block, lane):
+    """`lane` reads it, and nobody waits for that."""
+    dst = memory(device)
+    device.wait(lane, device.record(device.current_stream()), Wait.ROOM)
+    store.read(block, dst, lane)
+    return dst
+
+
+def filled(device, out):
+    store = HostStore(device, 64 * MIB)
+    blocks = [store.reserve(KIB) for _ in range(BLOCKS)]
+    release(device, [write(device, store, block, out) for block in blocks])
+    return store, blocks
+
+
+def release(device, written):
+    for _, landed in written:
+        device.wait(device.current_stream(), landed, Wait.LANDED)
+
+
+def written_again(device, store, blocks, lanes):
+    for block in blocks:
+        store.give_back(block)
+    release(device, [write(device, store, store.reserve(KIB), lane) for lane in lanes])
+
+
+def test_a_writer_waits_once_for_readers_in_order():
+    device = LateDevice()
+    out, back = device.new_stream("out"), device.new_stream("in")
+    store, blocks = filled(device, out)
+    kept = [read(device, store, block, back) for block in blocks]
+    device.waits.clear()
+    written_again(device, store, blocks, [out] * BLOCKS)
+    assert device.waits.count(("out", Wait.REUSE)) == 1
+    assert len(kept) == BLOCKS
+    assert device.faults == []
+
+
+def test_what_was_read_since_is_waited_for():
+    device = LateDevice()
+    out, back = device.new_stream("out"), device.new_stream("in")
+    store, blocks = filled(device, out)
+    for times in (1, 2, 3):
+        kept = [read(device, store, block, back) for block in blocks]
+        written_again(device, store, blocks, [out] * BLOCKS)
+        blocks = [block for block in blocks if block.extent.reader is None]
+        assert device.waits.count(("out", Wait.REUSE)) == times
+        assert len(kept) == len(blocks) == BLOCKS
+
+
+@pytest.mark.parametrize("order", ["late", "early", "shuffled"])
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_lanes_that_take_turns_do_not_race(order, writers, readers):
+    device = SimDevice(seed=3, order=order)
+    out, back = ([device.new_stream(f"{name}{at}") for at in range(2)] for name in ("out", "in"))
+    store, blocks = filled(device, out[0])
+    kept = [read(device, store, block, back[at % readers]) for at, block in enumerate(blocks)]
+    written_again(device, store, blocks, [out[at % writers] for at in range(BLOCKS)])
+    device.finish()
+    assert device.faults == []
+    assert [t.tolist() for t in kept] == [[block.extent.start % 251] * KIB for block in blocks]
+
+
+def test_two_reading_lanes_are_ordered_when_room_is_joined():
+    device = SimDevice()
+    out, first, second = (device.new_stream(name) for name in ("out", "first", "second"))
+    store, blocks = filled(device, out)
+    kept = [read(device, store, block, lane) for block, lane in zip(blocks, (first,) * 2 + (second,) * 2, strict=True)]
+    for block in blocks:
+        store.give_back(block)
+    whole = store.reserve(64 * MIB)
+    write_all = torch.zeros(64 * MIB, dtype=torch.uint8)
+    device.wait(out, device.record(device.current_stream()), Wait.READY)
+    device.wait(device.current_stream(), store.write(whole, write_all, out), Wait.LANDED)
+    device.finish()
+    assert device.faults == []
+    assert len(kept) == BLOCKS

@@ -33,7 +33,7 @@ class Workload(NamedTuple):
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, torch.Generator], torch.Tensor]
     regions: int
-    norm: str | None
+    norm: str | None = None
 
 
 # -- language models ---------------------------------------------------------------------------------------------------

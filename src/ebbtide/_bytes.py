@@ -46,5 +46,8 @@ def format_bytes(nbytes: float) -> str:
 
 def as_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """uint8 tensor of shape (nbytes,) over `storage` from byte `start` on; shares the memory."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    if start == 0 and nbytes is None:
+        return empty.set_(storage)
     length = storage.nbytes() - start if nbytes is None else nbytes
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
+    return empty.set_(storage, start, (length,), (1,))

@@ -40,6 +40,8 @@ cuda_is_capturing: Callable[[], bool] = getattr(
 )
 """Whether the current CUDA stream records a graph; a build without CUDA has only the public function."""
 
+storage_offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
+
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
 
 _autograd = cast(Any, torch._C)._autograd
@@ -138,10 +140,6 @@ def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
         part: object = getattr(t, name)
         if isinstance(part, torch.Tensor):
             yield from plain_tensors(part)
-
-
-def storage_offset(t: torch.Tensor) -> int:
-    return cast(int, t.storage_offset())
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -509,7 +509,7 @@ def offload(
         ConfigError: a setting that cannot be, a file for a profile in a folder that is not there.
         ModuleError: the module is on the meta device, has a handle already (or has one inside), a name means nothing.
         PlanError: no regions are found to plan for, the profile is of something else, its file is none, or no plan
-            fits the budget (in the first planned step, if no profile was given).
+            fits the budget (in the first planned step, if no profile was given; a larger batch later is a warning).
         DeviceError: the module is on a device without streams.
     """
     says_how = _given(

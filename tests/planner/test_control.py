@@ -400,6 +400,32 @@ def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
     assert handle.profile.graphs == 2
 
 
+@pytest.mark.parametrize(("most", "count"), [(2, 2), (26, 26), (4, 6), (8, 9)])
+def test_graphs_under_way_are_counted(most, count):
+    """`count` forwards a step, `most` of them before a backward."""
+    model = make(2)
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    for _ in range(5):
+        waiting = []
+        for k in range(count):
+            waiting.append(model(batch(k, 16)))
+            if len(waiting) == most:
+                waiting.pop(0).backward()
+        for loss in waiting:
+            loss.backward()
+    assert handle._control.phase is Phase.PLANNED
+    assert handle.profile.graphs == most
+
+
+def test_an_empty_batch_makes_no_profile():
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    phases = follow(model, 8, rows=lambda k: 0 if k == 2 else ROWS)
+    assert phases[-1] is Phase.PLANNED
+    assert handle.profile.tokens == ROWS * WIDTH
+    assert all(region.saved_bytes > 0 and region.forward_s > 0 for region in handle.profile.regions)
+
+
 def test_regions_inside_of_regions_are_refused():
     with pytest.raises(PlanError, match=r"'layers.0.up' is inside of region 'layers.0'"):
         ebbtide.offload(make(), regions=["layers.*", "layers.*.up"], **SETTINGS)

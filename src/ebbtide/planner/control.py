@@ -13,6 +13,7 @@ import enum
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from ebbtide._errors import EbbtideWarning, PlanError
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
-from ebbtide.planner.measure import IsDear, StepWatch
+from ebbtide.planner.measure import IsDear, Pulse, StepWatch
 from ebbtide.planner.profile import Link, Profile
 from ebbtide.planner.ranks import Agree, Answer, slowest
 from ebbtide.planner.reading import Surroundings, profile_of
@@ -33,7 +34,7 @@ from ebbtide.types import Watch
 _FIRST_VOTE = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
-_FORWARDS_TO_WAIT = 24
+_FORWARDS_TO_WAIT = 1000  # for the backward of a graph that somebody holds
 
 
 class Planned(GoesBy, Protocol):
@@ -109,7 +110,10 @@ class Control:
         self._looks_again = looks_again
         self._guessed = guessed
         self._times: StepWatch | None = None
-        self._watch: StepWatch | None = None
+        self._watch: StepWatch | None = None  # whose backward has ended
+        self._watched: weakref.ref[StepWatch] | None = None
+        self._beside: list[weakref.ref[Pulse]] = []  # of forwards that are not watched: their graphs may be under way
+        self._waited = 0
         self._forwards = 0
         self._next_vote = _FIRST_VOTE
         self._tokens = 0
@@ -185,18 +189,21 @@ class Control:
             return self.upkeep.step_begins(engine, tokens)
         return self._watched_step(engine, tokens)
 
-    def _watched_step(self, engine: Engine, tokens: int) -> StepWatch | None:
+    def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
         if self._agree is not None:
             self._forwards += 1
             if self._forwards == self._next_vote:
                 return self._vote(engine)
+        watched = None if self._watched is None else self._watched()
+        if watched is not None and self._watch is None:
+            return self._wait_for_backward(watched, engine)
+        if tokens == 0 < self._tokens:
+            return self._go_beside(engine)  # an empty batch says nothing of a step
         if self._watch is not None:
-            if not self._watch.is_over:
-                return self._wait_for_backward(self._watch)
             if not self._watch.is_readable and self._agree is None and self.phase is Phase.DETAILS:
-                return None
+                return self._go_beside(engine)
             if self._agree is not None and self.phase is Phase.DETAILS:
-                return None  # until all vote
+                return self._go_beside(engine)  # until all vote
             if self._move_on(self._watch, engine):
                 return None
         is_detailed = self.phase is Phase.DETAILS
@@ -206,12 +213,32 @@ class Control:
         if is_detailed:
             self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
-        self._watch = StepWatch(
+        self._watch = None
+        watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             is_dear=self._is_dear if self.runs_again else None,
         )  # fmt: skip
-        self._watch.began()
-        return self._watch
+        watch.on_end = self._watch_ended
+        watch.graphs = 1 + self._under_way()
+        self._watched = weakref.ref(watch)
+        self._waited = 0
+        watch.began()
+        return watch
+
+    def _watch_ended(self, watch: StepWatch) -> None:
+        """Its backward has ended; until then only its graph keeps it, so that one that is dropped is not waited for."""
+        if self._watched is not None and self._watched() is watch:
+            self._watch = watch
+
+    def _go_beside(self, engine: Engine) -> Pulse:
+        """A forward that is not watched, and whose graph counts while it is there."""
+        pulse = Pulse(engine.device, looks_at_peak=False)
+        self._beside = [*(ref for ref in self._beside if _is_under_way(ref())), weakref.ref(pulse)]
+        return pulse
+
+    def _under_way(self) -> int:
+        """Graphs of forwards that were not watched, and whose backward is to come."""
+        return sum(_is_under_way(ref()) for ref in self._beside)
 
     def _vote(self, engine: Engine) -> None:
         """At the same forward all ranks say whether they have a profile, whatever came between: none may be late.
@@ -224,14 +251,17 @@ class Control:
             self._move_on(watch, engine)
         else:
             self._agreed(None)
-            self._watch = None
+            self._watch = self._watched = None
             self._could_not_read()
 
-    def _wait_for_backward(self, watch: StepWatch) -> None:
-        """The graph that is watched has not run backward: several make one loss, a pipeline, or it was dropped."""
-        watch.forwards_beside += 1
-        if watch.forwards_beside >= _FORWARDS_TO_WAIT:
-            self._watch = None
+    def _wait_for_backward(self, watch: StepWatch, engine: Engine) -> Pulse:
+        """The graph that is watched has not run backward: several make one loss, or a pipeline."""
+        pulse = self._go_beside(engine)
+        watch.graphs = max(watch.graphs, 1 + self._under_way())
+        self._waited += 1
+        if self._waited >= _FORWARDS_TO_WAIT:
+            self._watched = None
+        return pulse
 
     def _move_on(self, watch: StepWatch, engine: Engine) -> bool:
         """To the next phase; true if there is a plan now."""
@@ -251,7 +281,7 @@ class Control:
         while not watch.is_readable:  # ranks have to come to their plan in the same step
             time.sleep(1e-4)
         profile = self._profile(self._times, watch, engine)
-        self._times = self._watch = None
+        self._times = self._watch = self._watched = None
         if profile is None:
             self._could_not_read()
         elif self._keep is not None:
@@ -298,10 +328,9 @@ class Control:
             host_limit_bytes=engine.store_stats().limit_bytes,
             tokens=self._tokens,
             compiled=frozenset(self._handle.compiled()),
-            time_scale=self._tokens / self._tokens_of_times if self._tokens_of_times > 0 else 1.0,
+            time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
-            # A forward that was dropped between is none of them, and would hardly be seen in both steps.
-            graphs=1 + min(times.forwards_beside, details.forwards_beside),
+            graphs=max(times.graphs, details.graphs),
         )
         profile = profile_of(times, details, self._names, about)
         if self._agree is None:
@@ -332,9 +361,13 @@ class Control:
     def forward_failed(self) -> None:
         """An exception leaves the forward. If the device is out of memory, say what was planned."""
         error = sys.exc_info()[1]
-        self._watch = None
+        self._watch = self._watched = None
         if self.upkeep is not None:
             self.upkeep.forward_failed(error, self._handle.engine())
         elif isinstance(error, torch.OutOfMemoryError):
             least = f"ebbtide: the step {self.phase.value}, which needs the least that recipes can do"
             tell(error, NO_BUDGET if self._budget_of is None else least)
+
+
+def _is_under_way(pulse: Pulse | None) -> bool:
+    return pulse is not None and not pulse.is_over

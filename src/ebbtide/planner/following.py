@@ -23,7 +23,8 @@ class Follower:
 
     Attributes:
         plan: that is followed now.
-        steps: that went by it.
+        steps: that went by it, as far as they have passed.
+        begun: forwards that went by it.
         peak_bytes: most that one of them allocated, 0 before that was looked at.
         best: the plan with the least typical step so far.
         kept: the step with everything kept, if that was tried.
@@ -35,6 +36,7 @@ class Follower:
     def __init__(self, plan: Plan, most_s: float | None = None) -> None:
         self.plan = plan
         self.steps = 0
+        self.begun = 0
         self.peak_bytes = 0
         self.best: Tried | None = None
         self.kept: Tried | None = None
@@ -63,6 +65,10 @@ class Follower:
             return True
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
 
+    def came_by(self) -> None:
+        """A step of which only is known that it went by the plan."""
+        self.steps += 1
+
     def _is_off(self, step_s: float, predicted_s: float) -> bool:
         if self.most_s is not None and step_s > self.most_s:
             return True
@@ -83,6 +89,7 @@ class Follower:
             self.before_trial = Tried(self.typical_s, self.plan)
         self.plan = plan
         self.steps = 0
+        self.begun = 0
         self.peak_bytes = 0
         self.is_trial = is_trial
         self._off = 0

@@ -116,8 +116,10 @@ class StepWatch:
         """Saves outside of all regions after the last one."""
         self.again: list[VisitNotes] = []
         self.is_over = False
-        self.forwards_beside = 0
-        """That began before its backward was over. For whoever begins them to count."""
+        self.graphs = 1
+        """Under way at once, while this one is. For whoever begins forwards to count."""
+        self.on_end: Callable[[StepWatch], None] | None = None
+        """As a pulse's."""
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
@@ -226,6 +228,9 @@ class StepWatch:
     def _ended(self) -> None:
         self._note(Place.ENDED, "")
         self.is_over = True
+        if self.on_end is not None:
+            self.on_end(self)
+            self.on_end = None
 
     def _note(self, place: Place, region: str) -> None:
         memory = _UNKNOWN
@@ -253,6 +258,9 @@ class Pulse:
         self.looks_at_peak = looks_at_peak
         self.is_alone = True
         """No other step ran beside it. For whoever knows to say."""
+        self.on_end: Callable[[Pulse], None] | None = None
+        """Called once, when backward has ended. Until then the graph alone has to keep it alive: so a graph that was
+        dropped can be told from one that is still under way."""
         self.peak_bytes = 0
         if looks_at_peak:
             device.forget_peak()
@@ -288,6 +296,9 @@ class Pulse:
     def _end(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
         self._look()
+        if self.on_end is not None:
+            self.on_end(self)
+            self.on_end = None
 
     @property
     def is_over(self) -> bool:

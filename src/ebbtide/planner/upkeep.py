@@ -18,8 +18,9 @@ import dataclasses
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -34,7 +35,11 @@ from ebbtide.planner.solve import Solver
 from ebbtide.plans import Plan
 
 _MOST_REPLANS = 8  # of all sizes of batches
-_MOST_IN_FLIGHT = 8
+_MOST_TRIALS = 4  # of all sizes too
+_MOST_OF_A_TRIAL = 16  # forwards
+_MOST_IN_FLIGHT = 64
+_LOOK_EVERY = 16  # forwards of one size
+_LEAST_COMPUTE = 0.2  # of a step
 _BUCKETS_PER_OCTAVE = 8
 _MOST_FITS = 3
 _NEAR = 0.02
@@ -62,13 +67,28 @@ class _Size:
     follow: Follower
 
 
-class _Step(NamedTuple):
-    """In flight. `share`: its batch, of the size that is planned for."""
+@dataclasses.dataclass
+class _Step:
+    """In flight.
 
-    pulse: Pulse
+    Attributes:
+        alive: its pulse, while the graph is there.
+        share: its batch, of the size that is planned for.
+        pulse: once backward has ended.
+    """
+
+    alive: "weakref.ref[Pulse]"
     size: _Size
     plan: Plan
     share: float
+    pulse: Pulse | None = None
+
+    def end(self, pulse: Pulse) -> None:
+        self.pulse = pulse
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.pulse is None and self.alive() is not None
 
 
 class Upkeep:
@@ -105,6 +125,8 @@ class Upkeep:
         self._spares: dict[int, int] = {}  # by size, of the budget: what peaks were beyond the predicted ones
         self._in_flight: list[_Step] = []
         self._replans = 0
+        self._trials = 0
+        self._was_peak_told = False
         self._peaks_fitted = 0
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._stall_s = self._stalled_s()
@@ -130,20 +152,24 @@ class Upkeep:
 
     def step_begins(self, engine: Engine, tokens: int) -> Pulse:
         """Before a forward: sets its plan, and returns what follows it."""
-        overlaps = bool(self._in_flight) and not self._in_flight[-1].pulse.is_over
-        if overlaps:
+        if any(step.pulse is None for step in self._in_flight):
             self._look_for_failure(engine)
         self._read()
+        beside = [step for step in self._in_flight if step.is_under_way]
         bucket = self._bucket(tokens)
         size = self._sizes.get(bucket) or self._make_size(bucket, self._leanest)
         if size is not self._size:
             self._size = size
             self._go_by(size)
+        self._bound_trial(size)
+        self._look_again(size, engine)
         pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
-        if overlaps:
-            pulse.is_alone = self._in_flight[-1].pulse.is_alone = False
+        for other in filter(None, (step.alive() for step in beside)):
+            pulse.is_alone = other.is_alone = False
         share = tokens / size.tokens if tokens > 0 and size.tokens > 0 else 1.0
-        self._in_flight = [*self._in_flight, _Step(pulse, size, size.follow.plan, share)][-_MOST_IN_FLIGHT:]
+        step = _Step(weakref.ref(pulse), size, size.follow.plan, share)
+        pulse.on_end = step.end
+        self._in_flight = [*beside, *(s for s in self._in_flight if s.pulse is not None), step][-_MOST_IN_FLIGHT:]
         return pulse
 
     def _bucket(self, tokens: int) -> int:
@@ -158,19 +184,23 @@ class Upkeep:
 
     def _read(self) -> None:
         """What the steps took that have passed by now."""
-        passed = [step for step in self._in_flight if step.pulse.is_readable]
+        passed = [(step, step.pulse) for step in self._in_flight if step.pulse is not None and step.pulse.is_readable]
         if not passed:
             return
-        self._in_flight = [step for step in self._in_flight if not step.pulse.is_readable]
+        self._in_flight = [s for s in self._in_flight if s.pulse is None or not s.pulse.is_readable]
         stalled_s = self._stalled_s()
-        stall_s, self._stall_s = (stalled_s - self._stall_s) / len(passed), stalled_s
-        for step in passed:
+        waited_s, self._stall_s = stalled_s - self._stall_s, stalled_s
+        waited_share = min(1.0, waited_s / max(sum(pulse.seconds() for _, pulse in passed), 1e-9))
+        for step, pulse in passed:
             follow = step.size.follow
             if step.plan is not follow.plan or self._sizes.get(step.size.tokens) is not step.size:
                 continue  # of a plan that is followed no more
-            if step.pulse.looks_at_peak:
-                self._fit_peak(step.size, step.pulse.peak_bytes)
-            elif step.pulse.is_alone and follow.saw(step.pulse.seconds() / step.share, stall_s / step.share):
+            seconds = pulse.seconds() / step.share
+            if pulse.looks_at_peak:
+                self._fit_peak(step.size, pulse.peak_bytes)
+            elif not pulse.is_alone:
+                follow.came_by()
+            elif follow.saw(seconds, seconds * waited_share):
                 self._again(step.size)
 
     def _stalled_s(self) -> float:
@@ -197,12 +227,14 @@ class Upkeep:
         """There is no budget, and the steps look slower than with everything kept."""
         follow = size.follow
         kept = follow.kept
-        if kept is not None:
-            follow.most_s = None
-            self._change_to(size, _as_measured(kept))
-        elif _moves(follow.plan) and size.tokens <= self._measured_tokens:  # where it was seen to have room
+        has_room = size.tokens <= self._measured_tokens  # as was seen
+        if _moves(follow.plan) and has_room and self._trials < _MOST_TRIALS:
+            self._trials += 1
             follow.goes_by(size.solver.keeping_all(), is_trial=True)
             self._go_by(size)
+        elif kept is not None:
+            follow.most_s = None
+            self._change_to(size, _as_measured(kept))
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
             self._refit(follow)
@@ -223,15 +255,33 @@ class Upkeep:
         self._change_to(size, plan if is_less else _as_measured(kept))
         follow.most_s = kept.step_s * _LOOKS_SLOW if is_less else None
 
+    def _bound_trial(self, size: _Size) -> None:
+        """A trial that cannot be read (steps beside each other, graphs that are dropped) ends all the same."""
+        size.follow.begun += 1
+        if size.follow.is_trial and size.follow.begun > _MOST_OF_A_TRIAL:
+            self._end_trial(size)
+
+    def _end_trial(self, size: _Size) -> None:
+        """Back to the plan before, and nothing is tried any more."""
+        tried = size.follow.before_trial
+        assert tried is not None
+        self._trials = _MOST_TRIALS
+        size.follow.most_s = None
+        self._change_to(size, tried.plan)
+
     def _refit(self, follow: Follower) -> None:
         """The link to what its copies were timed at, and compute to the steps less what it waited for."""
         predicted = follow.plan.predicted
         assert predicted is not None
         waits_s = predicted.stall_forward_s + predicted.stall_backward_s
-        ratio = max(follow.typical_s - follow.stall_s, 0.0) / max(predicted.step_s - waits_s, 1e-9)
+        compute_s = follow.typical_s - follow.stall_s
+        ratio = compute_s / max(predicted.step_s - waits_s, 1e-9)
+        if compute_s < _LEAST_COMPUTE * follow.typical_s:
+            ratio = 1.0  # all but waiting: it says nothing of compute
         ratio = min(max(ratio, 1 / _FURTHEST), _FURTHEST)
         self.profile = dataclasses.replace(self.profile.refitted(ratio, ratio), link=self._timed_link())
-        self._sizes.clear()
+        # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
+        self._sizes = {tokens: size for tokens, size in self._sizes.items() if size.follow.kept is not None}
 
     def _timed_link(self) -> Link:
         before, self._samples = self._samples, self._sampled()
@@ -260,7 +310,7 @@ class Upkeep:
         except PlanError:
             if instead is None:
                 raise
-            plan = instead(tokens, solver)
+            plan = instead(tokens, solver)  # training is under way
         size = _Size(tokens, solver, Follower(plan))
         if self._budget() is None:
             size.follow.most_s = solver.profile.plain_s * _LOOKS_SLOW
@@ -270,6 +320,8 @@ class Upkeep:
     def _leanest(self, tokens: int, solver: Solver) -> Plan:
         """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
         least_bytes, asked_bytes = solver.smallest_budget(), self._budget()
+        if asked_bytes is not None and least_bytes <= asked_bytes:
+            return solver.solve(asked_bytes)  # what another size was beyond its prediction does not fit
         warnings.warn(
             f"a batch with {tokens} tokens does not fit the budget of {format_bytes(asked_bytes or 0)}: it goes by the "
             f"plan that needs the least, with a peak of {format_bytes(least_bytes)}",
@@ -279,9 +331,9 @@ class Upkeep:
         return solver.solve(least_bytes)
 
     def _solver_of(self, size: _Size) -> Solver:
-        """After a refit: of the other sizes nothing is known any more."""
+        """After a refit."""
         size.solver = Solver(self.profile.scaled(size.tokens))
-        self._sizes = {size.tokens: size}
+        self._sizes[size.tokens] = size
         if self._budget() is None:
             size.follow.most_s = size.solver.profile.plain_s * _LOOKS_SLOW
         return size.solver
@@ -315,7 +367,11 @@ class Upkeep:
             return  # two such steps were in flight
         size.follow.peak_bytes = peak_bytes
         predicted, asked_bytes = size.follow.plan.predicted, self._budget()
-        if predicted is None or asked_bytes is None or self._peaks_fitted == _MOST_FITS:
+        if predicted is None or asked_bytes is None:
+            return
+        if self._peaks_fitted == _MOST_FITS:
+            if peak_bytes > asked_bytes:
+                self._tell_of_peak(peak_bytes, asked_bytes)
             return
         if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
             return
@@ -333,10 +389,31 @@ class Upkeep:
         try:
             plan = size.solver.solve(asked_bytes - spare_bytes)
         except PlanError:
+            if size.follow.peak_bytes > asked_bytes:
+                self._tell_of_peak(size.follow.peak_bytes, asked_bytes)
             return
         self._spares[size.tokens] = spare_bytes
         self._sizes = {size.tokens: size}
         self._change_to(size, plan)
+
+    def _look_again(self, size: _Size, engine: Engine) -> None:
+        """What a training allocates may grow (an optimizer's first step, a longer evaluation) after the peak was looked
+        at: the device's record of it says so, as far as nobody else has it begin anew."""
+        follow, asked_bytes = size.follow, self._budget()
+        if asked_bytes is None or self._is_shared or follow.begun % _LOOK_EVERY != 0 or follow.peak_bytes == 0:
+            return
+        if follow.peak_bytes <= asked_bytes < engine.device.memory().peak_bytes:
+            follow.peak_bytes = 0
+
+    def _tell_of_peak(self, peak_bytes: int, asked_bytes: int) -> None:
+        if not self._was_peak_told:
+            self._was_peak_told = True
+            warnings.warn(
+                f"the step has a peak of {format_bytes(peak_bytes)}, beyond the budget of {format_bytes(asked_bytes)}, "
+                "and no plan lowers it: something outside of the regions needs it (told once)",
+                EbbtideWarning,
+                stacklevel=2,
+            )
 
     # -- out of memory ---------------------------------------------------------------------------------------------
 
@@ -358,6 +435,8 @@ class Upkeep:
         self._failed_allocations = failures
 
     def _plan_for_less(self) -> None:
+        if self._size.follow.is_trial:
+            self._end_trial(self._size)
         budget_bytes = self.budget_bytes
         if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
             self._plan_with(self._size, self._spare_for(self._size.tokens) + budget_bytes // _OOM_SHARE)

@@ -490,8 +490,8 @@ def offload(
             path of a file: the profile in it is used if it is of this model, device, torch and these settings, else
             one is measured and written there, as JSON and by the first rank. What it cannot see is a change of the
             model's code: delete the file then.
-        on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory in
-            forward; the error is raised in any case. Default: "raise", the error is all there is.
+        on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory; the
+            error is raised in any case. Default: "raise", the error is all there is.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.

@@ -24,14 +24,15 @@ from typing import Protocol
 
 import torch
 
-from ebbtide._bytes import MIB, format_bytes
+from ebbtide._bytes import format_bytes
 from ebbtide._errors import EbbtideWarning, PlanError
 from ebbtide.engine.engine import Engine
-from ebbtide.engine.ledger import Ledger, Sample
+from ebbtide.engine.ledger import Ledger
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
 from ebbtide.planner.measure import Pulse
-from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solver
+from ebbtide.planner.timing import LinkTimes
 from ebbtide.plans import Plan
 
 _MOST_REPLANS = 8  # of all sizes of batches
@@ -47,8 +48,6 @@ _OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
 _AS_FAST = 1.01  # times the same, measured side by side
 _AS_MUCH = 0.95  # of what a plan moved
-_LEAST_SAMPLE = 64 * MIB
-_SAME_RATE = 0.05
 _FURTHEST = 5.0  # that one refit goes
 
 
@@ -117,7 +116,6 @@ class Upkeep:
     ) -> None:
         self._handle = handle
         self.profile = profile
-        self._ledger = ledger
         self._budget = budget
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
@@ -129,8 +127,7 @@ class Upkeep:
         self._was_peak_told = False
         self._peaks_fitted = 0
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
-        self._stall_s = self._stalled_s()
-        self._samples = self._sampled()
+        self._link_times = LinkTimes(ledger)
         self._measured_tokens = profile.tokens
         self._size = self._make_size(profile.tokens)
         self._go_by(self._size)
@@ -187,10 +184,9 @@ class Upkeep:
         passed = [(step, step.pulse) for step in self._in_flight if step.pulse is not None and step.pulse.is_readable]
         if not passed:
             return
-        self._in_flight = [s for s in self._in_flight if s.pulse is None or not s.pulse.is_readable]
-        stalled_s = self._stalled_s()
-        waited_s, self._stall_s = stalled_s - self._stall_s, stalled_s
-        waited_share = min(1.0, waited_s / max(sum(pulse.seconds() for _, pulse in passed), 1e-9))
+        self._in_flight = self._in_flight_but([step for step, _ in passed])
+        # Whose waiting it was nobody knows; the longer the step, the more of it.
+        waited_share = min(1.0, self._link_times.waited_s() / max(sum(pulse.seconds() for _, pulse in passed), 1e-9))
         for step, pulse in passed:
             follow = step.size.follow
             if step.plan is not follow.plan or self._sizes.get(step.size.tokens) is not step.size:
@@ -203,10 +199,8 @@ class Upkeep:
             elif follow.saw(seconds, seconds * waited_share):
                 self._again(step.size)
 
-    def _stalled_s(self) -> float:
-        """What compute has waited for the lanes so far."""
-        self._ledger.settle()
-        return self._ledger.stats.stall_forward_s + self._ledger.stats.stall_backward_s
+    def _in_flight_but(self, passed: list[_Step]) -> list[_Step]:
+        return [step for step in self._in_flight if all(step is not other for other in passed)]
 
     def _again(self, size: _Size) -> None:
         """The steps are not what they should be."""
@@ -279,26 +273,11 @@ class Upkeep:
         if compute_s < _LEAST_COMPUTE * follow.typical_s:
             ratio = 1.0  # all but waiting: it says nothing of compute
         ratio = min(max(ratio, 1 / _FURTHEST), _FURTHEST)
-        self.profile = dataclasses.replace(self.profile.refitted(ratio, ratio), link=self._timed_link())
+        self.profile = dataclasses.replace(
+            self.profile.refitted(ratio, ratio), link=self._link_times.refitted(self.profile.link)
+        )
         # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
         self._sizes = {tokens: size for tokens, size in self._sizes.items() if size.follow.kept is not None}
-
-    def _timed_link(self) -> Link:
-        before, self._samples = self._samples, self._sampled()
-        link = self.profile.link
-        out = _rate_since(self._samples[0], before[0], link.out) / link.out
-        back = _rate_since(self._samples[1], before[1], link.back) / link.back
-        return dataclasses.replace(
-            link,
-            out=link.out * out,
-            back=link.back * back,
-            out_duplex=link.out_duplex * out,
-            back_duplex=link.back_duplex * back,
-        )
-
-    def _sampled(self) -> tuple[Sample, Sample]:
-        stats = self._ledger.stats
-        return dataclasses.replace(stats.out_sample), dataclasses.replace(stats.in_sample)
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
@@ -484,12 +463,3 @@ def _moved_bytes(plan: Plan) -> int:
 
 def _moves(plan: Plan) -> bool:
     return _moved_bytes(plan) > 0
-
-
-def _rate_since(now: Sample, before: Sample, known: float) -> float:
-    """Bytes per second of the copies between the two; `known` where they were few, or as fast as that."""
-    nbytes, seconds = now.nbytes - before.nbytes, now.seconds - before.seconds
-    if nbytes < _LEAST_SAMPLE or seconds <= 0:
-        return known
-    rate = nbytes / seconds
-    return known if abs(rate / known - 1) < _SAME_RATE else rate

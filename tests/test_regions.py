@@ -64,7 +64,6 @@ def listed(*modules):
         (lambda: listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8))), []),
         (lambda: nn.Sequential(Block(), Block()), ["0", "1"]),
         (lambda: nn.ModuleDict({"0": Block(), "1": Block()}), ["0", "1"]),
-        (lambda: listed(nn.Dropout(), nn.Dropout()), []),
         (lambda: nn.ModuleDict({"a": Block(), "b": nn.Linear(8, 8)}), []),
         (lambda: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), []),
     ],

@@ -41,7 +41,7 @@ def _blocks(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.n
 
 
 def _is_repeated(module: torch.nn.Module) -> bool:
-    """At least two blocks in a list or dict, or lists of them, most of one class, with parameters in them."""
+    """At least two blocks in a list or dict, or lists of them, most of one class."""
     if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict) or len(module) < 2:
         return False
     children = list(module.children())
@@ -50,8 +50,7 @@ def _is_repeated(module: torch.nn.Module) -> bool:
     if count < 2 or 2 * count <= len(module):
         return False
     blocks = Counter(type(block) for child in children if type(child) is most for _, block in _called(child, ""))
-    has_parameters = next(module.parameters(), None) is not None  # else a list of activations, of losses
-    return bool(blocks) and has_parameters and not issubclass(blocks.most_common(1)[0][0], _TOO_SMALL)
+    return bool(blocks) and not issubclass(blocks.most_common(1)[0][0], _TOO_SMALL)
 
 
 def _called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -12,6 +12,9 @@ EbbtideError
 `- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
 """
 
+import sys
+import warnings
+
 
 class EbbtideError(Exception):
     """Root of the tree: catch this to catch everything that is ours."""
@@ -55,3 +58,11 @@ class DeviceError(EbbtideError, RuntimeError):
 
 class EbbtideWarning(UserWarning):
     """Something a user should know: nothing moved, a store failed and tensors stayed on the device."""
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """With the error, wherever it is shown; before Python 3.11, which has no notes, as a warning."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        warnings.warn(text, EbbtideWarning, stacklevel=2)

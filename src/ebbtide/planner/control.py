@@ -13,21 +13,22 @@ import enum
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
 
-from ebbtide._errors import EbbtideWarning, PlanError
+from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
+from ebbtide.planner.flights import Flight
 from ebbtide.planner.measure import IsDear, Pulse, StepWatch
 from ebbtide.planner.profile import Link, Profile
 from ebbtide.planner.ranks import Agree, Answer, slowest
 from ebbtide.planner.reading import Surroundings, profile_of
-from ebbtide.planner.upkeep import NO_BUDGET, GoesBy, Upkeep, tell
+from ebbtide.planner.reasons import NO_BUDGET
+from ebbtide.planner.upkeep import GoesBy, Upkeep
 from ebbtide.plans import Plan, Recipe, RegionPlan
 from ebbtide.types import Watch
 
@@ -110,9 +111,8 @@ class Control:
         self._looks_again = looks_again
         self._guessed = guessed
         self._times: StepWatch | None = None
-        self._watch: StepWatch | None = None  # whose backward has ended
-        self._watched: weakref.ref[StepWatch] | None = None
-        self._beside: list[weakref.ref[Pulse]] = []  # of forwards that are not watched: their graphs may be under way
+        self._watched: Flight[StepWatch] | None = None
+        self._beside: list[Flight[Pulse]] = []  # forwards that are not watched
         self._waited = 0
         self._forwards = 0
         self._next_vote = _FIRST_VOTE
@@ -194,17 +194,16 @@ class Control:
             self._forwards += 1
             if self._forwards == self._next_vote:
                 return self._vote(engine)
-        watched = None if self._watched is None else self._watched()
-        if watched is not None and self._watch is None:
-            return self._wait_for_backward(watched, engine)
+        waits_for = None if self._watched is None else self._watched.under_way
+        if waits_for is not None:
+            return self._wait_for_backward(waits_for, engine)
         if tokens == 0 < self._tokens:
             return self._go_beside(engine)  # an empty batch says nothing of a step
-        if self._watch is not None:
-            if not self._watch.is_readable and self._agree is None and self.phase is Phase.DETAILS:
-                return self._go_beside(engine)
-            if self._agree is not None and self.phase is Phase.DETAILS:
-                return self._go_beside(engine)  # until all vote
-            if self._move_on(self._watch, engine):
+        watch = self._watch_that_ended
+        if watch is not None:
+            if self.phase is Phase.DETAILS and (self._agree is not None or not watch.is_readable):
+                return self._go_beside(engine)  # until all vote, or the device has come by
+            if self._move_on(watch, engine):
                 return None
         is_detailed = self.phase is Phase.DETAILS
         self._tokens = tokens
@@ -213,45 +212,42 @@ class Control:
         if is_detailed:
             self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
-        self._watch = None
         watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             is_dear=self._is_dear if self.runs_again else None,
         )  # fmt: skip
-        watch.on_end = self._watch_ended
         watch.graphs = 1 + self._under_way()
-        self._watched = weakref.ref(watch)
+        self._watched = Flight(watch)
         self._waited = 0
         watch.began()
         return watch
 
-    def _watch_ended(self, watch: StepWatch) -> None:
-        """Its backward has ended; until then only its graph keeps it, so that one that is dropped is not waited for."""
-        if self._watched is not None and self._watched() is watch:
-            self._watch = watch
+    @property
+    def _watch_that_ended(self) -> StepWatch | None:
+        return None if self._watched is None else self._watched.ended
 
     def _go_beside(self, engine: Engine) -> Pulse:
         """A forward that is not watched, and whose graph counts while it is there."""
         pulse = Pulse(engine.device, looks_at_peak=False)
-        self._beside = [*(ref for ref in self._beside if _is_under_way(ref())), weakref.ref(pulse)]
+        self._beside = [*(flight for flight in self._beside if flight.under_way is not None), Flight(pulse)]
         return pulse
 
     def _under_way(self) -> int:
         """Graphs of forwards that were not watched, and whose backward is to come."""
-        return sum(_is_under_way(ref()) for ref in self._beside)
+        return sum(flight.under_way is not None for flight in self._beside)
 
     def _vote(self, engine: Engine) -> None:
         """At the same forward all ranks say whether they have a profile, whatever came between: none may be late.
 
-        If not all have one, each watches anew, and has twice as many forwards for it: a step may be of several.
+        If not all have one, each watches anew, and has more forwards for it than before: a step may be of several.
         """
         self._next_vote *= 3
-        watch = self._watch
-        if self.phase is Phase.DETAILS and watch is not None and watch.is_over:
+        watch = self._watch_that_ended
+        if self.phase is Phase.DETAILS and watch is not None:
             self._move_on(watch, engine)
         else:
             self._agreed(None)
-            self._watch = self._watched = None
+            self._watched = None
             self._could_not_read()
 
     def _wait_for_backward(self, watch: StepWatch, engine: Engine) -> Pulse:
@@ -281,7 +277,7 @@ class Control:
         while not watch.is_readable:  # ranks have to come to their plan in the same step
             time.sleep(1e-4)
         profile = self._profile(self._times, watch, engine)
-        self._times = self._watch = self._watched = None
+        self._times = self._watched = None
         if profile is None:
             self._could_not_read()
         elif self._keep is not None:
@@ -290,8 +286,8 @@ class Control:
 
     def conclude(self) -> Profile | None:
         """The profile, if the steps so far make one: what the next step would begin with, if there were one."""
-        engine, watch = self._handle.engine(), self._watch
-        if self.phase is Phase.DETAILS and engine is not None and watch is not None and watch.is_over:
+        engine, watch = self._handle.engine(), self._watch_that_ended
+        if self.phase is Phase.DETAILS and engine is not None and watch is not None:
             self._move_on(watch, engine)
         return self.profile
 
@@ -361,13 +357,9 @@ class Control:
     def forward_failed(self) -> None:
         """An exception leaves the forward. If the device is out of memory, say what was planned."""
         error = sys.exc_info()[1]
-        self._watch = self._watched = None
+        self._watched = None
         if self.upkeep is not None:
             self.upkeep.forward_failed(error, self._handle.engine())
         elif isinstance(error, torch.OutOfMemoryError):
             least = f"ebbtide: the step {self.phase.value}, which needs the least that recipes can do"
-            tell(error, NO_BUDGET if self._budget_of is None else least)
-
-
-def _is_under_way(pulse: Pulse | None) -> bool:
-    return pulse is not None and not pulse.is_over
+            add_note(error, NO_BUDGET if self._budget_of is None else least)

@@ -95,7 +95,31 @@ class _First(NamedTuple):
     save: int
 
 
-class StepWatch:
+class _UntilBackwardEnds:
+    """Ends with the backward that is the first to read what its forward saved."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.on_end: Callable[[], None] | None = None
+        self._is_awaited = False
+
+    def _backward_began(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited = True
+            at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        self._conclude()
+        self.is_over = True
+        if self.on_end is not None:
+            self.on_end()
+            self.on_end = None
+
+    def _conclude(self) -> None:
+        raise NotImplementedError
+
+
+class StepWatch(_UntilBackwardEnds):
     """One step, watched.
 
     Args:
@@ -109,24 +133,21 @@ class StepWatch:
     def __init__(
         self, device: Device, scope: Scope, *, is_detailed: bool, runs_again: bool, is_dear: IsDear | None = None
     ) -> None:
+        super().__init__()
         self.device = device
         self.notes: list[Note] = []
         self.visits: list[VisitNotes] = []
         self.outside: list[OutsideSave] = []
         """Saves outside of all regions after the last one."""
         self.again: list[VisitNotes] = []
-        self.is_over = False
         self.graphs = 1
         """Under way at once, while this one is. For whoever begins forwards to count."""
-        self.on_end: Callable[[StepWatch], None] | None = None
-        """As a pulse's."""
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
         self._is_dear = is_dear
         self._storages: dict[tuple[int, bool], _First] = {}
         self._region_read: str | None = None
-        self._has_callback = False
 
     # -- where the step comes by -----------------------------------------------------------------------------------
 
@@ -220,17 +241,8 @@ class StepWatch:
         self._storages[key] = _First(weakref.ref(storage), visit, index)
         return None
 
-    def _backward_began(self) -> None:
-        if not self._has_callback:
-            self._has_callback = True
-            at_end_of_backward(self._ended)
-
-    def _ended(self) -> None:
+    def _conclude(self) -> None:
         self._note(Place.ENDED, "")
-        self.is_over = True
-        if self.on_end is not None:
-            self.on_end(self)
-            self.on_end = None
 
     def _note(self, place: Place, region: str) -> None:
         memory = _UNKNOWN
@@ -245,7 +257,7 @@ class StepWatch:
         return self.is_over and self.device.is_done(self.notes[-1].event)
 
 
-class Pulse:
+class Pulse(_UntilBackwardEnds):
     """One step, looked at from the outside: when it began and when backward ended. Costs two events.
 
     Args:
@@ -254,19 +266,16 @@ class Pulse:
     """
 
     def __init__(self, device: Device, looks_at_peak: bool) -> None:
+        super().__init__()
         self.device = device
         self.looks_at_peak = looks_at_peak
         self.is_alone = True
         """No other step ran beside it. For whoever knows to say."""
-        self.on_end: Callable[[Pulse], None] | None = None
-        """Called once, when backward has ended. Until then the graph alone has to keep it alive: so a graph that was
-        dropped can be told from one that is still under way."""
         self.peak_bytes = 0
         if looks_at_peak:
             device.forget_peak()
         self._began = device.record(device.current_stream())
         self._ended: StreamEvent = None
-        self._has_callback = False
 
     def forward_ended(self) -> None:
         self._look()
@@ -285,29 +294,21 @@ class Pulse:
         pass
 
     def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
-        if not self._has_callback and graph_task_id() != -1:
-            self._has_callback = True
-            at_end_of_backward(self._end)
+        if graph_task_id() != -1:
+            self._backward_began()
 
     def running_again(self, region: str) -> contextlib.AbstractContextManager[OnSave | None]:
         self.read(region)
         return contextlib.nullcontext()
 
-    def _end(self) -> None:
+    def _conclude(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
         self._look()
-        if self.on_end is not None:
-            self.on_end(self)
-            self.on_end = None
-
-    @property
-    def is_over(self) -> bool:
-        return self._ended is not None
 
     @property
     def is_readable(self) -> bool:
         """Whether all its events have passed. Never waits."""
-        return self._ended is not None and self.device.is_done(self._ended)
+        return self.is_over and self.device.is_done(self._ended)
 
     def seconds(self) -> float:
         """Of the whole step, forward and backward."""

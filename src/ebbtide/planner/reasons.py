@@ -8,6 +8,7 @@ from ebbtide._bytes import format_bytes
 from ebbtide.planner.options import Option, why
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.simulate import Outcome, fixed_bytes, least_budget
+from ebbtide.plans import Prediction
 
 _FULL = 0.8  # of forward: the link has no room left that would be worth a plan of its own
 _GIB = 1024**3
@@ -83,6 +84,24 @@ def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> 
         f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget that one does is "
         f"{format_bytes(least_bytes)}. It is held by: {held}. Write budget={as_budget(least_bytes)!r} or more, or make "
         "the batch smaller"
+    )
+
+
+NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
+
+
+def out_of_memory(budget_bytes: int | None, predicted: Prediction | None, measured_bytes: int, spare_share: int) -> str:
+    """What to tell whose device ran out of memory. `spare_share`: that part of the budget should stay free besides."""
+    if budget_bytes is None:
+        return NO_BUDGET
+    if predicted is None:
+        return "ebbtide: nothing was predicted of this step"
+    beyond_bytes = max(0, measured_bytes - predicted.peak_bytes)
+    fitting_bytes = max(0, budget_bytes - beyond_bytes - budget_bytes // spare_share)
+    return (
+        f"ebbtide: a peak of {format_bytes(predicted.peak_bytes)} was predicted for a budget of "
+        f"{format_bytes(budget_bytes)}, and {format_bytes(measured_bytes)} were allocated. Something outside of the "
+        f"plan needs the rest: budget={fitting_bytes / _GIB:.1f}GiB would have fitted, or write on_oom='replan'"
     )
 
 

@@ -6,31 +6,33 @@ Note [Upkeep]
    device, so several pulses are in flight. Steps of which two ran at once (two forwards, then backward) say nothing.
 2. Off by more than following.REPLAN_AT for a while, the profile is refitted and solved again: the link to what its
    copies were timed at, compute to the step without the time that it waited for the link. Each time it takes more
-   patience, and a plan that turns out slower than the best one so far gives way to that one. So it cannot swing.
+   patience, and a plan that turns out slower than the best one so far gives way to that one. All of it, trials too, is
+   done a few times for all sizes together. So it cannot swing.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
    plan looks slow, they are tried, a few of them, and what is slower than they are moves less, or nothing.
 4. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
-   beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times.
+   beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times. It is
+   looked at again when that record goes beyond the budget.
 5. A batch of another size goes by the profile scaled to it, one plan per bucket.
 """
 
 import dataclasses
 import math
-import sys
 import warnings
-import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ebbtide._bytes import format_bytes
-from ebbtide._errors import EbbtideWarning, PlanError
+from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.ledger import Ledger
+from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
 from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.reasons import out_of_memory
 from ebbtide.planner.solve import Solver
 from ebbtide.planner.timing import LinkTimes
 from ebbtide.plans import Plan
@@ -66,28 +68,13 @@ class _Size:
     follow: Follower
 
 
-@dataclasses.dataclass
-class _Step:
-    """In flight.
+class _Step(NamedTuple):
+    """In flight. `share`: its batch, of the size that is planned for."""
 
-    Attributes:
-        alive: its pulse, while the graph is there.
-        share: its batch, of the size that is planned for.
-        pulse: once backward has ended.
-    """
-
-    alive: "weakref.ref[Pulse]"
+    flight: Flight[Pulse]
     size: _Size
     plan: Plan
     share: float
-    pulse: Pulse | None = None
-
-    def end(self, pulse: Pulse) -> None:
-        self.pulse = pulse
-
-    @property
-    def is_under_way(self) -> bool:
-        return self.pulse is None and self.alive() is not None
 
 
 class Upkeep:
@@ -149,10 +136,9 @@ class Upkeep:
 
     def step_begins(self, engine: Engine, tokens: int) -> Pulse:
         """Before a forward: sets its plan, and returns what follows it."""
-        if any(step.pulse is None for step in self._in_flight):
+        if any(step.flight.ended is None for step in self._in_flight):
             self._look_for_failure(engine)
         self._read()
-        beside = [step for step in self._in_flight if step.is_under_way]
         bucket = self._bucket(tokens)
         size = self._sizes.get(bucket) or self._make_size(bucket, self._leanest)
         if size is not self._size:
@@ -161,12 +147,12 @@ class Upkeep:
         self._bound_trial(size)
         self._look_again(size, engine)
         pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
-        for other in filter(None, (step.alive() for step in beside)):
-            pulse.is_alone = other.is_alone = False
+        for step in self._in_flight:
+            other = step.flight.under_way
+            if other is not None:
+                pulse.is_alone = other.is_alone = False
         share = tokens / size.tokens if tokens > 0 and size.tokens > 0 else 1.0
-        step = _Step(weakref.ref(pulse), size, size.follow.plan, share)
-        pulse.on_end = step.end
-        self._in_flight = [*beside, *(s for s in self._in_flight if s.pulse is not None), step][-_MOST_IN_FLIGHT:]
+        self._in_flight.append(_Step(Flight(pulse), size, size.follow.plan, share))
         return pulse
 
     def _bucket(self, tokens: int) -> int:
@@ -181,10 +167,17 @@ class Upkeep:
 
     def _read(self) -> None:
         """What the steps took that have passed by now."""
-        passed = [(step, step.pulse) for step in self._in_flight if step.pulse is not None and step.pulse.is_readable]
+        passed: list[tuple[_Step, Pulse]] = []
+        left: list[_Step] = []
+        for step in self._in_flight:
+            pulse = step.flight.ended
+            if pulse is not None and pulse.is_readable:
+                passed.append((step, pulse))
+            elif pulse is not None or step.flight.under_way is not None:
+                left.append(step)  # the others' graphs were dropped
+        self._in_flight = left[-_MOST_IN_FLIGHT:]
         if not passed:
             return
-        self._in_flight = self._in_flight_but([step for step, _ in passed])
         # Whose waiting it was nobody knows; the longer the step, the more of it.
         waited_share = min(1.0, self._link_times.waited_s() / max(sum(pulse.seconds() for _, pulse in passed), 1e-9))
         for step, pulse in passed:
@@ -199,9 +192,6 @@ class Upkeep:
             elif follow.saw(seconds, seconds * waited_share):
                 self._again(step.size)
 
-    def _in_flight_but(self, passed: list[_Step]) -> list[_Step]:
-        return [step for step in self._in_flight if all(step is not other for other in passed)]
-
     def _again(self, size: _Size) -> None:
         """The steps are not what they should be."""
         follow = size.follow
@@ -213,9 +203,7 @@ class Upkeep:
             self._slower_than_kept(size)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._refit(follow)
-            plan = self._solver_of(size).solve(self._budget_for(size.tokens))
-            self._change_to(size, _or_better(plan, follow.best))
+            self._change_to(size, _or_better(self._refitted_plan(size), follow.best))
 
     def _slower_than_kept(self, size: _Size) -> None:
         """There is no budget, and the steps look slower than with everything kept."""
@@ -231,8 +219,7 @@ class Upkeep:
             self._change_to(size, _as_measured(kept))
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._refit(follow)
-            self._change_to(size, self._solver_of(size).solve(None))
+            self._change_to(size, self._refitted_plan(size))
 
     def _weigh(self, size: _Size) -> None:
         """Steps with everything kept were tried: are those of the plan before as fast?"""
@@ -243,8 +230,7 @@ class Upkeep:
             self._change_to(size, _as_measured(tried))
             follow.most_s = max(kept.step_s, tried.step_s) * _LOOKS_SLOW
             return
-        self._refit(follow)
-        plan = self._solver_of(size).solve(None)
+        plan = self._refitted_plan(size)
         is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(tried.plan)
         self._change_to(size, plan if is_less else _as_measured(kept))
         follow.most_s = kept.step_s * _LOOKS_SLOW if is_less else None
@@ -263,6 +249,16 @@ class Upkeep:
         size.follow.most_s = None
         self._change_to(size, tried.plan)
 
+    def _refitted_plan(self, size: _Size) -> Plan:
+        """From what its steps say of the profile."""
+        self._refit(size.follow)
+        # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
+        self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.follow.kept is not None}
+        self._sizes[size.tokens] = size
+        size.solver = self._solver_for(size.tokens)
+        size.follow.most_s = self._most_s(size.solver)
+        return size.solver.solve(self._budget_for(size.tokens))
+
     def _refit(self, follow: Follower) -> None:
         """The link to what its copies were timed at, and compute to the steps less what it waited for."""
         predicted = follow.plan.predicted
@@ -276,25 +272,27 @@ class Upkeep:
         self.profile = dataclasses.replace(
             self.profile.refitted(ratio, ratio), link=self._link_times.refitted(self.profile.link)
         )
-        # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
-        self._sizes = {tokens: size for tokens, size in self._sizes.items() if size.follow.kept is not None}
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
     def _make_size(self, tokens: int, instead: Callable[[int, Solver], Plan] | None = None) -> _Size:
         """Raises PlanError if nothing fits the budget and there is nothing to do `instead`."""
-        solver = Solver(self.profile.scaled(tokens))
+        solver = self._solver_for(tokens)
         try:
             plan = solver.solve(self._budget_for(tokens))
         except PlanError:
             if instead is None:
                 raise
             plan = instead(tokens, solver)  # training is under way
-        size = _Size(tokens, solver, Follower(plan))
-        if self._budget() is None:
-            size.follow.most_s = solver.profile.plain_s * _LOOKS_SLOW
-        self._sizes[tokens] = size
+        size = self._sizes[tokens] = _Size(tokens, solver, Follower(plan, self._most_s(solver)))
         return size
+
+    def _solver_for(self, tokens: int) -> Solver:
+        return Solver(self.profile.scaled(tokens))
+
+    def _most_s(self, solver: Solver) -> float | None:
+        """What a step may take at the most where none may be slower than with everything kept."""
+        return solver.profile.plain_s * _LOOKS_SLOW if self._budget() is None else None
 
     def _leanest(self, tokens: int, solver: Solver) -> Plan:
         """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
@@ -308,14 +306,6 @@ class Upkeep:
             stacklevel=2,
         )
         return solver.solve(least_bytes)
-
-    def _solver_of(self, size: _Size) -> Solver:
-        """After a refit."""
-        size.solver = Solver(self.profile.scaled(size.tokens))
-        self._sizes[size.tokens] = size
-        if self._budget() is None:
-            size.follow.most_s = size.solver.profile.plain_s * _LOOKS_SLOW
-        return size.solver
 
     def _change_to(self, size: _Size, plan: Plan) -> None:
         size.follow.goes_by(plan)
@@ -402,7 +392,7 @@ class Upkeep:
         if engine is not None:
             self._failed_allocations = engine.device.failed_allocations()
         if isinstance(error, torch.OutOfMemoryError):
-            tell(error, self._oom_text(engine))
+            add_note(error, self._oom_text(engine))
             self._plan_for_less()
 
     def _look_for_failure(self, engine: Engine) -> None:
@@ -421,29 +411,8 @@ class Upkeep:
             self._plan_with(self._size, self._spare_for(self._size.tokens) + budget_bytes // _OOM_SHARE)
 
     def _oom_text(self, engine: Engine | None) -> str:
-        budget, predicted = self.budget_bytes, self._size.follow.plan.predicted
-        if budget is None:
-            return NO_BUDGET
-        if predicted is None or engine is None:
-            return "ebbtide: nothing was predicted of this step"
-        measured = engine.device.memory().peak_bytes
-        fitting = max(0, budget - max(0, measured - predicted.peak_bytes) - budget // _OOM_SHARE)
-        return (
-            f"ebbtide: a peak of {format_bytes(predicted.peak_bytes)} was predicted for a budget of "
-            f"{format_bytes(budget)}, and {format_bytes(measured)} were allocated. Something outside of the plan needs "
-            f"the rest: budget={fitting / 2**30:.1f}GiB would have fitted, or write on_oom='replan'"
-        )
-
-
-NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
-
-
-def tell(error: BaseException, text: str) -> None:
-    """With the error, wherever it is shown."""
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        warnings.warn(text, EbbtideWarning, stacklevel=2)
+        measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
+        return out_of_memory(self.budget_bytes, self._size.follow.plan.predicted, measured_bytes, _OOM_SHARE)
 
 
 def _or_better(plan: Plan, best: Tried | None) -> Plan:

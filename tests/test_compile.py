@@ -256,6 +256,22 @@ def test_compiled_backward_owns_what_it_unpacks():
     rig.check_at_rest()
 
 
+def test_what_a_compiled_backward_has_read_is_not_fetched_again():
+    # A window larger than the step: the look ahead goes round, and comes by the saves of the node that runs.
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    handle = offload(model, prefetch="1GiB")
+    fetched = []
+    for step in range(STEPS):
+        fetched.clear()
+        stop = handle.subscribe(lambda event: fetched.append(event.site) if event.what is ebbtide.What.FETCHED else None)
+        finish(model(tokens(CPU, step)), model)
+        stop()
+    handle.remove()
+    assert fetched
+    assert len(fetched) == len(set(fetched))
+
+
 def test_include_and_keep_last_reach_compiled_blocks():
     model = make(Tower, CPU)
     compile_blocks(model, "aot_eager")

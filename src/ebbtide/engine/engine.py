@@ -217,6 +217,9 @@ class Engine:
             self._inbound.arrive(parcel, point)  # outside of the lock: on the CPU this blocks until the bytes are there
             if "torch._dynamo" in sys.modules and _is_last_of_compiled(ticket.claim):
                 parcel.forget_arrival()
+                # The node keeps its tickets until it has run. A look ahead that goes beyond the end of the step comes
+                # by them again, and is not to fetch what has been read for good.
+                parcel.is_needed = not keeps_graph()
         return ticket.geometry.view(storage, 0)
 
     def expect(self, tickets: Sequence[Ticket], limits: Limits) -> None:

@@ -6,6 +6,7 @@ from ebbtide.plans import Plan
 
 REPLAN_AT = 0.05
 PATIENCE = 3
+_LOOKS = 2
 STEPS_TO_LEARN = 2  # until the engine's timetable knows the order
 _TYPICAL_OF = 3
 _MOST_REPLANS = 4
@@ -25,7 +26,8 @@ class Follower:
         plan: that is followed now.
         steps: that went by it, as far as they have passed.
         begun: forwards that went by it.
-        peak_bytes: most that one of them allocated, 0 before that was looked at.
+        peak_bytes: most that one of them allocated, 0 before that was looked at. Of two that were looked at the less:
+            what a reference cycle held until the collector came by is none of the plan's.
         best: the plan with the least typical step so far.
         kept: the step with everything kept, if that was tried.
         before_trial: the plan before such a trial.
@@ -47,6 +49,7 @@ class Follower:
         self._replans = 0
         self._times: list[float] = []
         self._stalls: list[float] = []
+        self._peaks: list[int] = []
 
     def saw(self, step_s: float, stall_s: float = 0.0) -> bool:
         """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again."""
@@ -64,6 +67,21 @@ class Follower:
         if self.is_trial:
             return True
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
+
+    def saw_peak(self, peak_bytes: int) -> bool:
+        """A step allocated so much. Whether that was the last look that it takes."""
+        if self.peak_bytes > 0:
+            return False  # more such steps were in flight than it takes
+        self._peaks.append(peak_bytes)
+        if len(self._peaks) < _LOOKS:
+            return False
+        self.peak_bytes = min(self._peaks)
+        return True
+
+    def look_again(self) -> None:
+        """The peak may be another one by now."""
+        self.peak_bytes = 0
+        self._peaks.clear()
 
     def came_by(self) -> None:
         """A step of which only is known that it went by the plan."""
@@ -90,7 +108,7 @@ class Follower:
         self.plan = plan
         self.steps = 0
         self.begun = 0
-        self.peak_bytes = 0
+        self.look_again()
         self.is_trial = is_trial
         self._off = 0
         self._replans += 0 if is_trial else 1

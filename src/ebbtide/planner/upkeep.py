@@ -10,9 +10,9 @@ Note [Upkeep]
    done a few times for all sizes together. So it cannot swing.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
    plan looks slow, they are tried, a few of them, and what is slower than they are moves less, or nothing.
-4. The peak is looked at once a plan has run twice, and the device's own record of it begins anew then: what it is
-   beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few times. It is
-   looked at again when that record goes beyond the budget.
+4. The peak is looked at once a plan has run twice, in two steps, and the device's own record of it begins anew then:
+   what it is beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few
+   times. It is looked at again when that record goes beyond the budget.
 5. A batch of another size goes by the profile scaled to it, one plan per bucket.
 """
 
@@ -186,7 +186,8 @@ class Upkeep:
                 continue  # of a plan that is followed no more
             seconds = pulse.seconds() / step.share
             if pulse.looks_at_peak:
-                self._fit_peak(step.size, pulse.peak_bytes)
+                if follow.saw_peak(pulse.peak_bytes):
+                    self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
             elif follow.saw(seconds, seconds * waited_share):
@@ -326,15 +327,13 @@ class Upkeep:
     # -- peaks -----------------------------------------------------------------------------------------------------
 
     def _wants_peak(self, follow: Follower) -> bool:
-        """Once per plan, when its order has been learned."""
+        """Until it is known of a plan, when its order has been learned."""
         is_watched = not self._is_shared and self._budget() is not None
         return is_watched and follow.steps >= STEPS_TO_LEARN and follow.peak_bytes == 0
 
-    def _fit_peak(self, size: _Size, peak_bytes: int) -> None:
-        """Plan for less if the peak was beyond the budget, and for more if it was well below the prediction."""
-        if size.follow.peak_bytes > 0:
-            return  # two such steps were in flight
-        size.follow.peak_bytes = peak_bytes
+    def _fit_peak(self, size: _Size) -> None:
+        """Plan for less if the peak was beyond the budget, and for more if that leaves room to spare."""
+        peak_bytes = size.follow.peak_bytes
         predicted, asked_bytes = size.follow.plan.predicted, self._budget()
         if predicted is None or asked_bytes is None:
             return
@@ -344,12 +343,12 @@ class Upkeep:
             return
         if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
             return
-        beyond = peak_bytes - predicted.peak_bytes
-        if peak_bytes <= asked_bytes and -beyond <= _NEAR * asked_bytes:
+        beyond_bytes, spare_bytes = peak_bytes - predicted.peak_bytes, self._spare_for(size.tokens)
+        over_bytes = peak_bytes - asked_bytes
+        if over_bytes <= 0 and spare_bytes - beyond_bytes <= _NEAR * asked_bytes:
             return  # what the plan leaves unused on its own account is none of the prediction's fault
         self._peaks_fitted += 1
-        over = peak_bytes - asked_bytes
-        self._plan_with(size, beyond if over <= 0 else max(beyond, self._spare_for(size.tokens) + over))
+        self._plan_with(size, beyond_bytes if over_bytes <= 0 else max(beyond_bytes, spare_bytes + over_bytes))
 
     def _plan_with(self, size: _Size, spare_bytes: int) -> None:
         """Plan again with so much of the budget taken off. If nothing fits then, what is there has to do."""
@@ -372,7 +371,7 @@ class Upkeep:
         if asked_bytes is None or self._is_shared or follow.begun % _LOOK_EVERY != 0 or follow.peak_bytes == 0:
             return
         if follow.peak_bytes <= asked_bytes < engine.device.memory().peak_bytes:
-            follow.peak_bytes = 0
+            follow.look_again()
 
     def _tell_of_peak(self, peak_bytes: int, asked_bytes: int) -> None:
         if not self._was_peak_told:

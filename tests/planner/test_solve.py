@@ -1,5 +1,6 @@
 """Plans: they hold their budget, nothing that could be tried is faster, and more memory never costs time."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -233,6 +234,15 @@ def test_without_a_budget_it_moves_what_the_link_hides(solver_a):
     assert 4.4 * GIB < predicted.moved_bytes < 4.9 * GIB
     everything = least_budget(solver_a.profile, uniform(solver_a.profile, Recipe("keep")))
     assert everything - predicted.peak_bytes > 4.4 * GIB
+
+
+def test_without_a_budget_the_link_is_full_to_the_last_parcels():
+    # Counting goes by quarters of what a region saves, here of 1.1 GiB: half of one more than that has room.
+    step = workload_a(8)
+    step = replace(step, link=replace(step.link, out=20e9, back=20e9, out_duplex=18e9, back_duplex=18e9))
+    forward_s = step.around.before_s + step.around.after_s + sum(region.forward_s for region in step.regions)
+    carried = forward_s * step.link.out
+    assert 0.9 * carried < solve(step, None).predicted.moved_bytes < carried
 
 
 def test_without_a_budget_a_slow_link_moves_nothing():

@@ -148,14 +148,14 @@ def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) 
 # -- solved --------------------------------------------------------------------------------------------------------
 
 
-def budgets_from(model: Model, low: int) -> list[int]:
+def budgets_from(model: Model, low: int, count: int) -> list[int]:
     """From the smallest that any plan needs to what keeping everything needs; closer together where it is tight."""
     high = least_budget(model.profile, model.options((0,) * len(model.units)))
-    return [low + int((high - low) * (step / _BUDGETS) ** 1.5) for step in range(_BUDGETS + 1)]
+    return [low + int((high - low) * (step / count) ** 1.5) for step in range(count + 1)]
 
 
 def _solved(model: Model, least_bytes: int) -> Iterator[Choices]:
-    row = budgets_from(model, least_bytes)
+    row = budgets_from(model, least_bytes, _BUDGETS)
     for kind, some in ((_anything, row), (_moves_nothing, row[::2])):
         counts = Counts(model, kind)
         for budget_bytes in some:

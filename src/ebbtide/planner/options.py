@@ -50,12 +50,21 @@ class Option:
         return sum(parcel.nbytes for parcel in self.moved)
 
 
+_MARKS = (0.25, 0.5, 0.75)
+_FINE_MARKS = tuple(step / 32 for step in range(1, 32))
+
+
 def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
     """All that is worth considering for `region`; without second runs if `only_moves`. The first keeps everything."""
-    options = [_kept(region), *_offloaded(region)]
+    options = [_kept(region), *_offloaded(region, _MARKS)]
     if not only_moves and region.again_s > 0:
         options += [*_recomputed(region), *_selective(region)]
     return tuple(_without_dominated(options))
+
+
+def fine_offloads_of(region: RegionProfile) -> list[Option]:
+    """Steps from keeping all to moving all so small that the last of them fills what is left of the link."""
+    return sorted(_offloaded(region, _FINE_MARKS), key=lambda option: option.moved_bytes)
 
 
 def option_for(region: RegionProfile, recipe: Recipe) -> Option:
@@ -76,13 +85,13 @@ def _kept(region: RegionProfile) -> Option:
     return _of_saves(region, Recipe("keep"), ())
 
 
-def _offloaded(region: RegionProfile) -> Iterator[Option]:
-    """All saves; and the largest that make up a quarter, a half, and three quarters of the bytes."""
+def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
+    """All saves; and the largest that make up such shares of the bytes."""
     movable = [save for save in region.saves if save.nbytes > 0]
     total = sum(save.nbytes for save in movable)
     largest_first = sorted(movable, key=lambda save: (-save.nbytes, save.at_s))
     taken: list[Save] = []
-    marks = [0.25, 0.5, 0.75]
+    marks = list(at)
     for save in largest_first:
         taken.append(save)
         if len(taken) < len(movable) and marks and sum(s.nbytes for s in taken) >= marks[0] * total:

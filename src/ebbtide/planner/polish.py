@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from ebbtide.planner.candidates import Candidate, Choices, candidate_from
 from ebbtide.planner.groups import Model
 
+RUNGS = 256  # what is between a budget and the rung below it is not made use of
 # Per rung; more on the lowest ones, which have nothing better below them, and where choices matter most. Fewer, and
 # fewer rungs, for a deep model, whose simulations take longer.
-_CHANGES = 48
-_CHANGES_BELOW = 128
-_RUNGS_BELOW = 24
+_CHANGES = 24
+_CHANGES_BELOW = 96
+_RUNGS_BELOW = 48
 _REGIONS = 32
 _PROMISING = 2
 _ANY = 0.5  # of the changes are to any recipe

@@ -16,9 +16,9 @@ from functools import cached_property
 from ebbtide._errors import PlanError
 from ebbtide.planner.bound import least_step_s
 from ebbtide.planner.candidates import Candidate, all_kept, budgets_from, candidate_of, candidates_of
-from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model
-from ebbtide.planner.options import Option
-from ebbtide.planner.polish import Ladder
+from ebbtide.planner.groups import MOST_ASSIGNMENTS, Model, Unit
+from ebbtide.planner.options import Option, fine_offloads_of, option_for
+from ebbtide.planner.polish import RUNGS, Ladder
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import reasons_of, too_small, what_holds
 from ebbtide.planner.simulate import Outcome, Pace, fixed_bytes, pace_within, simulate
@@ -28,6 +28,7 @@ _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
 _BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
 _TRIFLE = 0.05  # of the memory that moving frees
+_ENOUGH = 4  # regions in a row that have nothing to add: the link is full
 _FINE = 1e-3  # how closely the smallest budget is looked for
 _POINTS = 24
 
@@ -148,7 +149,7 @@ class _Space:
     def _ladder(self) -> Ladder:
         # Where all there is are candidates, nothing is left to be made better.
         is_whole = self._model.assignments <= MOST_ASSIGNMENTS
-        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes)
+        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes, RUNGS)
         return Ladder(self._model, budgets, self._own, self._step_s, self._least_s)
 
     def _step_s(self, candidate: Candidate, budget_bytes: int) -> float | None:
@@ -192,7 +193,35 @@ class _Space:
         best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
         if best is kept:
             return kept
-        return self._tidied(best, kept.outcome.peak_bytes) or best
+        filled = self._filled(best)
+        return self._tidied(filled, kept.outcome.peak_bytes) or filled
+
+    def _filled(self, best: _Tried) -> _Tried:
+        """With as much more as the link has room for, by small steps: what was counted went by large ones."""
+        in_vain = 0
+        for unit in self._model.units:
+            first = unit.visits[0]
+            moved_bytes = best.candidate.options[first].moved_bytes
+            steps = fine_offloads_of(self._profile.regions[first])
+            for step in (step for step in steps if step.moved_bytes > moved_bytes):
+                tried = self._with_step(best, unit, step)
+                in_vain = 0 if tried is not best else in_vain + 1
+                if tried is best:
+                    break
+                best = tried
+            if in_vain == _ENOUGH:
+                break
+        return best
+
+    def _with_step(self, best: _Tried, unit: Unit, step: Option) -> _Tried:
+        """If the regions move more with `step`, and the peak is lower then and the step no slower; else `best`."""
+        options = list(best.candidate.options)
+        for visit in unit.visits:
+            options[visit] = option_for(self._profile.regions[visit], step.recipe)
+        candidate = candidate_of(self._profile, options)
+        least_bytes = self._least_unslowed_bytes(candidate)
+        most = best.outcome.peak_bytes - 1
+        return (self._least_unslowed(candidate, least_bytes, most) if least_bytes <= most else None) or best
 
     def _tidied(self, best: _Tried, most: int) -> _Tried | None:
         """The same without sending what is used before it could leave, if it does as well but for a trifle.

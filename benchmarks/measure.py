@@ -14,10 +14,12 @@ WARM_UP_STEPS = 2
 
 @dataclass
 class Step:
-    """One step: milliseconds, and bytes above what was allocated before it."""
+    """One step: milliseconds, and bytes above what was allocated before it. `issued_ms`: until the host had queued all
+    of it; a host that takes as long as the device is what the step waits for."""
 
     step_ms: float
     forward_ms: float
+    issued_ms: float
     act_peak_bytes: int
     loss: float
 
@@ -33,6 +35,7 @@ class Measured:
         return {
             "step_ms": spread([step.step_ms for step in self.steps]),
             "forward_ms": spread([step.forward_ms for step in self.steps]),
+            "issued_ms": spread([step.issued_ms for step in self.steps]),
             "act_peak_gib": max(step.act_peak_bytes for step in self.steps) / 2**30,
             "loss": self.steps[-1].loss,
             "grad_checksum": self.grad_checksum,
@@ -65,10 +68,11 @@ def one_step(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], contex
         loss = loss_of()
     forward_end.record()
     loss.backward()
+    issued_ms = (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize()
     step_ms = (time.perf_counter() - start) * 1e3
     peak = torch.cuda.max_memory_allocated() - before
-    return Step(step_ms, forward_start.elapsed_time(forward_end), peak, loss.item())
+    return Step(step_ms, forward_start.elapsed_time(forward_end), issued_ms, peak, loss.item())
 
 
 def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context, count: int) -> Measured:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,10 +22,11 @@ SETTLING = 16  # steps in which a planner watches, plans, looks at the peak and 
 
 @dataclass(frozen=True)
 class Settled:
-    """A plan that its planner is content with."""
+    """A plan that its planner is content with, and the steps that led to it."""
 
     plan: ebbtide.Plan
     profile: ebbtide.Profile
+    steps: list[dict[str, float]]
 
 
 def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str, object], ebbtide.Profile]:
@@ -51,7 +53,7 @@ def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str
                 parts[key].append(steps(model, loss_of, context, -(-2 * count // workload.rounds)))
             _tidy()
     result: dict[str, object] = {"modes": {key: merged(measured).summary() for key, measured in parts.items()}}
-    result["plans"] = {key: _about(settled.plan, base_bytes) for key, settled in plans.items()}
+    result["plans"] = {key: _about(settled, base_bytes) for key, settled in plans.items()}
     result["budgets_gib"] = {key: (nbytes - base_bytes) / GIB for key, nbytes in budgets.items()}
     if "auto" in plans:
         result["auto"] = _released(model, loss_of, plans["auto"].plan)
@@ -88,12 +90,21 @@ def _first_figures(
 def _settled(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget_bytes: int | None) -> Settled:
     """After the steps that a user's run would begin with."""
     handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT)
+    settling: list[dict[str, float]] = []
     try:
         for _ in range(SETTLING):
-            one_step(model, loss_of, contextlib.nullcontext)
+            step = one_step(model, loss_of, contextlib.nullcontext)
+            predicted = handle.plan.predicted
+            settling.append(
+                {
+                    "step_ms": round(step.step_ms, 2),
+                    "act_peak_gib": round(step.act_peak_bytes / GIB, 3),
+                    "predicted_ms": 0.0 if predicted is None else round(predicted.step_s * 1e3, 2),
+                }
+            )
         profile = handle.profile
         assert profile is not None
-        return Settled(handle.plan, profile)
+        return Settled(handle.plan, profile, settling)
     finally:
         handle.remove()
         _tidy()
@@ -108,7 +119,8 @@ def _planned(model: torch.nn.Module, plan: ebbtide.Plan) -> Iterator[Context]:
         handle.remove()
 
 
-def _about(plan: ebbtide.Plan, base_bytes: int) -> dict[str, object]:
+def _about(settled: Settled, base_bytes: int) -> dict[str, object]:
+    plan = settled.plan
     predicted = plan.predicted
     assert predicted is not None
     return {
@@ -117,6 +129,7 @@ def _about(plan: ebbtide.Plan, base_bytes: int) -> dict[str, object]:
         "predicted_act_peak_gib": (predicted.peak_bytes - base_bytes) / GIB,
         "moved_gib": predicted.moved_bytes / GIB,
         "recipes": {name: str(region.recipe) for name, region in plan.regions.items()},
+        "settling": settled.steps,
     }
 
 
@@ -130,12 +143,13 @@ def _released(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan:
         stop = handle.subscribe(
             lambda event: released.append(event.nbytes) if event.what is ebbtide.What.RELEASED else None
         )
-        step = one_step(model, loss_of, contextlib.nullcontext)
+        one_step(model, loss_of, contextlib.nullcontext)
         stop()
+        forward_ms = statistics.median(one_step(model, loss_of, contextlib.nullcontext).forward_ms for _ in range(9))
         stats = handle.stats()
     finally:
         handle.remove()
-    return {"released_bytes": sum(released), "forward_s": step.forward_ms / 1e3, "out_gb_per_s": stats.out_gb_per_s}
+    return {"released_bytes": sum(released), "forward_s": forward_ms / 1e3, "out_gb_per_s": stats.out_gb_per_s}
 
 
 def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:

@@ -87,7 +87,7 @@ class PlannedWorkload:
     neighbours: tuple[str, ...] = ("nothing", "checkpoint")
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
-    rounds: int = 4
+    rounds: int = 6
 
     @property
     def fits_plain(self) -> bool:

@@ -45,7 +45,8 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
     if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
         return None
     again = _by_forward(((visit.region, visit) for visit in details.again), clock.regions)
-    step = _Step(clock, memory, details.device, about, _grad_bytes(clock.regions, about.grads))
+    slowdown = _slowdown(clock, _Clock(details, names, scale=1.0))
+    step = _Step(clock, memory, details.device, about, _grad_bytes(clock.regions, about.grads), slowdown)
     passes = zip(visits, again, strict=True)
     regions = tuple(step.region(k, visit, second) for k, (visit, second) in enumerate(passes))
     return Profile(
@@ -76,12 +77,16 @@ class _Step(NamedTuple):
     device: Device
     about: Surroundings
     grad_bytes: Sequence[int]
+    slowdown: float
 
     def region(self, k: int, visit: VisitNotes, second: VisitNotes | None) -> RegionProfile:
         """The `k`-th pass. Its saves are seen in its `second` run, or without one in forward, where they stay."""
         looked_at = visit if second is None else second
         saves = tuple(self._save(seen, looked_at) for seen in looked_at.saves)
         kept_bytes = sum(save.nbytes for save in saves) + looked_at.stuck_bytes if second is None else 0
+        inputs = tuple(self._save(seen, visit) for seen in visit.inputs)
+        # A second run has its inputs before it begins, and what it works with is counted from there.
+        at_hand_bytes = kept_bytes if second is None else sum(save.nbytes for save in inputs)
         is_hidden = visit.region in self.about.compiled
         return RegionProfile(
             name=visit.region,
@@ -90,10 +95,10 @@ class _Step(NamedTuple):
             again_s=self.clock.again_s[k],
             saves=saves,
             stuck_bytes=looked_at.stuck_bytes,
-            inputs=tuple(self._save(seen, visit) for seen in visit.inputs),
+            inputs=inputs,
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in looked_at.dear),
             forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
-            backward_work_bytes=self.memory.backward_work[k] + kept_bytes,
+            backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=self.grad_bytes[k],
         )
 
@@ -102,10 +107,20 @@ class _Step(NamedTuple):
 
     def _dear(self, seen: Seen, visit: VisitNotes) -> Dear:
         at_s, again_s = self._between(visit.began, seen.event), self._between(seen.before, seen.event)
-        return Dear(seen.index, seen.nbytes, at_s, again_s, seen.op)
+        return Dear(seen.index, seen.nbytes, at_s, again_s * self.slowdown, seen.op)
 
     def _between(self, start: StreamEvent, end: StreamEvent) -> float:
         return max(0.0, self.device.seconds_between(start, end))
+
+
+def _slowdown(clock: "_Clock", detailed: "_Clock") -> float:
+    """How much longer second runs take where nobody looks into them.
+
+    A device that waits now and then, as it does for what is fetched in the detailed step, is the faster in between: it
+    has power to spare. Never less than 1: to look takes time too.
+    """
+    again_s, detailed_s = sum(clock.again_s), sum(detailed.again_s)
+    return max(1.0, again_s / detailed_s) if detailed_s > 0.0 else 1.0
 
 
 def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:

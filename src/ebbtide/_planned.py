@@ -220,7 +220,7 @@ class AnyDear:
         self._ops = DearOps(tuple(OP_CLASSES))
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return self._ops.may_be(op) and self._ops.is_dear(op, args, kwargs, ())
+        return self._ops.is_dear(op, args, kwargs, ())
 
 
 def agreement() -> Agree | None:

@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbtide.plans import OpChoice, Predicate, op_class_of
 
@@ -66,29 +66,45 @@ _HIDDEN_VIEWS = {
 _Condition = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Collection[str]], bool]
 
 
+class OpKind(NamedTuple):
+    """What holds for all calls of an operator, found out once: a forward makes some dozen calls per region.
+
+    Attributes:
+        conditions: on which a call is dear.
+        is_always_dear: with any arguments, inside of any module.
+        is_hidden_view: see `is_hidden_view`.
+    """
+
+    conditions: tuple[_Condition, ...]
+    is_always_dear: bool
+    is_hidden_view: bool
+
+    @property
+    def may_be_dear(self) -> bool:
+        """Such calls are numbered."""
+        return bool(self.conditions)
+
+
 class DearOps:
     """The operators that a selective recipe calls dear."""
 
     def __init__(self, choices: tuple[OpChoice, ...]) -> None:
         self._choices = choices
-        self._conditions: dict[Any, tuple[_Condition, ...]] = {}
+        self._kinds: dict[Any, OpKind] = {}
         self.modules = tuple({inside for _, inside in map(op_class_of, _strings(choices)) if inside is not None})
         """Patterns of the modules that some choices are limited to."""
 
-    def may_be(self, op: Any) -> bool:
-        """Whether calls of `op` can be dear at all. Such calls are numbered."""
-        return bool(self._of(op))
-
     def is_dear(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
         """Whether this call is. `inside`: those of `modules` that the forward is inside of now."""
-        return any(condition(op, args, kwargs, inside) for condition in self._of(op))
+        kind = self.kind_of(op)
+        return kind.is_always_dear or any(condition(op, args, kwargs, inside) for condition in kind.conditions)
 
-    def _of(self, op: Any) -> tuple[_Condition, ...]:
-        conditions = self._conditions.get(op)
-        if conditions is None:
+    def kind_of(self, op: Any) -> OpKind:
+        kind = self._kinds.get(op)
+        if kind is None:
             conditions = () if _is_never_dear(op) else tuple(_conditions(op, self._choices))
-            self._conditions[op] = conditions
-        return conditions
+            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op))
+        return kind
 
 
 def is_collective(op: Any) -> bool:

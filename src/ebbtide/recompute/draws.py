@@ -1,5 +1,6 @@
 """Which calls of operators draw random numbers, and what becomes of them where they could not be drawn again."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,9 @@ from ebbtide.recompute.dear import op_name
 
 def draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """The device whose generator this call may draw from; None if it draws none."""
-    schema = getattr(op, "_schema", None)
-    # Operators of other packages carry no tag.
-    if schema is None or not (is_tagged(op) or not op_name(op).startswith("aten::")):
+    if not _may_draw(op):
         return None
+    schema = op._schema
     # What equals its default is not passed to a mode at all.
     values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     values |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
@@ -23,6 +23,12 @@ def draws_on(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch
         return None  # attention, mostly: it can draw, and does not
     tensors = (value.device for value in values.values() if isinstance(value, torch.Tensor))
     return next(tensors, torch.device(values.get("device") or "cpu"))
+
+
+@functools.cache
+def _may_draw(op: Any) -> bool:
+    has_schema = getattr(op, "_schema", None) is not None
+    return has_schema and (is_tagged(op) or not op_name(op).startswith("aten::"))  # others carry no tag
 
 
 def is_tagged(op: Any) -> bool:

@@ -19,7 +19,7 @@ from ebbtide.engine.hooks import Desk, is_unmodified
 from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.ambient import rng_state, set_rng_state
-from ebbtide.recompute.dear import DearOps, is_collective, is_hidden_view, is_wait
+from ebbtide.recompute.dear import DearOps, OpKind, is_collective, is_hidden_view, is_wait
 from ebbtide.recompute.draws import draws_on
 from ebbtide.types import Output, Reason
 
@@ -179,6 +179,11 @@ class Intake:
         if held is not None:
             held.rng_after = rng_after
 
+    @property
+    def awaits(self) -> bool:
+        """A collective was called that nobody has waited for yet: any call may be, or show, that somebody has."""
+        return bool(self._pending)
+
     def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """A call returned `out`: it may say more about the output of another one that is held."""
         if self._pending:
@@ -214,8 +219,9 @@ class Intake:
         with counting_versions():
             parts: list[Any] = [self._desk.pack_as(t, stays) if isinstance(t, torch.Tensor) else t for t in outputs]
         held = Held(asked, parts, sequence, site)
-        self._by_memory.update((_memory(t), held) for t in tensors)
-        self.held.devices.update(t.device for t in tensors)
+        for t in tensors:
+            self._by_memory[_memory(t)] = held
+            self.held.devices.add(t.device)
         self.held.calls[op][number] = held
         self.held.add(held)
         return held
@@ -277,13 +283,22 @@ class Holding(_Numbering):
         kwargs = kwargs or {}
         if self.is_paused:
             return op(*args, **kwargs)
-        is_dear = False
-        if self._dear.may_be(op):
-            self._intake.count(op)
-            is_dear = self._dear.is_dear(op, args, kwargs, +self.inside) and self._is_chosen()
-        before = rng_before(op, args, kwargs) if is_dear and self.follows_draws else None
+        kind = self._dear.kind_of(op)
+        if kind.may_be_dear:
+            return self._call(op, args, kwargs, kind)
         out = op(*args, **kwargs)
-        if is_dear:
+        if kind.is_hidden_view or self._intake.awaits:
+            self._intake.follow(op, args, out)
+        return out
+
+    def _call(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: OpKind) -> Any:
+        """A call of an operator that is dear, or may be."""
+        self._intake.count(op)
+        is_dear = kind.is_always_dear or self._dear.is_dear(op, args, kwargs, +self.inside)
+        is_held = is_dear and self._is_chosen()
+        before = rng_before(op, args, kwargs) if is_held and self.follows_draws else None
+        out = op(*args, **kwargs)
+        if is_held:
             self._intake.take(op, args, out, self._stays, rng_after(before))
         self._intake.follow(op, args, out)
         return out
@@ -339,10 +354,10 @@ class Serving(_Numbering):
 
 def _asked(saves_so_far: int, args: tuple[Any, ...]) -> _Asked:
     """What tells most calls of an operator apart, without a look at the bytes."""
-    looks = (
+    looks = [
         (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a if isinstance(a, int | float | str) else None
         for a in args
-    )
+    ]
     return saves_so_far, *looks
 
 
@@ -352,7 +367,7 @@ def _unknown() -> int:
 
 
 def _sequence_type(out: Any) -> type | None:
-    return next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
+    return tuple if isinstance(out, tuple) else list if isinstance(out, list) else None
 
 
 def _memory(t: torch.Tensor) -> int:

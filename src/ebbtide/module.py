@@ -54,6 +54,7 @@ class OffloadHandle:
         self._scope = scope
         self._sessions = threading.local()
         self._was_entered = False
+        self._knows_buffers = False
         self._told = False
         self._root_mark: RootMark | None = None
         self._marks: dict[torch.nn.Module, InnerMark] = {}
@@ -339,7 +340,8 @@ class OffloadHandle:
                 if self._plan_with_others is not None and agreement() is not None:
                     self._plan_with_others()  # the process group was made after `offload`: in one forward on all ranks
                 follows = self._control.step_begins(self._tokens)
-        self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
+        if not self._knows_buffers:
+            self._note_buffers()
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
         desk.watch = follows
@@ -374,9 +376,16 @@ class OffloadHandle:
         session.hooks.__exit__()
         if self._control is not None and session.desk.watch is not None:
             session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
+        self._note_buffers()  # for the next forward: the device has work now, and before one it may wait for the host
         is_planned = self._control is not None or self._plan.predicted is not None  # a planner has its reasons
         if is_whole and torch.is_grad_enabled() and not is_planned:
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
+
+    def _note_buffers(self) -> None:
+        """What is saved of them frees nothing. One that is replaced before the next forward is moved, or an activation
+        in its old place kept, once."""
+        self._knows_buffers = True
+        self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`."""

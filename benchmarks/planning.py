@@ -155,7 +155,8 @@ def _released(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan:
 def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
     """Steps of batches that change every time, from half the size on: with a planner over plain, batch by batch."""
     full = losses(1.0)
-    batches = [losses(share) for share in (0.5, 0.8, 1.0, 0.65, 0.9, 0.55, 0.75)]
+    shares = (0.5, 0.8, 1.0, 0.65, 0.9, 0.55, 0.75)
+    batches = [losses(share) for share in shares]
     handle = ebbtide.offload(model, host_limit=HOST_LIMIT)
     for _ in range(SETTLING // 2):
         one_step(model, full, contextlib.nullcontext)
@@ -168,7 +169,8 @@ def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
         times["planned"] += _timed(model, batches)
         handle.remove()
     ratios = [ours / plain for ours, plain in zip(times["planned"], times["plain"], strict=True)]
-    return {"ratio": spread(ratios)}
+    by_share = {share: round(statistics.median(ratios[k :: len(shares)]), 4) for k, share in enumerate(shares)}
+    return {"ratio": spread(ratios), "by_share": by_share}
 
 
 def _timed(model: torch.nn.Module, batches: list[Callable[[], torch.Tensor]]) -> list[float]:

@@ -10,6 +10,7 @@ from workloads import around as turn_around
 from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
+from ebbtide.planner.solve import Solver
 from ebbtide.types import Memory
 
 LINK = profile().link
@@ -353,6 +354,13 @@ def test_a_batch_is_compared_with_its_share_of_what_was_predicted():
         handle.device.step_s = handle.plan.predicted.step_s * 0.92
         step(control, tokens=920)
     assert len(handle.plans) == 1
+
+
+def test_without_a_budget_a_size_that_was_not_measured_leaves_the_link_some_room():
+    control, handle = control_of()
+    step(control, tokens=500)
+    to_the_last_byte = Solver(control.profile.scaled(500)).solve(None).predicted.moved_bytes
+    assert 0.8 * to_the_last_byte < handle.plan.predicted.moved_bytes <= 0.96 * to_the_last_byte
 
 
 def test_what_one_size_leaves_unused_no_other_size_counts_on():

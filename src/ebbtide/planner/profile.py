@@ -155,6 +155,16 @@ class Link:
         if not 0.0 <= self.interference < 1.0:
             raise PlanError(f"interference {self.interference}: compute would stand still beside a copy, or gain by it")
 
+    def times(self, out: float, back: float) -> "Link":
+        """With its rates so many times as large, alone and both at once."""
+        return dataclasses.replace(
+            self,
+            out=self.out * out,
+            back=self.back * back,
+            out_duplex=self.out_duplex * out,
+            back_duplex=self.back_duplex * back,
+        )
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -32,13 +32,7 @@ class LinkTimes:
         before, self._samples = self._samples, self._sampled()
         out = _rate_since(self._samples[0], before[0], link.out) / link.out
         back = _rate_since(self._samples[1], before[1], link.back) / link.back
-        return dataclasses.replace(
-            link,
-            out=link.out * out,
-            back=link.back * back,
-            out_duplex=link.out_duplex * out,
-            back_duplex=link.back_duplex * back,
-        )
+        return link.times(out, back)
 
     def _total_waited_s(self) -> float:
         self._ledger.settle()

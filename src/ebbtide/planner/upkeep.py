@@ -50,6 +50,7 @@ _OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
 _AS_FAST = 1.01  # times the same, measured side by side
 _AS_MUCH = 0.95  # of what a plan moved
+_UNSEEN = 0.95  # of what the link carries: times that are scaled to another size are not that exact, attention's least
 _FURTHEST = 5.0  # that one refit goes
 
 
@@ -289,7 +290,10 @@ class Upkeep:
         return size
 
     def _solver_for(self, tokens: int) -> Solver:
-        return Solver(self.profile.scaled(tokens))
+        profile = self.profile.scaled(tokens)
+        if self._budget() is None and tokens != self._measured_tokens:
+            profile = dataclasses.replace(profile, link=profile.link.times(_UNSEEN, _UNSEEN))
+        return Solver(profile)
 
     def _most_s(self, solver: Solver) -> float | None:
         """What a step may take at the most where none may be slower than with everything kept."""

@@ -1,5 +1,6 @@
 """The door with a plan: what it means for each module, what it refuses, and how plans follow each other."""
 
+import functools
 import re
 
 import pytest
@@ -365,3 +366,40 @@ def test_data_parallel(process_group):
     assert handle.stats().recomputed.count > 0
     with pytest.raises(ModuleError, match=r"region 'module\.head' and DistributedDataParallel .*Near names: 'head'"):
         handle.set_plan(Plan(regions("keep", "module.head")))
+
+
+class Feed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize(("sizes", "are_apart"), [((32, 16), True), ((0, 0), False)])
+def test_plans_that_take_turns_learn_their_order_apart(sizes, are_apart):
+    """What was learned of one plan's order is not overwritten by that of the plan for batches of another size."""
+    model = nn.Sequential(nn.ModuleList(Feed() for _ in range(6)))
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), model[0], x).square().mean()
+    moved = ((0, 1, 3), (0, 2, 3, 4))
+    plans = [
+        Plan(
+            {
+                f"0.{k}": RegionPlan(
+                    "offload" if k in moved[turn] else ("keep", "recompute")[turn], prefetch_bytes=2**16
+                )
+                for k in range(6)
+            },
+            outside=RegionPlan("keep"),
+        )
+        for turn in range(2)
+    ]
+    handle = offload(model, plan=plans[0])
+    missed = []
+    for step in range(8):
+        before = handle.stats().misses.count
+        handle.go_by(plans[step % 2], sizes[step % 2])
+        model(torch.randn((32, 16)[step % 2], 64, requires_grad=True)).backward()
+        missed.append(handle.stats().misses.count - before)
+    assert (missed[-2:] == [0, 0]) == are_apart

@@ -144,8 +144,10 @@ class OffloadHandle:
         self._control = None
         self._optimizers.end()
 
-    def go_by(self, plan: Plan) -> None:
-        """What its planner says: as `set_plan`, unchecked, and the planner goes on planning."""
+    def go_by(self, plan: Plan, size: int = 0) -> None:
+        """What its planner says: as `set_plan`, unchecked, and the planner goes on planning. Plans for batches of
+        another `size` learn their own order."""
+        self._scope.turn_to(size)
         is_same = plan.regions.keys() == self._plan.regions.keys()  # a planner changes plans often, and names never
         self._follow(plan, self.regions if is_same else find_planned(self._module, self._blocks, plan))
 

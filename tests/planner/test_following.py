@@ -59,7 +59,7 @@ class ScriptedHandle:
         self.device = ScriptedDevice()
         self.plans = []
 
-    def go_by(self, plan):
+    def go_by(self, plan, size=0):
         self.plans.append(plan)
         self.device.peak_bytes = plan.predicted.peak_bytes  # as long as a test does not say otherwise
 

@@ -136,7 +136,18 @@ class Scope:
     buffers: set[int] = field(default_factory=set[int])
     """`_cdata` of the storages of the module's buffers, which the module keeps alive."""
     _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
+    _slots_of: dict[int, dict[str, Slots]] = field(default_factory=dict[int, "dict[str, Slots]"])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
+
+    def __post_init__(self) -> None:
+        self._slots_of[0] = self._slots
+
+    def turn_to(self, size: int) -> None:
+        """Name the saves of batches of this size, from the next visit on, apart from those of others.
+
+        Their plans differ, and so does what is needed after what: learned in turns, the order would be wrong each time.
+        """
+        self._slots = self._slots_of.setdefault(size, {})
 
     def visit(self, region: str) -> Visit:
         slots = self._slots.get(region)

@@ -57,7 +57,7 @@ _FURTHEST = 5.0  # that one refit goes
 class GoesBy(Protocol):
     """Whose plan it is."""
 
-    def go_by(self, plan: Plan) -> None: ...
+    def go_by(self, plan: Plan, size: int = 0) -> None: ...
 
 
 @dataclasses.dataclass
@@ -318,7 +318,8 @@ class Upkeep:
 
     def _go_by(self, size: _Size) -> None:
         if size is self._size:
-            self._handle.go_by(size.follow.plan)
+            is_first = size.tokens == self._measured_tokens  # and goes on with what the first steps have learned
+            self._handle.go_by(size.follow.plan, 0 if is_first else size.tokens)
 
     def _budget_for(self, tokens: int) -> int | None:
         budget_bytes = self._budget()

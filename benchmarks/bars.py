@@ -104,10 +104,11 @@ def _plans(result: dict[str, Any]) -> Iterator[Bar]:
     modes, released = result["modes"], result["auto"]
     plain, auto = modes["nothing"], modes["auto"]
     yield Bar("P1", _time_ratio(auto, plain), 1.005, "x plain step: no budget")
-    carried = released["forward_s"] * released["out_gb_per_s"] * 1e9
+    carried = released["forward_s"] * result["link"]["out_gb_per_s"] * 1e9
     yield Bar("P1-moved", released["released_bytes"] / carried, 0.95, "of what the link carries in a forward", True)
     freed = (plain["act_peak_gib"] - auto["act_peak_gib"]) * GIB
-    yield Bar("P1-peak", freed / released["released_bytes"], 0.99, "of what had left, off the peak", True)
+    if released["released_bytes"] > 0:
+        yield Bar("P1-peak", freed / released["released_bytes"], 0.99, "of what had left, off the peak", True)
     yield Bar("P1-packed", result["packed"]["ratio"]["median"], 1.01, "x plain step: another shape every step")
     roomy = modes["40 GiB"]
     yield Bar("P2", _time_ratio(roomy, plain), 1.002, "x plain step: all fits the budget")

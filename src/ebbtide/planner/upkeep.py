@@ -201,7 +201,7 @@ class Upkeep:
             return
         if follow.is_trial:
             self._weigh(size)
-        elif follow.most_s is not None and follow.typical_s > follow.most_s:
+        elif follow.most_s is not None and follow.fastest_s > follow.most_s:
             self._slower_than_kept(size)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
@@ -216,9 +216,9 @@ class Upkeep:
             self._trials += 1
             follow.goes_by(size.solver.keeping_all(), is_trial=True)
             self._go_by(size)
-        elif kept is not None:
+        elif kept is not None or has_room:
             follow.most_s = None
-            self._change_to(size, _as_measured(kept))
+            self._change_to(size, size.solver.keeping_all() if kept is None else _as_measured(kept))
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
             self._change_to(size, self._refitted_plan(size))
@@ -227,15 +227,15 @@ class Upkeep:
         """Steps with everything kept were tried: are those of the plan before as fast?"""
         follow, tried = size.follow, size.follow.before_trial
         assert tried is not None
-        kept = follow.kept = Tried(follow.typical_s, follow.plan)
-        if tried.step_s <= kept.step_s * _AS_FAST:
+        kept = follow.kept = follow.tried()
+        if tried.fastest_s <= kept.fastest_s * _AS_FAST:
             self._change_to(size, _as_measured(tried))
-            follow.most_s = max(kept.step_s, tried.step_s) * _LOOKS_SLOW
+            follow.most_s = max(kept.fastest_s, tried.fastest_s) * _LOOKS_SLOW
             return
         plan = self._refitted_plan(size)
         is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(tried.plan)
         self._change_to(size, plan if is_less else _as_measured(kept))
-        follow.most_s = kept.step_s * _LOOKS_SLOW if is_less else None
+        follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
 
     def _bound_trial(self, size: _Size) -> None:
         """A trial that cannot be read (steps beside each other, graphs that are dropped) ends all the same."""

@@ -33,7 +33,8 @@ def judge(folder: Path) -> dict[str, dict[str, Any]]:
         facts = {key: result[key] for key in ("command", "device", "versions", "commit", "date")}
         for bar in bars_of(result):
             judged[bar.id] = {
-                "figure": round(bar.figure, 4), "bar": bar.bar, "unit": bar.unit, "holds": bar.holds, **facts,
+                "figure": round(bar.figure, 4), "bar": bar.bar, "is_floor": bar.is_floor, "unit": bar.unit,
+                "holds": bar.holds, **facts,
             }  # fmt: skip
     return dict(sorted(judged.items()))
 

@@ -25,6 +25,11 @@ NAMES = {
     "selective kept": "**selective**, attention and matmuls kept",
     "selective": "**selective**, attention and its projections offloaded",
     "selective, feed-forward too": "**selective**, feed-forward matmuls of 12 blocks offloaded too",
+    "checkpoint's peak": "**a plan** for the budget that checkpointing needs",
+    "17 GiB": "**a plan** for 17 GiB of activations",
+    "24 GiB": "**a plan** for 24 GiB of activations",
+    "40 GiB": "**a plan** for 40 GiB of activations: all fits",
+    "auto": "**a plan** without a budget",
 }
 TITLES = {
     "A": "Llama 1B shapes, batch 4 x 4096, bf16, eager",
@@ -32,12 +37,19 @@ TITLES = {
     "B": "Llama 8B shapes (16 layers), batch 1 x 8192, bf16, eager",
     "A-recipes": "Recipes: Llama 1B shapes, batch 4 x 4096, bf16, eager",
     "B-32k-recipes": "Recipes: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
+    "A-plans": "Plans: Llama 1B shapes, batch 4 x 4096, bf16, eager",
+    "A-compiled-plans": "Plans: the same, each layer compiled",
+    "B-32k-plans": "Plans: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
+    "MoE-plans": "Plans: 12 layers of 8 experts, batch 4 x 4096, bf16, eager",
+    "ViT-plans": "Plans: ViT-L/16, batch 128, bf16, eager",
 }
 
 
 def main() -> None:
     before = README.read_text()
-    after = _put(_put(before, "results", results_table()), "bars", bars_table())
+    after = before
+    for name, table in (("results", results_table), ("bars", bars_table), ("predictions", predictions_table)):
+        after = _put(after, name, table())
     if "--check" in sys.argv[1:]:
         if before != after:
             sys.exit("README.md: the tables are not what benchmarks/results says; run python -m benchmarks.tables")
@@ -76,12 +88,35 @@ def _modes_table(title: str, result: dict[str, Any]) -> str:
 
 def bars_table() -> str:
     bars = _load("bars") or {}
-    rows = ["| bar | measured | at most (E6, E7, E8, R3-peak: at least) | unit | holds |", "|---|---|---|---|---|"]
-    rows += [
-        f"| {name} | {bar['figure']:g} | {bar['bar']:g} | {bar['unit']} | {'yes' if bar['holds'] else '**no**'} |"
-        for name, bar in bars.items()
-    ]
+    rows = ["| bar | measured | bar | unit | holds | commit |", "|---|---|---|---|---|---|"]
+    for name, bar in bars.items():
+        most = f"{'at least' if bar['is_floor'] else 'at most'} {bar['bar']:g}"
+        holds = "yes" if bar["holds"] else "**no**"
+        rows.append(f"| {name} | {bar['figure']:g} | {most} | {bar['unit']} | {holds} | {bar['commit']} |")
     return "\n".join(rows)
+
+
+def predictions_table() -> str:
+    """Of plans all along the front of each workload."""
+    rows = [
+        "| workload | predicted ms | measured ms | off by | predicted peak, GiB | measured peak, GiB | off by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, title in TITLES.items():
+        for row in (_load(name) or {}).get("predictions", ()):
+            step, peak = (
+                (row["predicted_ms"], row["measured_ms"]),
+                (row["predicted_peak_gib"], row["measured_peak_gib"]),
+            )
+            rows.append(
+                f"| {title.removeprefix('Plans: ').split(',')[0]} | {step[0]:.1f} | {step[1]:.1f} | {_off(*step)} | "
+                f"{peak[0]:.2f} | {peak[1]:.2f} | {_off(*peak)} |"
+            )
+    return "\n".join(rows)
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
 def _load(name: str) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from ebbtide._planned import MOST_IN_ONE, MOST_VALUES, tensors_in, tokens_of
+from ebbtide._batches import MOST_IN_ONE, MOST_VALUES, tensors_in, tokens_of
 
 SMALL, LARGE = torch.ones(2, 3), torch.ones(4, 5)
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ebbtide import ConfigError
-from ebbtide._planned import Budget
+from ebbtide._settings import Budget
 
 TOTAL = 80 * 2**30
 

@@ -9,7 +9,7 @@ from planner.test_control import SETTINGS, Stack, make
 from torch import nn
 
 import ebbtide
-from ebbtide._planned import Home, device_of
+from ebbtide._home import Home, device_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ebbtide
 from ebbtide import PlanError
+from ebbtide._home import memory_of
 from ebbtide._optimizers import Optimizers
-from ebbtide._planned import memory_of
 from ebbtide.planner.control import Phase
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ebbtide._planned import first_tensors
+from ebbtide._batches import first_tensors
 from ebbtide._torch import plain_tensors
 
 

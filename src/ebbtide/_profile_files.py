@@ -10,7 +10,7 @@ import torch
 
 from ebbtide import _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning
-from ebbtide._planned import gather
+from ebbtide._ranks import gather
 from ebbtide.planner.profile import OtherVersionError, Profile
 from ebbtide.types import StoreFactory
 

@@ -214,3 +214,8 @@ def _pattern(fqn: str) -> str:
 def _some(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(map(repr, listed[:8])) + (", ..." if len(listed) > 8 else "")
+
+
+def names_of(root: torch.nn.Module, modules: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """`modules` of `root` by name, in order."""
+    return {clean_name(fqn): module for fqn, module in named_modules(root) if module in modules}

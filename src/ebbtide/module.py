@@ -11,13 +11,23 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from ebbtide import _checkpoint, _knobs
+from ebbtide._batches import tokens_of
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
+from ebbtide._home import Home, made_for, memory_of
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._optimizers import Optimizers
-from ebbtide._planned import AnyDear, Budget, Home, agreement, made_for, memory_of, names_of, tokens_of
 from ebbtide._profile_files import Profiles, count_compiled, store_name
-from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, refuse_nested
+from ebbtide._ranks import agreement
+from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, names_of, refuse_nested
+from ebbtide._settings import (
+    Budget,
+    check_for_planner,
+    check_none_kept,
+    check_one_says_what_is_done,
+    given,
+    is_left_to_planner,
+)
 from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
@@ -31,7 +41,7 @@ from ebbtide.planner.control import Control
 from ebbtide.planner.profile import Profile
 from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
-from ebbtide.recompute.dear import DearOps
+from ebbtide.recompute.dear import AnyDear, DearOps
 from ebbtide.recompute.frame import OnSave
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
@@ -116,7 +126,7 @@ class OffloadHandle:
         """
         self._check_installed("set_recipe()")
         if recipe is not None:
-            _check_none_kept("recipe", self._config.keep_last)
+            check_none_kept("recipe", self._config.keep_last)
         recipes, regions = choose_recipes(self._module, self._blocks, recipe)
         self._follow(Plan({name: RegionPlan(chosen) for name, chosen in recipes.items()}), regions)
         self._take_from_planner()
@@ -133,7 +143,7 @@ class OffloadHandle:
         changed then.
         """
         self._check_installed("set_plan()")
-        _check_none_kept("plan", self._config.keep_last)
+        check_none_kept("plan", self._config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self.go_by(plan)
@@ -523,7 +533,7 @@ def offload(
             fits the budget (in the first planned step, if no profile was given; a larger batch later is a warning).
         DeviceError: the module is on a device without streams.
     """
-    says_how = _given(
+    says_how = given(
         include=include,
         exclude=exclude,
         keep_last=keep_last,
@@ -532,7 +542,10 @@ def offload(
         recipe=recipe,
         plan=plan,
     )
-    is_planned = _is_planned(mode, budget, profile, says_how)
+    is_planned = is_left_to_planner(mode, budget, profile, says_how)
+    check_one_says_what_is_done(recipe, plan, keep_last)
+    nothing_by = f"mode={mode!r}" if mode else f"{says_how[0]}=" if says_how else ""
+    check_for_planner(regions, on_oom, budget, None if is_planned else nothing_by)
     config = make_config(
         mode=mode or ("auto" if is_planned else "all"),
         include=include,
@@ -544,12 +557,6 @@ def offload(
         min_bytes=min_bytes,
         host_limit=host_limit,
     )
-    _check_one_says_what_is_done(recipe, plan, keep_last)
-    _check_on_oom(on_oom)
-    if not is_planned:
-        _check_nothing_for_planner(f"mode={mode!r}" if mode else f"{says_how[0]}=", regions, on_oom)
-    elif budget is None:
-        _check_nothing_for_budget(on_oom)
     budget_of = None if budget is None else Budget(budget)
     _check_module(module, config)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
@@ -564,64 +571,6 @@ def offload(
         handle.remove()
         raise
     return handle
-
-
-def _given(**settings: object) -> list[str]:
-    """The names of those that the user has written."""
-    return [name for name, value in settings.items() if value]
-
-
-def _is_planned(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
-    """Whether the planner decides. Raises ConfigError if somebody else does too."""
-    asks = [name for name, value in (("budget", budget), ("profile", profile)) if value is not None]
-    if mode in ("all", "off") and asks:
-        raise ConfigError(f"mode={mode!r} plans nothing, and {asks[0]}= asks for a plan: leave one of them out")
-    if (asks or mode == "auto") and says_how:
-        wanted = f"{asks[0]}=" if asks else "mode='auto'"
-        raise ConfigError(
-            f"{wanted} leaves it to the planner what is moved and when, and {says_how[0]}= says it: leave one of them "
-            "out"
-        )
-    return mode == "auto" or bool(asks) or (mode is None and not says_how)
-
-
-def _check_one_says_what_is_done(recipe: object, plan: object, keep_last: int) -> None:
-    if recipe is not None and plan is not None:
-        raise ConfigError("recipe= and plan= both say what is done with the regions: write one of them")
-    if recipe is not None or plan is not None:
-        _check_none_kept("recipe" if plan is None else "plan", keep_last)
-
-
-def _check_none_kept(option: str, keep_last: int) -> None:
-    if keep_last:
-        raise ConfigError(f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'")
-
-
-def _check_on_oom(on_oom: object) -> None:
-    if on_oom not in ("raise", "replan"):
-        raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")
-
-
-def _check_nothing_for_planner(instead: str, regions: object, on_oom: str) -> None:
-    """`instead`: the setting that leaves nothing to it."""
-    if regions not in ((), []):
-        raise ConfigError(
-            f"regions= names the modules that are planned one by one, and with {instead} nothing is planned: leave "
-            f"{instead} out, or regions= (include=, exclude=, recipe= and plan= take names of modules themselves)"
-        )
-    if on_oom == "replan":
-        raise ConfigError(
-            f"on_oom='replan' plans for less memory, and with {instead} nothing is planned: leave {instead} out and "
-            "write a budget, such as budget='40GiB', or leave on_oom= out"
-        )
-
-
-def _check_nothing_for_budget(on_oom: str) -> None:
-    if on_oom == "replan":
-        raise ConfigError(
-            "on_oom='replan' plans for less than the budget, and there is none: write one, such as budget='40GiB', or "
-            "leave on_oom= out"
-        )
 
 
 def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:

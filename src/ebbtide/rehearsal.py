@@ -7,10 +7,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide import _knobs
+from ebbtide._batches import tensors_in, tokens_of
 from ebbtide._bytes import parse_bytes
 from ebbtide._errors import ConfigError, ModuleError, PlanError
-from ebbtide._planned import Budget, device_of, gather, made_for, tensors_in, tokens_of
+from ebbtide._home import device_of, made_for
+from ebbtide._ranks import gather
 from ebbtide._restored import drop_gradients, restored
+from ebbtide._settings import Budget
 from ebbtide.config import Names
 from ebbtide.devices import device_for
 from ebbtide.module import OffloadHandle, offload

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from ebbtide._bytes import format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
-from ebbtide._planned import Budget
+from ebbtide._settings import Budget
 from ebbtide.planner.profile import Link, Profile
 
 

@@ -1,0 +1,100 @@
+"""Where a model computes, what of it is there, and what a profile of it is of."""
+
+import heapq
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ebbtide._torch import plain_tensors
+from ebbtide.devices import name_of
+
+_SIGNS = 8
+
+
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    """Where most of the parameters are; None without any."""
+    nbytes: dict[torch.device, int] = {}
+    for p in module.parameters():
+        nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
+    return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
+
+
+class Home:
+    """Where a model computes, as `device_of` says. Asked at every step, so it walks the model only if that has moved.
+
+    The largest few parameters are looked at, in the modules that own them now: whatever moves a good part of the model,
+    or puts other parameters in their places, moves one of them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._device: torch.device | None = None
+        self._signs: list[_Sign] = []
+
+    def device(self) -> torch.device | None:
+        """None without any parameter."""
+        if not self._signs or any(sign.has_changed() for sign in self._signs):
+            self._device = device_of(self._module)
+            largest = heapq.nlargest(_SIGNS, _owned(self._module), key=lambda owned: owned[2].numel())
+            self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+        return self._device
+
+
+class _Sign(NamedTuple):
+    """A parameter, by the module that owns it and its name there, and where it was."""
+
+    owner: "weakref.ref[torch.nn.Module]"
+    name: str
+    device: torch.device
+
+    def has_changed(self) -> bool:
+        owner = self.owner()
+        p = None if owner is None else owner._parameters.get(self.name)
+        return p is None or p.device != self.device
+
+
+def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                yield owner, name, p
+
+
+def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
+    """What a profile of `module` is of: one of something else says nothing about it."""
+    parameters = list(module.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    return {
+        "model": f"{type(module).__name__}, {sum(p.numel() for p in parameters)} parameters in {', '.join(dtypes)}",
+        "device": "cpu" if device is None else name_of(device),
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def memory_of(
+    module: torch.nn.Module, regions: Mapping[str, torch.nn.Module], device: torch.device | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of parameters and gradients on `device`, and of the gradients to come, by region, "" for others.
+
+    Of what is sharded, this rank's part.
+    """
+    owner = {id(p): name for name, region in regions.items() for p in region.parameters()}
+    base = {"parameters": 0, "gradients": 0}
+    coming: dict[str, int] = {}
+    for p in module.parameters():
+        if p.device != device:
+            continue
+        nbytes = _nbytes(p)
+        base["parameters"] += nbytes
+        if p.grad is not None:
+            base["gradients"] += _nbytes(p.grad)
+        elif p.requires_grad:
+            name = owner.get(id(p), "")
+            coming[name] = coming.get(name, 0) + nbytes
+    return base, coming
+
+
+def _nbytes(t: torch.Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in plain_tensors(t))

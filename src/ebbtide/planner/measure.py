@@ -146,7 +146,11 @@ class StepWatch(_UntilBackwardEnds):
         self._is_detailed = is_detailed
         self._runs_again = runs_again
         self._is_dear = is_dear
+        self.freed_behind_bytes = 0
+        """What was still there when the last region was left and is not when something is saved behind it: the caller
+        held it until then, such as the embeddings, or what it gave that region."""
         self._storages: dict[tuple[int, bool], _First] = {}
+        self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._region_read: str | None = None
 
     # -- where the step comes by -----------------------------------------------------------------------------------
@@ -166,6 +170,9 @@ class StepWatch(_UntilBackwardEnds):
     def left(self, region: str) -> None:
         self._note(Place.LEFT, region)
         self.outside.clear()
+        self.freed_behind_bytes = 0
+        known = ((first.storage, first.storage()) for first in self._storages.values())
+        self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
 
     def forward_ended(self) -> None:
         self._note(Place.FORWARD, "")
@@ -200,6 +207,8 @@ class StepWatch(_UntilBackwardEnds):
         if not self._is_detailed or not self._scope.serves(t.device):
             return
         if not region:
+            if not self.outside:
+                self.freed_behind_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
             point = self.device.record(self.device.current_stream())
             self.outside.append(OutsideSave(index, point, self.device.memory()))
             self.device.forget_peak()

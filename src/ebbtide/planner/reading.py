@@ -202,10 +202,10 @@ class _Curve:
         self.kept_bytes = _more(notes[entered[0]], notes[0]) if entered else 0
         self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
         forward_end = next(note for note in notes if note.place is Place.FORWARD)
-        self.held_bytes = _more(forward_end, notes[left[-1]]) if left else 0
+        since = _without(notes[left[-1]], watch.freed_behind_bytes) if left else notes[0]
+        self.held_bytes = _more(forward_end, since) if left else 0
         spans = list(_backward_spans(notes))
         first = notes.index(spans[0].begin) if spans else len(notes) - 1
-        since = notes[left[-1]] if left else notes[0]
         self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
         in_order = _by_forward(((span.region, span) for span in spans), self.regions)
         self.backward_work = [0 if span is None else self._peak_of(span, notes) for span in in_order]
@@ -214,6 +214,11 @@ class _Curve:
     def _peak_of(span: _Span, notes: Sequence[Note]) -> int:
         begin, end = notes.index(span.begin), notes.index(span.end)
         return _peak(notes[begin + 1 : end + 1], span.begin)
+
+
+def _without(note: Note, nbytes: int) -> Note:
+    memory = note.memory
+    return note._replace(memory=memory._replace(allocated_bytes=memory.allocated_bytes - nbytes))
 
 
 def _more(note: Note, since: Note) -> int:

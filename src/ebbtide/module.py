@@ -394,8 +394,8 @@ class OffloadHandle:
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
 
     def _note_buffers(self) -> None:
-        """What is saved of them frees nothing. One that is replaced before the next forward is moved, or an activation
-        in its old place kept, once."""
+        """What is saved of them frees nothing. One that is replaced before the next forward is moved in that one, or an
+        activation in its old place kept: no more than a waste, but in every forward if it is replaced before each."""
         self._knows_buffers = True
         self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
 

@@ -185,11 +185,56 @@ def test_peaks_are_looked_at_only_when_a_plan_is_new():
 def test_what_only_one_of_two_steps_allocated_is_not_planned_for():
     control, handle = control_of(budget_bytes=int(2.5 * GIB))
     handle.device.step_s, predicted_bytes = handle.plan.predicted.step_s, handle.device.peak_bytes
-    for peak_ratio in (1.0, 1.0, 1.3, 1.0, 1.0):  # the third and the fourth are looked at
+    for peak_ratio in (1.0, 1.0, 1.3, 1.0, 1.0, 1.0, 1.0):  # the third and the fourth are looked at, and differ
         handle.device.peak_bytes = int(predicted_bytes * peak_ratio)
         step(control)
-    assert handle.device.peaks_forgotten == 2
+    assert handle.device.peaks_forgotten == 4
     assert len(handle.plans) == 1
+
+
+def test_what_every_second_step_allocates_is_planned_for():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    for k in range(40):
+        handle.device.peak_bytes = handle.plan.predicted.peak_bytes + (k % 2) * GIB // 4
+        handle.device.step_s = handle.plan.predicted.step_s
+        step(control)
+    assert handle.plan.predicted.peak_bytes + GIB // 4 <= 2.5 * GIB
+
+
+def test_what_running_out_of_memory_took_off_the_budget_is_not_given_back():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB), replans_on_oom=True)
+    planned_for = []
+    for k in range(60):
+        handle.device.step_s = handle.plan.predicted.step_s
+        handle.device.peak_bytes = handle.plan.predicted.peak_bytes
+        if k == 10:
+            handle.device.failures += 1  # something else on the device took what was free
+            pulse = control.step_begins(1000)
+            pulse.forward_ended()
+            with pytest.warns(EbbtideWarning, match="would have fitted"):
+                control.step_begins(1000)
+        step(control)
+        planned_for.append(handle.plan.predicted.peak_bytes)
+    assert max(planned_for[:10]) > 0.96 * 2.5 * GIB >= max(planned_for[12:])
+
+
+def test_a_plan_that_makes_most_steps_slow_gives_way():
+    control, handle = control_of()
+    plain_s, draw = control.profile.plain_s, random.Random(0)
+    for _ in range(100):
+        is_slow = handle.plan.predicted.moved_bytes and draw.random() < 0.75
+        handle.device.step_s = plain_s * (1.15 if is_slow else 1.0)
+        step(control)
+    assert handle.plan.predicted.moved_bytes == 0
+
+
+def test_a_machine_that_became_slower_is_followed_once():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    plain_s, first_s = control.profile.plain_s, handle.plan.predicted.step_s
+    for k in range(150):
+        handle.device.step_s = first_s if k < 10 else 1.2 * first_s
+        step(control)
+    assert control.profile.plain_s == pytest.approx(1.2 * plain_s, rel=0.02)
 
 
 def test_what_was_taken_off_the_budget_and_is_not_needed_is_given_back():

@@ -7,6 +7,10 @@ from ebbtide.plans import Plan
 REPLAN_AT = 0.05
 PATIENCE = 3
 _LOOKS = 2
+_MOST_LOOKS = 4
+_SAME_PEAK = 0.02
+_MOSTLY = 1.05  # times `most_s`: slow steps are the plan's own if half of them are that slow
+_WHOLE = 0.98  # of the size that is planned for
 STEPS_TO_LEARN = 2  # until the engine's timetable knows the order
 _TYPICAL_OF = 3
 _FASTEST_OF = 8
@@ -18,12 +22,13 @@ class Tried(NamedTuple):
     """A plan, its typical step and its fastest one in seconds.
 
     What comes in between makes steps slower, by a few percent, and never faster: two plans that differ by less are told
-    apart by their fastest steps.
+    apart by their fastest steps. `middle_s`: half of the steps take more.
     """
 
     step_s: float
     plan: Plan
     fastest_s: float
+    middle_s: float
 
 
 class Follower:
@@ -33,14 +38,17 @@ class Follower:
         plan: that is followed now.
         steps: that went by it, as far as they have passed.
         begun: forwards that went by it.
-        peak_bytes: most that one of them allocated, 0 before that was looked at. Of two that were looked at the less:
-            what a reference cycle held until the collector came by is none of the plan's.
+        peak_bytes: most that one of them allocated, 0 before that was looked at: in two steps, and where these differ,
+            in four, of which the largest one is left out. What a reference cycle held until the collector came by is
+            none of the plan's; what comes again in every second step is.
+        is_whole_peak: of batches as large as is planned for.
+        is_as_measured: the plan's step is one that was measured, and not what the profile says.
         best: the plan with the least typical step so far.
         kept: the step with everything kept, if that was tried.
         before_trial: the plan before such a trial.
         is_trial: the plan is followed for a few steps only, to see what they take.
-        most_s: if the fastest of the last steps takes more they are off, however they were predicted; None without
-            such a limit.
+        most_s: if the fastest of the last steps takes more, or half of them much more, they are off, however they were
+            predicted; None without such a limit.
     """
 
     def __init__(self, plan: Plan, most_s: float | None = None) -> None:
@@ -52,6 +60,8 @@ class Follower:
         self.kept: Tried | None = None
         self.before_trial: Tried | None = None
         self.is_trial = False
+        self.is_as_measured = False
+        self.is_whole_peak = True
         self.most_s = most_s
         self._off = 0
         self._replans = 0
@@ -76,19 +86,24 @@ class Follower:
             return len(self._times) >= _STEPS_OF_A_TRIAL
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
 
-    def saw_peak(self, peak_bytes: int) -> bool:
-        """A step allocated so much. Whether that was the last look that it takes."""
+    def saw_peak(self, peak_bytes: int, share: float) -> bool:
+        """A step with such a share of the batch allocated so much. Whether that was the last look that it takes."""
         if self.peak_bytes > 0:
             return False  # more such steps were in flight than it takes
-        self._peaks.append(peak_bytes)
+        self._peaks = sorted([*self._peaks, peak_bytes])
+        self.is_whole_peak = self.is_whole_peak and share >= _WHOLE
         if len(self._peaks) < _LOOKS:
             return False
-        self.peak_bytes = min(self._peaks)
-        return True
+        if len(self._peaks) == _LOOKS and self._peaks[-1] <= self._peaks[0] * (1 + _SAME_PEAK):
+            self.peak_bytes = self._peaks[-1]
+        elif len(self._peaks) == _MOST_LOOKS:
+            self.peak_bytes = self._peaks[-2]
+        return self.peak_bytes > 0
 
     def look_again(self) -> None:
         """The peak may be another one by now."""
         self.peak_bytes = 0
+        self.is_whole_peak = True
         self._peaks.clear()
 
     def came_by(self) -> None:
@@ -96,9 +111,16 @@ class Follower:
         self.steps += 1
 
     def _is_off(self, step_s: float, predicted_s: float) -> bool:
-        if self.most_s is not None and self.fastest_s > self.most_s:
+        if self.is_slow:
             return True
         return predicted_s > 0 and abs(step_s / predicted_s - 1) > REPLAN_AT
+
+    @property
+    def is_slow(self) -> bool:
+        """Beyond `most_s`."""
+        return self.most_s is not None and (
+            self.fastest_s > self.most_s or _median(self._times) > self.most_s * _MOSTLY
+        )
 
     @property
     def typical_s(self) -> float:
@@ -116,9 +138,9 @@ class Follower:
 
     def tried(self) -> Tried:
         """The plan that is followed now, and what its steps take."""
-        return Tried(self.typical_s, self.plan, self.fastest_s)
+        return Tried(self.typical_s, self.plan, self.fastest_s, _median(self._times))
 
-    def goes_by(self, plan: Plan, *, is_trial: bool = False) -> None:
+    def goes_by(self, plan: Plan, *, is_trial: bool = False, is_as_measured: bool = False) -> None:
         if is_trial:
             self.before_trial = self.tried()
         self.plan = plan
@@ -126,6 +148,7 @@ class Follower:
         self.begun = 0
         self.look_again()
         self.is_trial = is_trial
+        self.is_as_measured = is_as_measured
         self._off = 0
         self._replans += 0 if is_trial else 1
         self._times.clear()

@@ -114,7 +114,9 @@ def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> O
     in_order = sorted(moved, key=lambda save: (save.at_s, save.index))
     parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
     short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
-    at_hand = max((save.nbytes for save in moved), default=0)  # what else is back counts as fetched ahead
+    # What else is back counts as fetched ahead. With the largest comes its gradient: where a region was measured, with
+    # everything still there, the peak may have been at another time.
+    at_hand = 2 * max((save.nbytes for save in moved), default=0)
     return Option(
         recipe=recipe,
         kept_bytes=region.saved_bytes - moved_bytes,

@@ -1,5 +1,6 @@
 """From the notes of two steps to a profile. Reads events that have passed, and changes nothing."""
 
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -8,6 +9,8 @@ from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, 
 from ebbtide.types import Device, StreamEvent
 
 Item = TypeVar("Item")
+
+_MOST_SLOWDOWN = 1.25
 
 
 class Surroundings(NamedTuple):
@@ -117,10 +120,13 @@ def _slowdown(clock: "_Clock", detailed: "_Clock") -> float:
     """How much longer second runs take where nobody looks into them.
 
     A device that waits now and then, as it does for what is fetched in the detailed step, is the faster in between: it
-    has power to spare. Never less than 1: to look takes time too.
+    has power to spare. Never less than 1: to look takes time too. Of the regions' ratios the middle one: a hiccup in
+    one of them says nothing of the others.
     """
-    again_s, detailed_s = sum(clock.again_s), sum(detailed.again_s)
-    return max(1.0, again_s / detailed_s) if detailed_s > 0.0 else 1.0
+    ratios = [
+        again / looked_at for again, looked_at in zip(clock.again_s, detailed.again_s, strict=True) if looked_at > 0
+    ]
+    return min(max(1.0, statistics.median(ratios)), _MOST_SLOWDOWN) if ratios else 1.0
 
 
 def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:

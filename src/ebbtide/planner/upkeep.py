@@ -48,7 +48,8 @@ _MOST_FITS = 3
 _NEAR = 0.02
 _OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
-_AS_FAST = 1.01  # times the same, measured side by side
+_AS_FAST = 1.01  # times the same, measured side by side: the fastest steps
+_MOSTLY_AS_FAST = 1.08  # and half of them
 _AS_MUCH = 0.95  # of what a plan moved
 _UNSEEN = 0.95  # of what the link carries: times that are scaled to another size are not that exact, attention's least
 _FURTHEST = 5.0  # that one refit goes
@@ -112,6 +113,9 @@ class Upkeep:
         self._in_flight: list[_Step] = []
         self._replans = 0
         self._trials = 0
+        self._was_trial_ended = False  # keeping everything may not fit
+        self._kept_was_faster = False
+        self._short_bytes = 0  # taken off the budget because the device ran out of memory
         self._was_peak_told = False
         self._peaks_fitted = 0
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
@@ -129,6 +133,12 @@ class Upkeep:
     def plans(self) -> dict[int, Plan]:
         """By the tokens they are for."""
         return {tokens: size.follow.plan for tokens, size in self._sizes.items()}
+
+    @property
+    def _allowed_bytes(self) -> int | None:
+        """The budget less what is left free because the device ran out of memory: never given back."""
+        budget_bytes = self._budget()
+        return None if budget_bytes is None else budget_bytes - self._short_bytes
 
     @property
     def budget_bytes(self) -> int | None:
@@ -187,7 +197,7 @@ class Upkeep:
                 continue  # of a plan that is followed no more
             seconds = pulse.seconds() / step.share
             if pulse.looks_at_peak:
-                if follow.saw_peak(pulse.peak_bytes):
+                if follow.saw_peak(pulse.peak_bytes, step.share):
                     self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
@@ -201,24 +211,42 @@ class Upkeep:
             return
         if follow.is_trial:
             self._weigh(size)
-        elif follow.most_s is not None and follow.fastest_s > follow.most_s:
+        elif follow.is_slow:
             self._slower_than_kept(size)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._change_to(size, _or_better(self._refitted_plan(size), follow.best))
+            self._plan_anew(size)
+
+    def _plan_anew(self, size: _Size) -> None:
+        """With what the steps say. A plan that was tried before comes back if it was faster than what is promised now,
+        as it was measured then; if it no longer is, the machine has changed, and what was measured before is void."""
+        follow = size.follow
+        if follow.is_as_measured:
+            follow.best = None
+            self._change_to(size, size.solver.solve(self._budget_for(size.tokens)))
+            return
+        before = follow.best if follow.best is not None and follow.best.plan is not follow.plan else None
+        plan = self._refitted_plan(size)
+        if before is None or plan.predicted is None or plan.predicted.step_s <= before.step_s:
+            self._change_to(size, plan)
+        else:
+            self._change_to(size, _as_measured(before), is_as_measured=True)
 
     def _slower_than_kept(self, size: _Size) -> None:
         """There is no budget, and the steps look slower than with everything kept."""
         follow = size.follow
         kept = follow.kept
-        has_room = size.tokens <= self._measured_tokens  # as was seen
-        if _moves(follow.plan) and has_room and self._trials < _MOST_TRIALS:
+        may_keep = size.tokens <= self._measured_tokens and not self._was_trial_ended
+        if _moves(follow.plan) and may_keep and self._trials < _MOST_TRIALS:
             self._trials += 1
             follow.goes_by(size.solver.keeping_all(), is_trial=True)
             self._go_by(size)
-        elif kept is not None or has_room:
+        elif kept is not None:
             follow.most_s = None
-            self._change_to(size, size.solver.keeping_all() if kept is None else _as_measured(kept))
+            self._change_to(size, _as_measured(kept), is_as_measured=True)
+        elif may_keep:  # what trials of other sizes came to, this one is believed to come to as well
+            follow.most_s = None
+            self._change_to(size, size.solver.keeping_all() if self._kept_was_faster else follow.plan)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
             self._change_to(size, self._refitted_plan(size))
@@ -228,13 +256,14 @@ class Upkeep:
         follow, tried = size.follow, size.follow.before_trial
         assert tried is not None
         kept = follow.kept = follow.tried()
-        if tried.fastest_s <= kept.fastest_s * _AS_FAST:
-            self._change_to(size, _as_measured(tried))
+        if tried.fastest_s <= kept.fastest_s * _AS_FAST and tried.middle_s <= kept.middle_s * _MOSTLY_AS_FAST:
+            self._change_to(size, _as_measured(tried), is_as_measured=True)
             follow.most_s = max(kept.fastest_s, tried.fastest_s) * _LOOKS_SLOW
             return
         plan = self._refitted_plan(size)
         is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(tried.plan)
-        self._change_to(size, plan if is_less else _as_measured(kept))
+        self._kept_was_faster = not is_less
+        self._change_to(size, plan if is_less else _as_measured(kept), is_as_measured=not is_less)
         follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
 
     def _bound_trial(self, size: _Size) -> None:
@@ -247,7 +276,7 @@ class Upkeep:
         """Back to the plan before, and nothing is tried any more."""
         tried = size.follow.before_trial
         assert tried is not None
-        self._trials = _MOST_TRIALS
+        self._was_trial_ended = True
         size.follow.most_s = None
         self._change_to(size, tried.plan)
 
@@ -291,17 +320,18 @@ class Upkeep:
 
     def _solver_for(self, tokens: int) -> Solver:
         profile = self.profile.scaled(tokens)
-        if self._budget() is None and tokens != self._measured_tokens:
+        if self._allowed_bytes is None and tokens != self._measured_tokens:
             profile = dataclasses.replace(profile, link=profile.link.times(_UNSEEN, _UNSEEN))
         return Solver(profile)
 
     def _most_s(self, solver: Solver) -> float | None:
         """What a step may take at the most where none may be slower than with everything kept."""
-        return solver.profile.plain_s * _LOOKS_SLOW if self._budget() is None else None
+        is_limited = self._allowed_bytes is None and not self._was_trial_ended
+        return solver.profile.plain_s * _LOOKS_SLOW if is_limited else None
 
     def _leanest(self, tokens: int, solver: Solver) -> Plan:
         """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
-        least_bytes, asked_bytes = solver.smallest_budget(), self._budget()
+        least_bytes, asked_bytes = solver.smallest_budget(), self._allowed_bytes
         if asked_bytes is not None and least_bytes <= asked_bytes:
             return solver.solve(asked_bytes)  # what another size was beyond its prediction does not fit
         warnings.warn(
@@ -312,8 +342,8 @@ class Upkeep:
         )
         return solver.solve(least_bytes)
 
-    def _change_to(self, size: _Size, plan: Plan) -> None:
-        size.follow.goes_by(plan)
+    def _change_to(self, size: _Size, plan: Plan, *, is_as_measured: bool = False) -> None:
+        size.follow.goes_by(plan, is_as_measured=is_as_measured)
         self._go_by(size)
 
     def _go_by(self, size: _Size) -> None:
@@ -322,7 +352,7 @@ class Upkeep:
             self._handle.go_by(size.follow.plan, 0 if is_first else size.tokens)
 
     def _budget_for(self, tokens: int) -> int | None:
-        budget_bytes = self._budget()
+        budget_bytes = self._allowed_bytes
         return None if budget_bytes is None else budget_bytes - self._spare_for(tokens)
 
     def _spare_for(self, tokens: int) -> int:
@@ -333,13 +363,13 @@ class Upkeep:
 
     def _wants_peak(self, follow: Follower) -> bool:
         """Until it is known of a plan, when its order has been learned."""
-        is_watched = not self._is_shared and self._budget() is not None
+        is_watched = not self._is_shared and self._allowed_bytes is not None
         return is_watched and follow.steps >= STEPS_TO_LEARN and follow.peak_bytes == 0
 
     def _fit_peak(self, size: _Size) -> None:
         """Plan for less if the peak was beyond the budget, and for more if that leaves room to spare."""
         peak_bytes = size.follow.peak_bytes
-        predicted, asked_bytes = size.follow.plan.predicted, self._budget()
+        predicted, asked_bytes = size.follow.plan.predicted, self._allowed_bytes
         if predicted is None or asked_bytes is None:
             return
         if self._peaks_fitted == _MOST_FITS:
@@ -350,14 +380,17 @@ class Upkeep:
             return
         beyond_bytes, spare_bytes = peak_bytes - predicted.peak_bytes, self._spare_for(size.tokens)
         over_bytes = peak_bytes - asked_bytes
-        if over_bytes <= 0 and spare_bytes - beyond_bytes <= _NEAR * asked_bytes:
-            return  # what the plan leaves unused on its own account is none of the prediction's fault
+        # The last fit is for what is beyond the budget; and what the plan leaves unused on its own account is none of
+        # the prediction's fault.
+        may_give_back = size.follow.is_whole_peak and self._peaks_fitted < _MOST_FITS - 1
+        if over_bytes <= 0 and (not may_give_back or spare_bytes - beyond_bytes <= _NEAR * asked_bytes):
+            return
         self._peaks_fitted += 1
         self._plan_with(size, beyond_bytes if over_bytes <= 0 else max(beyond_bytes, spare_bytes + over_bytes))
 
     def _plan_with(self, size: _Size, spare_bytes: int) -> None:
         """Plan again with so much of the budget taken off. If nothing fits then, what is there has to do."""
-        asked_bytes = self._budget()
+        asked_bytes = self._allowed_bytes
         assert asked_bytes is not None
         try:
             plan = size.solver.solve(asked_bytes - spare_bytes)
@@ -367,12 +400,13 @@ class Upkeep:
             return
         self._spares[size.tokens] = spare_bytes
         self._sizes = {size.tokens: size}
+        size.follow.best = None  # it was made for more
         self._change_to(size, plan)
 
     def _look_again(self, size: _Size, engine: Engine) -> None:
         """What a training allocates may grow (an optimizer's first step, a longer evaluation) after the peak was looked
         at: the device's record of it says so, as far as nobody else has it begin anew."""
-        follow, asked_bytes = size.follow, self._budget()
+        follow, asked_bytes = size.follow, self._allowed_bytes
         if asked_bytes is None or self._is_shared or follow.begun % _LOOK_EVERY != 0 or follow.peak_bytes == 0:
             return
         if follow.peak_bytes <= asked_bytes < engine.device.memory().peak_bytes:
@@ -412,16 +446,12 @@ class Upkeep:
             self._end_trial(self._size)
         budget_bytes = self.budget_bytes
         if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
-            self._plan_with(self._size, self._spare_for(self._size.tokens) + budget_bytes // _OOM_SHARE)
+            self._short_bytes += budget_bytes // _OOM_SHARE
+            self._plan_with(self._size, self._spare_for(self._size.tokens))
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
         return out_of_memory(self.budget_bytes, self._size.follow.plan.predicted, measured_bytes, _OOM_SHARE)
-
-
-def _or_better(plan: Plan, best: Tried | None) -> Plan:
-    is_better = best is not None and plan.predicted is not None and plan.predicted.step_s > best.step_s
-    return _as_measured(best) if best is not None and is_better else plan
 
 
 def _as_measured(tried: Tried) -> Plan:

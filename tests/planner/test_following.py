@@ -333,13 +333,14 @@ def test_a_plan_that_looks_slow_is_weighed_against_keeping_everything():
     assert handle.plan.predicted.step_s == pytest.approx(1.1 * plain_s)
 
 
+@pytest.mark.parametrize("most", [1.06, 1.12])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_machine_that_is_slow_now_and_then_does_not_end_moving(seed):
+def test_a_machine_that_is_slow_now_and_then_does_not_end_moving(seed, most):
     """As one H200 was: half of its steps took 2 to 6 % more than the others, whatever the plan."""
     control, handle = control_of()
     plain_s, draw = control.profile.plain_s, random.Random(seed)
     for _ in range(200):
-        slow = draw.uniform(1.02, 1.06) if draw.random() < 0.5 else 1.0
+        slow = draw.uniform(1.02, most) if draw.random() < 0.5 else 1.0
         handle.device.step_s = plain_s * slow * (1.004 if handle.plan.predicted.moved_bytes else 1.0)
         step(control)
     assert handle.plan.predicted.moved_bytes > 0

@@ -241,6 +241,8 @@ class Upkeep:
             self._trials += 1
             follow.goes_by(size.solver.keeping_all(), is_trial=True)
             self._go_by(size)
+        elif follow.is_as_measured:
+            follow.most_s = None  # it was as fast when it was tried: it is the machine
         elif kept is not None:
             follow.most_s = None
             self._change_to(size, _as_measured(kept), is_as_measured=True)

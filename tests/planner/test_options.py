@@ -46,10 +46,10 @@ def test_what_moves_is_there_and_needed_in_mirrored_order():
 
 
 def test_offloading_needs_room_for_what_is_at_hand():
-    """400 MB measured are 300 saved and 100 short-lived."""
+    """400 MB measured are 300 saved and 100 short-lived. The largest save is 100, and so is its gradient."""
     each = region()
     assert option_for(each, Recipe("keep")).backward_work_bytes == 100 * MB
-    assert option_for(each, Recipe("offload")).backward_work_bytes == 200 * MB
+    assert option_for(each, Recipe("offload")).backward_work_bytes == 300 * MB
 
 
 def test_running_again_keeps_or_moves_inputs_and_outputs():

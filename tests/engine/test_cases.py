@@ -417,8 +417,8 @@ def test_many_steps_leave_nothing(rig):
     assert growths[1:] == growths[1:2] * 11
     assert not rig.engine._deaths
     assert len(rig.engine._retained) <= 1
-    assert list(rig.scope._slots) == [""]
-    assert len(rig.scope._slots[""]._sites) <= 2  # a plain loop has one visit alive at a time, or the next one too
+    assert list(rig.scope._slots) == [(0, "")]
+    assert len(rig.scope._slots[0, ""]._sites) <= 2  # a plain loop has one visit alive at a time, or the next one too
 
 
 def test_two_devices_have_an_engine_each():

@@ -135,24 +135,22 @@ class Scope:
     ledger: Ledger = field(default_factory=Ledger)
     buffers: set[int] = field(default_factory=set[int])
     """`_cdata` of the storages of the module's buffers, which the module keeps alive."""
-    _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
-    _slots_of: dict[int, dict[str, Slots]] = field(default_factory=dict[int, "dict[str, Slots]"])
+    _size: int = 0
+    _slots: dict[tuple[int, str], Slots] = field(default_factory=dict[tuple[int, str], Slots])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
-
-    def __post_init__(self) -> None:
-        self._slots_of[0] = self._slots
 
     def turn_to(self, size: int) -> None:
         """Name the saves of batches of this size, from the next visit on, apart from those of others.
 
         Their plans differ, and so does what is needed after what: learned in turns, the order would be wrong each time.
         """
-        self._slots = self._slots_of.setdefault(size, {})
+        self._size = size
 
     def visit(self, region: str) -> Visit:
-        slots = self._slots.get(region)
+        key = self._size, region
+        slots = self._slots.get(key)
         if slots is None:
-            slots = self._slots.setdefault(region, Slots(region))
+            slots = self._slots.setdefault(key, Slots(region))
         return Visit(self, slots)
 
     def serves(self, device: torch.device) -> bool:

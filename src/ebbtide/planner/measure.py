@@ -11,6 +11,7 @@ Note [How a step is measured]
 4. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
 """
 
+import abc
 import contextlib
 import enum
 import weakref
@@ -95,7 +96,7 @@ class _First(NamedTuple):
     save: int
 
 
-class _UntilBackwardEnds:
+class _UntilBackwardEnds(abc.ABC):
     """Ends with the backward that is the first to read what its forward saved."""
 
     def __init__(self) -> None:
@@ -115,8 +116,9 @@ class _UntilBackwardEnds:
             self.on_end()
             self.on_end = None
 
+    @abc.abstractmethod
     def _conclude(self) -> None:
-        raise NotImplementedError
+        """Backward has ended: take the last notes."""
 
 
 class StepWatch(_UntilBackwardEnds):

@@ -58,7 +58,7 @@ def _policy(dear: DearOps, modules: Modules, has_sites: bool) -> Callable[..., C
     def policy(_context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if has_sites:
             raise sites_refused()
-        is_dear = dear.kind_of(op).may_be_dear and dear.is_dear(op, args, kwargs, _inside(modules))
+        is_dear = dear.is_dear(op, args, kwargs, _inside(modules))
         return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

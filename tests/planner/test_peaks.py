@@ -69,13 +69,13 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x):
-        x = x + self.attention(x)
+    def forward(self, x, table):
+        x = x + self.attention(x * table)
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Body(nn.Module):
-    """Its forward holds what it embeds until it returns, as those of transformers do."""
+    """Its forward holds what it embeds until it returns, and its layers share a table, as those of transformers do."""
 
     def __init__(self, vocabulary):
         super().__init__()
@@ -85,9 +85,10 @@ class Body(nn.Module):
 
     def forward(self, tokens):
         embedded = self.embed(tokens)
+        table = torch.arange(TOKENS).float().cos()[:, None] + 1
         x = embedded
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, table)
         return self.norm(x)
 
 

@@ -92,7 +92,7 @@ class Engine:
                 claim = made
             else:
                 visit.scope.ledger.stats.shared.add(span.sent_nbytes)
-            return Ticket(claim, geometry_of(t, claim.parcel.span), counter, t._version)
+            return Ticket(claim, geometry_of(t, claim.parcel.span), counter, t._version, visit.limits)
 
     def _find(self, storage: torch.UntypedStorage, version: int, span: Span) -> Claim | None:
         """A live parcel with the bytes of `span`: of this very storage, unchanged since."""
@@ -208,7 +208,7 @@ class Engine:
         with self.lock:
             if self._deaths:
                 self._settle_deaths()
-            storage, point = self._bring(parcel)
+            storage, point = self._bring(parcel, ticket.limits)
             if storage is parcel.arrival and (graph_task_id() == -1 or keeps_graph()):
                 self._bound_retained(parcel)
         if storage is parcel.source:
@@ -238,8 +238,9 @@ class Engine:
                 self._fetch_guessed(batch)
             self._fetch_ahead(home, limits, 0)
 
-    def _bring(self, parcel: Parcel) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too.
+    def _bring(self, parcel: Parcel, limits: Limits) -> tuple[torch.UntypedStorage, StreamEvent | None]:
+        """Device memory with the bytes of `parcel`, or about to have them; fetches what is expected after it too, as
+        far as the `limits` of the region that asks for it allow.
 
         The second is the point home has reached, if a fetch had to know it.
         """
@@ -257,7 +258,7 @@ class Engine:
             storage = parcel.arrival
         if is_first_need:
             at_hand_bytes = 0 if parcel.site.comes_together else parcel.span.nbytes
-            point = self._fetch_ahead(parcel.home, parcel.visit.limits, at_hand_bytes) or point
+            point = self._fetch_ahead(parcel.home, limits, at_hand_bytes) or point
         return storage, point
 
     def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:

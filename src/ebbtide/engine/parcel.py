@@ -34,7 +34,7 @@ from ebbtide.types import Block, Stream, StreamEvent
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
-    from ebbtide.engine.scope import Visit
+    from ebbtide.engine.scope import Limits, Visit
 
 _NOTHING = torch.empty(0)
 
@@ -129,12 +129,18 @@ def kept_tensor(kept: Kept) -> torch.Tensor:
 
 
 class Ticket:
-    """What pack returns for a save that travels: its geometry and a strong reference to its parcel."""
+    """What pack returns for a save that travels: its geometry and a strong reference to its parcel.
 
-    __slots__ = ("claim", "counter", "geometry", "parcel", "version")
+    `limits`: those of the region it was saved in. What several regions save has one parcel, of the first of them.
+    """
 
-    def __init__(self, claim: "Claim", geometry: Geometry, counter: torch.Tensor, version: int) -> None:
+    __slots__ = ("claim", "counter", "geometry", "limits", "parcel", "version")
+
+    def __init__(
+        self, claim: "Claim", geometry: Geometry, counter: torch.Tensor, version: int, limits: "Limits"
+    ) -> None:
         self.claim = claim
+        self.limits = limits
         self.parcel = claim.parcel
         self.geometry = geometry
         self.counter = counter

@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.planner.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.planner.queueing import with_host
 
 MB = 1_000_000
 MS = 1e-3
@@ -36,13 +37,32 @@ def regions(draw, name):
     )
 
 
+_host_times = st.builds(HostTime, _times, _times, _times, st.integers(0, 9))
+
+
+@st.composite
+def hosts(draw, count):
+    """It may be ahead of compute, or far behind."""
+    return Host(
+        regions=tuple(draw(_host_times) for _ in range(count)),
+        before_s=draw(_times),
+        after_s=draw(_times),
+        turn_s=draw(_times),
+        lead_s=draw(st.sampled_from([0.0, 2 * MS, 1.0])),
+        frame_s=draw(_times),
+        op_s=draw(st.sampled_from([0.0, MS])),
+        held_s=draw(st.sampled_from([0.0, MS])),
+        moved_s=draw(st.sampled_from([0.0, MS])),
+    )
+
+
 @st.composite
 def profiles(draw, most_regions=3, shared_names=False):
     count = draw(st.integers(1, most_regions))
     names = [f"layers.{draw(st.integers(0, k)) if shared_names else k}" for k in range(count)]
     rate = draw(st.sampled_from([1e9, 5e9, 2e10]))
     back = draw(st.sampled_from([1e9, 5e9, 2e10]))
-    return Profile(
+    step = Profile(
         made_for={"model": "generated"},
         regions=tuple(draw(regions(name)) for name in names),
         around=Around(
@@ -61,3 +81,4 @@ def profiles(draw, most_regions=3, shared_names=False):
         tokens=1000,
         graphs=draw(st.sampled_from([1, 1, 2, 3])),
     )
+    return with_host(step, draw(st.one_of(st.none(), hosts(count))))

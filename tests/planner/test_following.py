@@ -21,6 +21,7 @@ class ScriptedDevice:
     """A clock and an allocator that say what a test wants them to."""
 
     has_clock = True
+    has_queue = False
     torch_device = torch.device("cpu")
 
     def __init__(self):

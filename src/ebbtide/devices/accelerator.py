@@ -56,6 +56,7 @@ class AcceleratorDevice:
     """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
 
     has_clock = True
+    has_queue = True
     _passed: torch.Event | None = None
     """The last event that was seen to have passed: whatever is queued from then on runs after it, without a wait."""
 

@@ -89,6 +89,7 @@ class CpuDevice:
     """RAM as the device. Compute "waits" by blocking the calling thread, so a wait here is a stall of the host."""
 
     has_clock = True
+    has_queue = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ebbtide.planner.groups import Model, Unit
+from ebbtide.planner.options import queueing_s
+from ebbtide.planner.profile import Host
 from ebbtide.planner.simulate import fixed_bytes
 
 _GIB = 1024**3
@@ -96,6 +98,8 @@ class Counts:
         self._channel(profile.link.out, forward_s, {}, "forward stall")
         again = self._sum(lambda unit, choice: unit.again_s[choice] * _MS)
         self._channel(profile.link.back, backward_s, again, "backward stall")
+        if profile.host is not None:
+            self._queue(profile.host, again)
         self._memory.append(({**kept, tail: 1.0}, around.peak_bytes))
         self._deepest_backward(kept)
         if profile.host_limit_bytes is not None:
@@ -111,6 +115,29 @@ class Counts:
             row[column] -= rate * again_ms
         row.update({self._column("tail"): -1.0, self._column(stall): -rate})
         self._rows.append((row, -float("inf"), rate * seconds * _MS))
+
+    def _queue(self, host: Host, again: _Row) -> None:
+        """Compute waits where the host needs longer to queue the step than compute to run it."""
+        profile, around = self._profile, self._profile.around
+        forward_s = host.before_s + host.after_s + sum(region.forward_s for region in host.regions)
+        backward_s = host.turn_s + sum(region.backward_s for region in host.regions)
+        spare_s = host.lead_s + around.before_s + around.after_s + sum(r.forward_s for r in profile.regions) - forward_s
+        added = self._sum(lambda unit, choice: self._added_s(host, unit, choice) * _MS)
+        wait = self._column("host forward")
+        self._rows.append(({**added, wait: -1.0}, -float("inf"), spare_s * _MS))
+        spare_s += around.turn_s + sum(region.backward_s for region in profile.regions) - backward_s
+        seconds = self._sum(lambda unit, choice: self._again_host_s(host, unit, choice) * _MS)
+        row = {column: 2 * added[column] + seconds[column] - again[column] for column in added}
+        self._rows.append(({**row, wait: -1.0, self._column("host backward"): -1.0}, -float("inf"), spare_s * _MS))
+
+    @staticmethod
+    def _added_s(host: Host, unit: Unit, choice: int) -> float:
+        pairs = zip(unit.costs[choice], unit.visits, strict=True)
+        return sum(queueing_s(option, host, host.regions[visit]) for option, visit in pairs)
+
+    @staticmethod
+    def _again_host_s(host: Host, unit: Unit, choice: int) -> float:
+        return sum(host.regions[visit].again_s for visit in unit.visits) if unit.recipes[choice].runs_again else 0.0
 
     def _moved_gib(self, unit: Unit, choice: int) -> float:
         """With the bytes that the link could have carried while it began."""
@@ -152,6 +179,8 @@ class Counts:
         beside = link.interference * _GIB * (1 / link.out + 1 / link.back)
         costs = self._sum(lambda unit, choice: (unit.again_s[choice] + beside * self._moved_gib(unit, choice)) * _MS)
         costs.update({self._column(stall): 1.0 for stall in ("forward stall", "backward stall")})
+        if self._profile.host is not None:
+            costs.update({self._column(wait): 1.0 for wait in ("host forward", "host backward")})
         return costs
 
     # -- solution ----------------------------------------------------------------------------------------------------

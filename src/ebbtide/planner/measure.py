@@ -14,6 +14,7 @@ Note [How a step is measured]
 import abc
 import contextlib
 import enum
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,12 +46,18 @@ class Place(enum.Enum):
 
 
 class Note(NamedTuple):
-    """A place, the region it is of ("" outside of all), when compute was there, and the memory then."""
+    """A place, the region it is of ("" outside of all), when compute was there, and the memory then.
+
+    `host_s`: when the host was there, on a clock of its own. `passed`: how many of the notes before it compute had come
+    by then, by which the two clocks can be compared.
+    """
 
     place: Place
     region: str
     event: StreamEvent
     memory: Memory
+    host_s: float = 0.0
+    passed: int = 0
 
 
 _UNKNOWN = Memory(0, 0)
@@ -86,6 +93,7 @@ class VisitNotes:
     inputs: list[Seen] = field(default_factory=list[Seen])
     dear: list[Seen] = field(default_factory=list[Seen])
     stuck_bytes: int = 0
+    ops: int = 0
 
 
 class _First(NamedTuple):
@@ -154,6 +162,7 @@ class StepWatch(_UntilBackwardEnds):
         self._storages: dict[tuple[int, bool], _First] = {}
         self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._region_read: str | None = None
+        self._passed = 0
 
     # -- where the step comes by -----------------------------------------------------------------------------------
 
@@ -260,7 +269,11 @@ class StepWatch(_UntilBackwardEnds):
         if self._is_detailed:
             memory = self.device.memory()
             self.device.forget_peak()
-        self.notes.append(Note(place, region, self.device.record(self.device.current_stream()), memory))
+        event = self.device.record(self.device.current_stream())
+        host_s = time.perf_counter()
+        while self._passed < len(self.notes) and self.device.is_done(self.notes[self._passed].event):
+            self._passed += 1
+        self.notes.append(Note(place, region, event, memory, host_s, self._passed))
 
     @property
     def is_readable(self) -> bool:
@@ -344,6 +357,7 @@ class _DearTimes(OperatorMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._visit.ops += 1
         assert self._is_dear is not None
         if not self._is_dear(op, args, kwargs):
             return op(*args, **kwargs)

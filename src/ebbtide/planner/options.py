@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide._bytes import format_bytes
-from ebbtide.planner.profile import Dear, RegionProfile, Save
+from ebbtide.planner.profile import Dear, Host, HostTime, RegionProfile, Save
 from ebbtide.plans import OP_CLASSES, Recipe
 
 
@@ -36,6 +36,7 @@ class Option:
         backward_work_bytes: most that is allocated while its backward runs, beyond what is kept of this and all other
             regions: what backward has asked for, what is made again, and what is short-lived.
         comes_together: backward asks for all that it moved when it begins.
+        held: calls whose outputs its second run is handed.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Option:
     again_s: float
     backward_work_bytes: int
     comes_together: bool
+    held: int = 0
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -159,6 +161,7 @@ def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) 
         again_s=max(0.0, region.again_s - sum(dear.again_s for dear in held)),  # measured apart, so not to the digit
         backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
         comes_together=True,
+        held=len(held),
     )
 
 
@@ -175,6 +178,16 @@ def _costs(option: Option) -> tuple[float, ...]:
 def _is_better(one: Option, other: Option) -> bool:
     mine, yours = _costs(one), _costs(other)
     return mine != yours and all(a <= b for a, b in zip(mine, yours, strict=True))
+
+
+def queueing_s(option: Option, host: Host, region: HostTime) -> float:
+    """What the choice adds to what its region takes the host, in forward and again in backward."""
+    seconds = host.moved_s * len(option.moved)
+    if option.recipe.runs_again:
+        seconds += host.frame_s
+    if option.held:
+        seconds += host.op_s * region.ops + host.held_s * option.held
+    return seconds
 
 
 def why(option: Option, region: RegionProfile) -> str:

@@ -134,6 +134,47 @@ class Around:
 
 
 @dataclass(frozen=True)
+class HostTime:
+    """What a pass through a region takes the host, by which it is queued, with everything kept.
+
+    Attributes:
+        forward_s, backward_s: its forward and its backward.
+        again_s: its second run, with nothing held.
+        ops: operators that it calls.
+    """
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+    ops: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host, that queues what compute runs. It is ahead of compute, or compute waits for it.
+
+    Attributes:
+        regions: what each of the profile's regions takes.
+        before_s, after_s, turn_s: as those of `Around`.
+        lead_s: how far ahead of compute it is where a step begins, at least.
+        frame_s: what it takes to prepare a region to run again, and again to begin its second run.
+        op_s: for each operator that a selective recipe looks at, in both runs.
+        held_s: for each output that is held, and again for handing it out.
+        moved_s: for each parcel, out, and again for its way back.
+    """
+
+    regions: tuple[HostTime, ...]
+    before_s: float
+    after_s: float
+    turn_s: float
+    lead_s: float
+    frame_s: float
+    op_s: float
+    held_s: float
+    moved_s: float
+
+
+@dataclass(frozen=True)
 class Link:
     """Rates of the lanes in bytes per second.
 
@@ -182,6 +223,7 @@ class Profile:
         device_bytes: memory that the device has in all; None if nobody asked it.
         graphs: forwards whose backward is still to come, at the most, the one at hand counted: 1 in a plain loop, more
             in a pipeline, or where several forwards make one loss.
+        host: what queues the step; None where compute has no queue, or nobody measured it.
     """
 
     made_for: Mapping[str, str]
@@ -194,6 +236,7 @@ class Profile:
     tokens: int
     device_bytes: int | None = None
     graphs: int = 1
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.graphs < 1:
@@ -294,7 +337,13 @@ def _from_dict(data: dict[str, Any]) -> Profile:
         tokens=data["tokens"],
         device_bytes=data.get("device_bytes"),
         graphs=data.get("graphs", 1),
+        host=None if data.get("host") is None else _host_from_dict(data["host"]),
     )
+
+
+def _host_from_dict(data: dict[str, Any]) -> Host:
+    regions: dict[str, Any] = {**data, "regions": tuple(HostTime(**times) for times in data["regions"])}
+    return Host(**regions)
 
 
 def _region_from_dict(data: dict[str, Any]) -> RegionProfile:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ebbtide._errors import PlanError
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.planner.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
 
-Row = TypeVar("Row", RegionProfile, Around, Save, Dear, Turn)
+Row = TypeVar("Row", RegionProfile, Around, Save, Dear, Turn, Host, HostTime)
 
 
 class Answer(NamedTuple):
@@ -49,6 +49,7 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
         graphs=max(p.graphs for p in profiles),
+        host=_slowest_host([p.host for p in profiles]),
     )
 
 
@@ -88,6 +89,15 @@ def _slowest_link(links: Sequence[Link]) -> Link:
         latency_s=max(link.latency_s for link in links),
         interference=max(link.interference for link in links),
     )
+
+
+def _slowest_host(hosts: Sequence[Host | None]) -> Host | None:
+    """None if one of them has none: nobody waits for a host there."""
+    known = [host for host in hosts if host is not None]
+    if len(known) < len(hosts):
+        return None
+    regions = tuple(_largest(times) for times in zip(*(host.regions for host in known), strict=True))
+    return dataclasses.replace(_largest(known), regions=regions, lead_s=min(host.lead_s for host in known))
 
 
 def _least(limits: Iterable[int | None]) -> int | None:

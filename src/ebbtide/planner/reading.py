@@ -1,14 +1,15 @@
 """From the notes of two steps to a profile. Reads events that have passed, and changes nothing."""
 
+import functools
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from ebbtide.planner.clock import Clock, Span, backward_spans, by_forward
 from ebbtide.planner.measure import Note, Place, Seen, StepWatch, VisitNotes
 from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.planner.queueing import host_of, with_host
 from ebbtide.types import Device, StreamEvent
-
-Item = TypeVar("Item")
 
 _MOST_SLOWDOWN = 1.25
 
@@ -42,17 +43,18 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
         return None
     if not (_is_one_by_one(times, names) and _is_one_by_one(details, names)):
         return None
-    clock = _Clock(times, names, about.time_scale)
+    clock = Clock(times.notes, names, lambda start, end: about.time_scale * _seconds(times, start, end))
     memory = _Curve(details, names)
     visits = [visit for visit in details.visits if visit.region in names]
     if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
         return None
-    again = _by_forward(((visit.region, visit) for visit in details.again), clock.regions)
-    slowdown = _slowdown(clock, _Clock(details, names, scale=1.0))
+    again = by_forward(((visit.region, visit) for visit in details.again), clock.regions)
+    slowdown = _slowdown(clock, Clock(details.notes, names, functools.partial(_seconds, details)))
     step = _Step(clock, memory, details.device, about, _grad_bytes(clock.regions, about.grads), slowdown)
     passes = zip(visits, again, strict=True)
     regions = tuple(step.region(k, visit, second) for k, (visit, second) in enumerate(passes))
-    return Profile(
+    ops = [0 if second is None else second.ops for second in again]
+    profile = Profile(
         made_for=dict(about.made_for),
         regions=regions,
         around=_around(clock, memory),
@@ -64,6 +66,12 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
         device_bytes=about.device_bytes,
         graphs=about.graphs,
     )
+    return with_host(profile, host_of(times, names, regions, ops))
+
+
+def _seconds(watch: StepWatch, start: Note, end: Note) -> float:
+    """That compute took from one to the other."""
+    return watch.device.seconds_between(start.event, end.event)
 
 
 def _is_one_by_one(watch: StepWatch, names: Collection[str]) -> bool:
@@ -75,7 +83,7 @@ def _is_one_by_one(watch: StepWatch, names: Collection[str]) -> bool:
 class _Step(NamedTuple):
     """What there is to read."""
 
-    clock: "_Clock"
+    clock: Clock
     memory: "_Curve"
     device: Device
     about: Surroundings
@@ -116,7 +124,7 @@ class _Step(NamedTuple):
         return max(0.0, self.device.seconds_between(start, end))
 
 
-def _slowdown(clock: "_Clock", detailed: "_Clock") -> float:
+def _slowdown(clock: Clock, detailed: Clock) -> float:
     """How much longer second runs take where nobody looks into them.
 
     A device that waits now and then, as it does for what is fetched in the detailed step, is the faster in between: it
@@ -137,65 +145,6 @@ def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:
     return [*found[:-1], found[-1] + sum(left.values())]
 
 
-def _by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
-    """Of each pass, in the order of forward, what `backward` has in its own order: a region's last pass comes first."""
-    left: dict[str, list[Item]] = {}
-    for region, item in backward:
-        left.setdefault(region, []).append(item)
-    return [left[region].pop() if left.get(region) else None for region in regions]
-
-
-class _Clock:
-    """Seconds per region, from the notes of a step, in order of forward."""
-
-    def __init__(self, watch: StepWatch, names: Collection[str], scale: float) -> None:
-        self._device = watch.device
-        self._scale = scale
-        notes = [note for note in watch.notes if not note.region or note.region in names]
-        entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
-        ends = [*entered[1:], max((k for k, note in enumerate(notes) if note.place is Place.LEFT), default=0)]
-        forward_end = next(k for k, note in enumerate(notes) if note.place is Place.FORWARD)
-        self.regions = [notes[k].region for k in entered]
-        self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
-        self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
-        self.after_s = self._between(notes[ends[-1]], notes[forward_end])
-        spans = list(_backward_spans(notes))
-        self.turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
-        self.end_s = self._between(spans[-1].end, notes[-1]) if spans else 0.0
-        in_order = _by_forward(((span.region, span) for span in spans), self.regions)
-        self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
-        self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
-
-    def _between(self, start: Note, end: Note) -> float:
-        return self._scale * max(0.0, self._device.seconds_between(start.event, end.event))
-
-
-class _Span(NamedTuple):
-    """A region's part of backward. `again`: where its second run ended, if it had one."""
-
-    region: str
-    begin: Note
-    again: Note | None
-    end: Note
-
-
-def _backward_spans(notes: Sequence[Note]) -> Iterator[_Span]:
-    """A region's part begins with its second run or, without one, with the first read; and ends where the next one's
-    does, or something outside of all regions is read."""
-    has_second_runs = any(note.place is Place.AGAIN for note in notes)
-    starts = Place.AGAIN if has_second_runs else Place.READ
-    region, begin, again = "", None, None
-    for note in notes:
-        if note.place is Place.AGAIN_ENDED:
-            again = note
-        is_outside = note.place is Place.READ and not note.region
-        if note.place is not starts and note.place is not Place.ENDED and not is_outside:
-            continue
-        if begin is not None and region:
-            yield _Span(region, begin, again, note)
-        region, begin, again = note.region, note, None
-
-
 class _Curve:
     """Bytes per region, from the notes of a detailed step, in order of forward."""
 
@@ -210,14 +159,14 @@ class _Curve:
         forward_end = next(note for note in notes if note.place is Place.FORWARD)
         since = _without(notes[left[-1]], watch.freed_behind_bytes) if left else notes[0]
         self.held_bytes = _more(forward_end, since) if left else 0
-        spans = list(_backward_spans(notes))
+        spans = list(backward_spans(notes))
         first = notes.index(spans[0].begin) if spans else len(notes) - 1
         self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
-        in_order = _by_forward(((span.region, span) for span in spans), self.regions)
+        in_order = by_forward(((span.region, span) for span in spans), self.regions)
         self.backward_work = [0 if span is None else self._peak_of(span, notes) for span in in_order]
 
     @staticmethod
-    def _peak_of(span: _Span, notes: Sequence[Note]) -> int:
+    def _peak_of(span: Span, notes: Sequence[Note]) -> int:
         begin, end = notes.index(span.begin), notes.index(span.end)
         return _peak(notes[begin + 1 : end + 1], span.begin)
 
@@ -246,7 +195,7 @@ def _turns(watch: StepWatch, since: Note, last_peak_bytes: int) -> Iterator[Turn
         yield Turn(seen.save, at_s, peak_bytes)
 
 
-def _around(clock: _Clock, memory: _Curve) -> Around:
+def _around(clock: Clock, memory: _Curve) -> Around:
     return Around(
         before_s=clock.before_s,
         after_s=clock.after_s,

@@ -12,7 +12,9 @@ Note [What is simulated]
 4. Memory is what was there before, what is kept, what waits to leave, what came back early, and the measured working
    memory of what runs.
 5. A second of copying costs compute `Link.interference` seconds: both use the same memory.
-6. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
+6. The host queues what compute runs, region by region, and what recipes add to it: compute does not end what is not
+   queued. How far ahead the host is does not depend on what compute waits for, so memory buys time here too.
+7. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
    waits on its way out is not more for them: the lane is one, and so is its window.
 """
 
@@ -21,8 +23,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ebbtide.planner.options import Option
-from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.options import Option, queueing_s
+from ebbtide.planner.profile import Host, Link, Profile
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,19 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan would make of a step. `curve` is the memory, with a point per region and way."""
+    """What a plan would make of a step.
+
+    Attributes:
+        stall_forward_s, stall_backward_s: what compute waits for the link.
+        host_wait_s: what it waits for the host.
+        curve: the memory, with a point per region and way.
+    """
 
     step_s: float
     forward_s: float
     stall_forward_s: float
     stall_backward_s: float
+    host_wait_s: float
     peak_bytes: int
     moved_bytes: int
     host_bytes: int
@@ -177,9 +186,10 @@ def _grads_behind(profile: Profile) -> list[int]:
 
 def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     """One step in the steady state: `choice` has an option for every region of `profile`, in order."""
-    forward = _Forward(profile, choice, pace)
+    queue = _Queue(profile.host)
+    forward = _Forward(profile, choice, pace, queue)
     forward.run()
-    backward = _Backward(profile, choice, pace, forward)
+    backward = _Backward(profile, choice, pace, queue, forward)
     backward.run()
     moved_bytes = sum(option.moved_bytes for option in choice) - forward.waiting_bytes
     curve = (*forward.curve, *backward.curve)
@@ -188,6 +198,7 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
         forward_s=forward.now,
         stall_forward_s=forward.stalled_s,
         stall_backward_s=backward.stalled_s,
+        host_wait_s=queue.waited_s,
         peak_bytes=max(moment.nbytes for moment in curve),
         moved_bytes=moved_bytes,
         host_bytes=profile.graphs * moved_bytes,
@@ -206,13 +217,53 @@ class _Lost:
         return self._share * min(busy_s, seconds * self._stretch)
 
 
+class _Queue:
+    """The host, on compute's clock, and what compute waits for it. Each method takes what compute has come to, and
+    gives when compute has run all that the host has queued by then."""
+
+    def __init__(self, host: Host | None) -> None:
+        self._host = host
+        self._queued_s = 0.0 if host is None else -host.lead_s
+        self.waited_s = 0.0
+
+    def before(self, now: float) -> float:
+        return now if self._host is None else self._after(now, self._host.before_s)
+
+    def forward(self, now: float, number: int, option: Option) -> float:
+        host = self._host
+        if host is None:
+            return now
+        return self._after(now, host.regions[number].forward_s + queueing_s(option, host, host.regions[number]))
+
+    def turned(self, now: float) -> float:
+        """Behind the last region."""
+        return now if self._host is None else self._after(now, self._host.after_s + self._host.turn_s)
+
+    def backward(self, now: float, number: int, option: Option) -> float:
+        host = self._host
+        if host is None:
+            return now
+        own = host.regions[number]
+        seconds = own.backward_s + (own.again_s if option.recipe.runs_again else 0.0)
+        return self._after(now, seconds + queueing_s(option, host, own))
+
+    def _after(self, now: float, seconds: float) -> float:
+        self._queued_s += seconds
+        late_s = self._queued_s - now
+        if late_s <= 0.0:
+            return now
+        self.waited_s += late_s
+        return self._queued_s
+
+
 class _Forward:
     """Parcels are numbered as they are sent. They leave in that order too: those before `oldest` have."""
 
-    def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace) -> None:
+    def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace, queue: _Queue) -> None:
         self._profile = profile
         self._choice = choice
         self._pace = pace
+        self._queue = queue
         self._lost = _Lost(profile.link)
         self._lane_free_s = 0.0
         self.sizes: list[int] = []
@@ -227,9 +278,11 @@ class _Forward:
         around = self._profile.around
         fixed = fixed_bytes(self._profile, sum(option.kept_bytes for option in self._choice))
         self._pass(around.before_s)
+        self.now = self._queue.before(self.now)
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
             fixed += option.kept_bytes
             most = self._run_region(self._pace.windows[number], region.forward_s, option)
+            self.now = self._queue.forward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
         self._run_turns(fixed)
 
@@ -288,10 +341,13 @@ class _Forward:
 class _Backward:
     """Parcels have the numbers that forward gave them."""
 
-    def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace, forward: _Forward) -> None:
+    def __init__(
+        self, profile: Profile, choice: Sequence[Option], pace: Pace, queue: _Queue, forward: _Forward
+    ) -> None:
         self._profile = profile
         self._choice = choice
         self._pace = pace
+        self._queue = queue
         self._lost = _Lost(profile.link)
         self._sizes = forward.sizes
         self._stayed = forward.oldest  # from this number on parcels have never left
@@ -310,12 +366,14 @@ class _Backward:
     def run(self) -> None:
         around = self._profile.around
         self._pass(around.turn_s)
+        self.now = self._queue.turned(self.now)
         kept_bytes = sum(option.kept_bytes for option in self._choice)
         fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
             fixed += region.grad_bytes
             most = self._run_region(number, region.backward_s, option)
+            self.now = self._queue.backward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + option.backward_work_bytes, f"{region.name} backward"))
             fixed -= option.kept_bytes
         self._pass(around.end_s)

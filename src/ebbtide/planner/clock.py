@@ -1,0 +1,83 @@
+"""When a step came by: seconds per region, from the notes of one step. Pure.
+
+Two clocks stand in a note: when compute was there, and when the host was that queued it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from ebbtide.planner.measure import Note, Place
+
+Item = TypeVar("Item")
+
+Between = Callable[[Note, Note], float]
+"""Seconds from one note to another; below zero if the second was the first."""
+
+
+class Clock:
+    """Seconds per region, from the notes of a step, in order of forward.
+
+    Args:
+        notes: of the step, with those of other regions.
+        names: of the regions.
+        between: the clock.
+
+    Attributes:
+        regions: their names, one per pass.
+        forward_s, again_s, backward_s: of each pass.
+        before_s, after_s, turn_s, end_s: outside of them, as `Around` says.
+    """
+
+    def __init__(self, notes: Sequence[Note], names: Collection[str], between: Between) -> None:
+        self._seconds = between
+        notes = [note for note in notes if not note.region or note.region in names]
+        entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
+        ends = [*entered[1:], max((k for k, note in enumerate(notes) if note.place is Place.LEFT), default=0)]
+        forward_end = next(k for k, note in enumerate(notes) if note.place is Place.FORWARD)
+        self.regions = [notes[k].region for k in entered]
+        self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
+        self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
+        self.after_s = self._between(notes[ends[-1]], notes[forward_end])
+        spans = list(backward_spans(notes))
+        self.turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
+        self.end_s = self._between(spans[-1].end, notes[-1]) if spans else 0.0
+        in_order = by_forward(((span.region, span) for span in spans), self.regions)
+        self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
+        self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
+
+    def _between(self, start: Note, end: Note) -> float:
+        return max(0.0, self._seconds(start, end))
+
+
+class Span(NamedTuple):
+    """A region's part of backward. `again`: where its second run ended, if it had one."""
+
+    region: str
+    begin: Note
+    again: Note | None
+    end: Note
+
+
+def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
+    """A region's part begins with its second run or, without one, with the first read; and ends where the next one's
+    does, or something outside of all regions is read."""
+    has_second_runs = any(note.place is Place.AGAIN for note in notes)
+    starts = Place.AGAIN if has_second_runs else Place.READ
+    region, begin, again = "", None, None
+    for note in notes:
+        if note.place is Place.AGAIN_ENDED:
+            again = note
+        is_outside = note.place is Place.READ and not note.region
+        if note.place is not starts and note.place is not Place.ENDED and not is_outside:
+            continue
+        if begin is not None and region:
+            yield Span(region, begin, again, note)
+        region, begin, again = note.region, note, None
+
+
+def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
+    """Of each pass, in the order of forward, what `backward` has in its own order: a region's last pass comes first."""
+    left: dict[str, list[Item]] = {}
+    for region, item in backward:
+        left.setdefault(region, []).append(item)
+    return [left[region].pop() if left.get(region) else None for region in regions]

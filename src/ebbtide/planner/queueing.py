@@ -1,0 +1,134 @@
+"""What queueing a step took the host, from the notes of one that was watched for times.
+
+Note [The host]
+~~~~~~~~~~~~~~~
+1. What recipes make the host do, beyond the model's own code, matters where it is hardly ahead of compute: many small
+   kernels, and a loop that looks at each loss. There a selective recipe of a region may take longer to queue than to
+   run.
+2. The model's own share is measured; what recipes add is reckoned by operators, outputs and parcels. The unit is what
+   a dispatch mode takes for an operator: it is timed here, as all of this is Python on one core, fast or slow.
+3. The host is as far ahead of compute as it was seen to be, and far enough that a step with everything kept waits for
+   nothing: what it waits for is in its measured times.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide._torch import OperatorMode
+from ebbtide.planner.clock import Clock
+from ebbtide.planner.measure import StepWatch
+from ebbtide.planner.options import option_for
+from ebbtide.planner.profile import Host, HostTime, Profile, RegionProfile
+from ebbtide.planner.simulate import Outcome, Pace, simulate
+from ebbtide.plans import Recipe
+
+# In what a bare dispatch mode takes for an operator, from steps of a ViT on the host of an H200: where that is 3 us.
+_FRAME = 130.0
+_LOOKED_AT = 2.4
+_HELD = 19.0
+_MOVED = 15.0
+_CALLS = 64
+_TRIES = 5
+
+
+def with_host(profile: Profile, host: Host | None) -> Profile:
+    """The profile with its host so far ahead that a step with everything kept waits for nothing."""
+    if host is None:
+        return profile
+    waits_s = _all_kept(dataclasses.replace(profile, host=host)).host_wait_s
+    return dataclasses.replace(profile, host=dataclasses.replace(host, lead_s=host.lead_s + waits_s))
+
+
+def _all_kept(profile: Profile) -> Outcome:
+    keep, count = Recipe("keep"), len(profile.regions)
+    windows, turns = (0,) * count, (0,) * len(profile.around.turns)
+    return simulate(profile, [option_for(region, keep) for region in profile.regions], Pace(windows, turns, windows))
+
+
+def host_of(
+    watch: StepWatch, names: Collection[str], regions: Sequence[RegionProfile], ops: Sequence[int]
+) -> Host | None:
+    """The host in the step of `watch`; None where compute has no queue.
+
+    Args:
+        regions: of the step's profile, one per pass.
+        ops: that each of them calls.
+    """
+    if not watch.device.has_queue:
+        return None
+    clock = Clock(watch.notes, names, lambda start, end: end.host_s - start.host_s)
+    unit_s = _unit_s()
+    frame_s, moved_s = _FRAME * unit_s, _MOVED * unit_s
+    times: list[HostTime] = []
+    for k, region in enumerate(regions):
+        runs_again = region.again_s > 0  # with its inputs moved, as it was watched
+        own_s = moved_s * len(region.inputs) + frame_s if runs_again else 0.0
+        again_s = max(0.0, clock.again_s[k] - own_s)
+        times.append(HostTime(max(0.0, clock.forward_s[k] - own_s), clock.backward_s[k], again_s, ops[k]))
+    times = _steadied(times, regions)
+    return Host(
+        regions=tuple(times),
+        before_s=clock.before_s,
+        after_s=clock.after_s,
+        turn_s=clock.turn_s,
+        lead_s=_seen_lead_s(watch),
+        frame_s=frame_s,
+        op_s=_LOOKED_AT * unit_s,
+        held_s=_HELD * unit_s,
+        moved_s=moved_s,
+    )
+
+
+def _steadied(times: Sequence[HostTime], regions: Sequence[RegionProfile]) -> list[HostTime]:
+    """Regions that are made alike take the host the same, but for a hiccup in one of them."""
+    alike: dict[tuple[int, ...], list[HostTime]] = {}
+    keys = [(t.ops, len(r.saves), len(r.inputs), len(r.dear)) for t, r in zip(times, regions, strict=True)]
+    for key, own in zip(keys, times, strict=True):
+        alike.setdefault(key, []).append(own)
+    return [_middle(alike[key]) for key in keys]
+
+
+def _middle(times: Sequence[HostTime]) -> HostTime:
+    return HostTime(
+        forward_s=statistics.median(own.forward_s for own in times),
+        backward_s=statistics.median(own.backward_s for own in times),
+        again_s=statistics.median(own.again_s for own in times),
+        ops=times[0].ops,
+    )
+
+
+def _seen_lead_s(watch: StepWatch) -> float:
+    """How long after the host compute came to the step's beginning, at least: what compute had not come by when the
+    host was at a note, it came by later."""
+    first, lead_s = watch.notes[0], 0.0
+    for note, ahead in ((note, watch.notes[note.passed]) for note in watch.notes):
+        since_s = watch.device.seconds_between(first.event, ahead.event)
+        lead_s = max(lead_s, note.host_s - first.host_s - since_s)
+    return lead_s
+
+
+def _unit_s() -> float:
+    """What an operator takes the host longer where a dispatch mode looks at it."""
+    t = torch.empty(1)
+    with _Looking():
+        looked_at_s = min(_seconds_of_calls(t) for _ in range(_TRIES))
+    return max(0.0, looked_at_s - min(_seconds_of_calls(t) for _ in range(_TRIES))) / _CALLS
+
+
+def _seconds_of_calls(t: torch.Tensor) -> float:
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        t.detach()
+    return time.perf_counter() - start
+
+
+class _Looking(OperatorMode):
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return op(*args, **(kwargs or {}))

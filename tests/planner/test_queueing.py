@@ -1,0 +1,161 @@
+"""What queueing takes the host: how it is read from notes, and what the simulator makes of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planner.workloads import MS, layers, profile, region, workload_a
+
+from ebbtide.planner.measure import Note, Place
+from ebbtide.planner.options import option_for
+from ebbtide.planner.profile import Host, HostTime
+from ebbtide.planner.queueing import host_of, with_host
+from ebbtide.planner.simulate import Pace, simulate
+from ebbtide.planner.solve import Solver
+from ebbtide.plans import Recipe
+from ebbtide.types import Memory
+
+WIDE = 10**12
+KEPT = Recipe("recompute", inputs="keep")
+HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
+
+
+def watch(*notes, has_queue=True):
+    """Notes of (place, region, compute's clock in ms, the host's, passed): events are times here."""
+    device = SimpleNamespace(has_queue=has_queue, seconds_between=lambda start, end: end - start)
+    made = [Note(place, name, at * MS, Memory(0, 0), host * MS, passed) for place, name, at, host, passed in notes]
+    return SimpleNamespace(device=device, notes=made)
+
+
+def step_of_two():
+    """Two regions that keep: the host takes 3 and 5 ms for their forward, 1 for their backward; compute takes 5."""
+    return watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 1, 1, 1),
+        (Place.LEFT, "a", 6, 4, 2),
+        (Place.ENTERED, "b", 6, 4, 2),
+        (Place.LEFT, "b", 11, 9, 2),
+        (Place.FORWARD, "", 12, 10, 2),
+        (Place.READ, "b", 13, 11, 2),
+        (Place.READ, "a", 18, 12, 2),
+        (Place.ENDED, "", 23, 13, 2),
+    )
+
+
+def two_regions():
+    times = {"forward_s": 5 * MS, "backward_s": 5 * MS, "again_s": 0.0, "inputs": (), "dear": ()}
+    return region("a", **times), region("b", **times)
+
+
+def test_what_the_host_took_is_read_by_its_own_clock():
+    host = host_of(step_of_two(), ("a", "b"), two_regions(), (7, 7))
+    assert [times.forward_s for times in host.regions] == pytest.approx([4 * MS, 4 * MS])
+    assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
+    assert (host.before_s, host.after_s, host.turn_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
+    assert [times.ops for times in host.regions] == [7, 7]
+    assert 0 < host.op_s < host.moved_s < host.held_s < host.frame_s < MS
+
+
+def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
+    assert host_of(watch(has_queue=False), ("a", "b"), two_regions(), (7, 7)) is None
+    step = profile(*two_regions())
+    assert with_host(step, None) is step
+
+
+def test_a_region_that_was_watched_running_again_has_that_taken_off():
+    notes = watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 0, 0, 0),
+        (Place.LEFT, "a", 10, 100, 0),
+        (Place.FORWARD, "", 10, 100, 0),
+        (Place.AGAIN, "a", 10, 100, 0),
+        (Place.AGAIN_ENDED, "a", 20, 150, 0),
+        (Place.ENDED, "", 40, 170, 0),
+    )
+    host = host_of(notes, ("a",), [region("a")], (7,))
+    own_s = host.frame_s + host.moved_s  # one input
+    assert host.regions[0].forward_s == pytest.approx(100 * MS - own_s)
+    assert host.regions[0].again_s == pytest.approx(50 * MS - own_s)
+    assert host.regions[0].backward_s == pytest.approx(20 * MS)
+
+
+@pytest.mark.parametrize(("passed", "lead_ms"), [(1, 0), (0, 32)])
+def test_the_lead_is_what_compute_was_seen_to_be_behind(passed, lead_ms):
+    """The host is there 30 to 32 ms after the beginning; compute has come by the beginning then, or it has not."""
+    notes = watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 40, 30, passed),
+        (Place.LEFT, "a", 50, 31, passed),
+        (Place.FORWARD, "", 50, 31, passed),
+        (Place.ENDED, "", 60, 32, passed),
+    )
+    times = {"again_s": 0.0, "inputs": ()}
+    assert host_of(notes, ("a",), [region("a", **times)], (0,)).lead_s == pytest.approx(
+        max(lead_ms, 0) * MS, abs=MS * 3
+    )
+
+
+def host(count, forward_ms, backward_ms=1.0, **changes):
+    times = HostTime(forward_ms * MS, backward_ms * MS, 2 * MS, ops=10)
+    given = {"before_s": 0.0, "after_s": 0.0, "turn_s": 0.0, "lead_s": 0.0}
+    given |= {"frame_s": 1 * MS, "op_s": 0.5 * MS, "held_s": 1 * MS, "moved_s": 0.25 * MS}
+    return Host(regions=(times,) * count, **{**given, **changes})
+
+
+def outcome(step, recipe):
+    count = len(step.regions)
+    pace = Pace((WIDE,) * count, (WIDE,), (WIDE,) * count)
+    return simulate(step, [option_for(each, recipe) for each in step.regions], pace)
+
+
+def test_a_step_with_everything_kept_waits_for_no_host():
+    step = with_host(profile(*layers(3)), host(3, forward_ms=14))
+    assert step.host.lead_s == pytest.approx(12 * MS)  # three times 4 ms late
+    assert outcome(step, Recipe("keep")).host_wait_s == pytest.approx(0.0)
+    assert outcome(step, Recipe("keep")).step_s == pytest.approx(step.plain_s)
+
+
+def test_compute_waits_for_what_recipes_have_the_host_do():
+    """Compute takes 10 ms forward and 20 backward, 10 to run again, 3 with both outputs held."""
+    step = replace(profile(*layers(2)), host=host(2, forward_ms=8))
+    recomputed = outcome(step, KEPT)
+    assert recomputed.host_wait_s == 0.0  # 8 and 1 to prepare it
+    assert recomputed.step_s == pytest.approx(2 * 40 * MS)
+    held = outcome(step, HELD)
+    assert held.host_wait_s == pytest.approx(2 * 6 * MS)  # 8, 1, ten operators of 0.5 and two outputs of 1: 16
+    assert held.forward_s == pytest.approx(2 * 16 * MS)
+    assert held.step_s == pytest.approx(2 * (16 + 23) * MS)
+
+
+def test_a_host_that_is_ahead_makes_nobody_wait():
+    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, lead_s=12 * MS))
+    assert outcome(step, HELD).host_wait_s == pytest.approx(0.0)
+
+
+def test_compute_waits_in_backward_too():
+    """Back, run again, two outputs handed out: 5 + 2 + 1 + 5 + 2 of the host, and compute takes 23."""
+    step = replace(profile(*layers(1)), host=host(1, forward_ms=2, backward_ms=25))
+    held = outcome(step, HELD)
+    assert held.forward_s == pytest.approx(10 * MS)
+    assert held.step_s == pytest.approx((2 + 8 + 25 + 2 + 8) * MS)
+
+
+def test_a_plan_holds_outputs_where_the_host_has_time_for_it():
+    step = workload_a(8)
+    quick, slow = (with_host(step, host(8, forward_ms=4, op_s=op_ms * MS)) for op_ms in (0.0, 0.5))
+    solver = Solver(slow)
+    budget = (solver.smallest_budget() + solver.keeping_all().predicted.peak_bytes) // 2
+    held = [_holding(Solver(each).solve(budget)) for each in (quick, slow)]
+    assert held[1] < held[0]
+    assert solver.solve(budget).predicted.step_s < _step_s(slow, Solver(quick).solve(budget))
+
+
+def _holding(plan):
+    return sum(each.recipe.action == "selective" for each in plan.regions.values())
+
+
+def _step_s(step, plan):
+    """What the recipes of `plan` would make of a step with all the room there is."""
+    options = [option_for(each, plan.regions[each.name].recipe) for each in step.regions]
+    count = len(options)
+    return simulate(step, options, Pace((WIDE,) * count, (WIDE,), (WIDE,) * count)).step_s

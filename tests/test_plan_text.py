@@ -1,5 +1,6 @@
 """Plans as text and as files."""
 
+import dataclasses
 import json
 import re
 
@@ -52,6 +53,12 @@ def test_text_folds_equal_regions():
     ]
     ends = [line.index(text) + len(text) for line, text in zip(rows, ("64.00 MiB", "48.00 MiB"), strict=False)]
     assert len(set(ends)) == 1
+
+
+def test_text_says_what_waits_for_the_host():
+    slow = dataclasses.replace(PLAN.predicted, host_wait_s=0.004)
+    headline = str(dataclasses.replace(PLAN, predicted=slow)).splitlines()[0]
+    assert "waiting 1.0 ms forward and 2.0 ms backward, 4.0 ms for the host; peak" in headline
 
 
 def test_text_of_a_plan_written_by_hand():

@@ -31,6 +31,8 @@ OP_CLASSES: Mapping[str, str] = {
 }
 """The classes of operators that a selective recipe may name, and what they stand for."""
 
+_SHOWN_S = 5e-5  # less is 0.0 ms
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -156,6 +158,7 @@ class Prediction:
         peak_bytes: most device memory allocated at once, with all that was allocated before the step.
         moved_bytes: what goes out, and comes back.
         host_bytes: most that waits in the store at once.
+        host_wait_s: of `step_s`, what compute waits for the host that queues it.
     """
 
     step_s: float
@@ -165,6 +168,7 @@ class Prediction:
     peak_bytes: int
     moved_bytes: int
     host_bytes: int
+    host_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -345,6 +349,8 @@ def _headline(plan: Plan) -> str:
     if predicted is None:
         return f"plan{budget}, {len(plan.regions)} regions"
     stalls = f"{_ms(predicted.stall_forward_s)} forward and {_ms(predicted.stall_backward_s)} backward"
+    if predicted.host_wait_s >= _SHOWN_S:
+        stalls += f", {_ms(predicted.host_wait_s)} for the host"
     return (
         f"plan{budget}: step {_ms(predicted.step_s)} (none is faster than {_ms(predicted.bound_s)}), waiting {stalls}; "
         f"peak {format_bytes(predicted.peak_bytes)}, {format_bytes(predicted.moved_bytes)} out and back, "

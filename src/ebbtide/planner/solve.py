@@ -28,6 +28,7 @@ _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
 _BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
 _TRIFLE = 0.05  # of the memory that moving frees
+_TINY_S = 1e-6  # of waiting for the host: sums of the same times differ in the last digits
 _ENOUGH = 4  # regions in a row that have nothing to add: the link is full
 _FINE = 1e-3  # how closely the smallest budget is looked for
 _POINTS = 24
@@ -266,7 +267,7 @@ class _Space:
         if tried is None:
             return None
         outcome = tried.outcome
-        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
+        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0 or outcome.host_wait_s > _TINY_S
         return tried if outcome.step_s <= self._limit_s(waits) else None
 
     def _limit_s(self, waits: bool) -> float:
@@ -336,6 +337,7 @@ def _plan(profile: Profile, tried: _Tried, budget_bytes: int | None, bound_s: fl
             peak_bytes=outcome.peak_bytes,
             moved_bytes=outcome.moved_bytes,
             host_bytes=outcome.host_bytes,
+            host_wait_s=outcome.host_wait_s,
         ),
     )
 

@@ -102,7 +102,7 @@ def _long_recipes(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _plans(result: dict[str, Any]) -> Iterator[Bar]:
-    modes, released = result["modes"], result["auto"]
+    modes, released = result["modes"], result["steady"]["auto"]
     plain, auto = modes["nothing"], modes["auto"]
     yield Bar("P1", _time_ratio(auto, plain), 1.005, "x plain step: no budget")
     carried = released["forward_s"] * result["link"]["out_gb_per_s"] * 1e9

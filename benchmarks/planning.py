@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import ebbtide
+from benchmarks.kernels import kernel_times
 from benchmarks.measure import Measured, Step, merged, one_step, spread, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.workloads import PLANNED, Losses, PlannedWorkload
@@ -55,8 +56,9 @@ def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str
     result: dict[str, object] = {"modes": {key: merged(measured).summary() for key, measured in parts.items()}}
     result["plans"] = {key: _about(settled, base_bytes) for key, settled in plans.items()}
     result["budgets_gib"] = {key: (nbytes - base_bytes) / GIB for key, nbytes in budgets.items()}
+    result["steady"] = {key: _steady(model, loss_of, settled.plan, count) for key, settled in plans.items()}
     if "auto" in plans:
-        result["auto"] = _released(model, loss_of, plans["auto"].plan)
+        result["kernels"] = _kernels(model, loss_of, plans)
         result["packed"] = _packed(model, losses)
     profile = next(settled.profile for key, settled in plans.items() if key != "auto")
     row = [point.plan for point in Solver(profile).front(workload.predictions)] if workload.predictions else []
@@ -133,8 +135,11 @@ def _about(settled: Settled, base_bytes: int) -> dict[str, object]:
     }
 
 
-def _released(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan) -> dict[str, float]:
-    """Bytes whose device memory was let go in one forward of the steady state, and seconds of a typical forward."""
+def _steady(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan, count: int
+) -> dict[str, float]:
+    """Of the steady state: bytes whose device memory was let go in one forward, seconds of a typical forward, and what
+    compute waited for the link in a step."""
     handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
     released: list[int] = []
     try:
@@ -145,10 +150,33 @@ def _released(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan:
         )
         one_step(model, loss_of, contextlib.nullcontext)
         stop()
-        forward_ms = statistics.median(one_step(model, loss_of, contextlib.nullcontext).forward_ms for _ in range(9))
+        before = handle.stats()
+        forward_ms = statistics.median(
+            one_step(model, loss_of, contextlib.nullcontext).forward_ms for _ in range(count)
+        )
+        after = handle.stats()
     finally:
         handle.remove()
-    return {"released_bytes": sum(released), "forward_s": forward_ms / 1e3}
+        _tidy()
+    return {
+        "released_bytes": sum(released),
+        "forward_s": forward_ms / 1e3,
+        "stall_forward_ms": (after.stall_forward_s - before.stall_forward_s) * 1e3 / count,
+        "stall_backward_ms": (after.stall_backward_s - before.stall_backward_s) * 1e3 / count,
+    }
+
+
+def _kernels(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plans: dict[str, Settled]
+) -> dict[str, dict[str, float]]:
+    found = {"nothing": kernel_times(model, loss_of, contextlib.nullcontext)}
+    for key, settled in plans.items():
+        with _planned(model, settled.plan) as context:
+            for _ in range(3):
+                one_step(model, loss_of, context)
+            found[key] = kernel_times(model, loss_of, context)
+        _tidy()
+    return found
 
 
 def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:

@@ -281,6 +281,18 @@ def test_a_backward_that_ran_out_of_memory_is_noticed_in_the_next_step(replans):
     assert (control.budget_bytes < 2.5 * GIB) == replans
 
 
+def test_running_out_of_memory_takes_nothing_off_where_no_plan_needs_less():
+    least_bytes = Solver(control_of(budget_bytes=4 * GIB)[0].profile).smallest_budget()
+    control, handle = control_of(budget_bytes=least_bytes, replans_on_oom=True)
+    for _ in range(5):
+        control.step_begins(1000).forward_ended()  # its backward never ends
+        handle.device.failures += 1
+        with pytest.warns(EbbtideWarning, match="would have fitted"):
+            step(control)
+    assert control.budget_bytes == least_bytes
+    assert len(handle.plans) == 1
+
+
 def test_a_backward_that_never_came_is_no_failure():
     control, handle = control_of(budget_bytes=int(2.5 * GIB), replans_on_oom=True)
     control.step_begins(1000).forward_ended()

@@ -28,6 +28,7 @@ from ebbtide._bytes import format_bytes
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.ledger import Ledger
+from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
 from ebbtide.planner.measure import Pulse
@@ -44,8 +45,6 @@ _MOST_IN_FLIGHT = 64
 _LOOK_EVERY = 16  # forwards of one size
 _LEAST_COMPUTE = 0.2  # of a step
 _BUCKETS_PER_OCTAVE = 8
-_MOST_FITS = 3
-_NEAR = 0.02
 _OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
 _AS_FAST = 1.01  # times the same, measured side by side: the fastest steps
@@ -105,19 +104,16 @@ class Upkeep:
     ) -> None:
         self._handle = handle
         self.profile = profile
-        self._budget = budget
+        self._allowance = Allowance(budget)
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
         self._sizes: dict[int, _Size] = {}
-        self._spares: dict[int, int] = {}  # by size, of the budget: what peaks were beyond the predicted ones
         self._in_flight: list[_Step] = []
         self._replans = 0
         self._trials = 0
         self._was_trial_ended = False  # keeping everything may not fit
         self._kept_was_faster = False
-        self._short_bytes = 0  # taken off the budget because the device ran out of memory
         self._was_peak_told = False
-        self._peaks_fitted = 0
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_times = LinkTimes(ledger)
         self._measured_tokens = profile.tokens
@@ -135,15 +131,9 @@ class Upkeep:
         return {tokens: size.follow.plan for tokens, size in self._sizes.items()}
 
     @property
-    def _allowed_bytes(self) -> int | None:
-        """The budget less what is left free because the device ran out of memory: never given back."""
-        budget_bytes = self._budget()
-        return None if budget_bytes is None else budget_bytes - self._short_bytes
-
-    @property
     def budget_bytes(self) -> int | None:
         """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
-        return self._budget_for(self._size.tokens)
+        return self._allowance.planned_bytes(self._size.tokens)
 
     def step_begins(self, engine: Engine, tokens: int) -> Pulse:
         """Before a forward: sets its plan, and returns what follows it."""
@@ -223,7 +213,7 @@ class Upkeep:
         follow = size.follow
         if follow.is_as_measured:
             follow.best = None
-            self._change_to(size, size.solver.solve(self._budget_for(size.tokens)))
+            self._change_to(size, size.solver.solve(self._allowance.planned_bytes(size.tokens)))
             return
         before = follow.best if follow.best is not None and follow.best.plan is not follow.plan else None
         plan = self._refitted_plan(size)
@@ -290,7 +280,7 @@ class Upkeep:
         self._sizes[size.tokens] = size
         size.solver = self._solver_for(size.tokens)
         size.follow.most_s = self._most_s(size.solver)
-        return size.solver.solve(self._budget_for(size.tokens))
+        return size.solver.solve(self._allowance.planned_bytes(size.tokens))
 
     def _refit(self, follow: Follower) -> None:
         """The link to what its copies were timed at, and compute to the steps less what it waited for."""
@@ -312,7 +302,7 @@ class Upkeep:
         """Raises PlanError if nothing fits the budget and there is nothing to do `instead`."""
         solver = self._solver_for(tokens)
         try:
-            plan = solver.solve(self._budget_for(tokens))
+            plan = solver.solve(self._allowance.planned_bytes(tokens))
         except PlanError:
             if instead is None:
                 raise
@@ -322,18 +312,18 @@ class Upkeep:
 
     def _solver_for(self, tokens: int) -> Solver:
         profile = self.profile.scaled(tokens)
-        if self._allowed_bytes is None and tokens != self._measured_tokens:
+        if self._allowance.asked_bytes is None and tokens != self._measured_tokens:
             profile = dataclasses.replace(profile, link=profile.link.times(_UNSEEN, _UNSEEN))
         return Solver(profile)
 
     def _most_s(self, solver: Solver) -> float | None:
         """What a step may take at the most where none may be slower than with everything kept."""
-        is_limited = self._allowed_bytes is None and not self._was_trial_ended
+        is_limited = self._allowance.asked_bytes is None and not self._was_trial_ended
         return solver.profile.plain_s * _LOOKS_SLOW if is_limited else None
 
     def _leanest(self, tokens: int, solver: Solver) -> Plan:
         """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
-        least_bytes, asked_bytes = solver.smallest_budget(), self._allowed_bytes
+        least_bytes, asked_bytes = solver.smallest_budget(), self._allowance.asked_bytes
         if asked_bytes is not None and least_bytes <= asked_bytes:
             return solver.solve(asked_bytes)  # what another size was beyond its prediction does not fit
         warnings.warn(
@@ -353,54 +343,34 @@ class Upkeep:
             is_first = size.tokens == self._measured_tokens  # and goes on with what the first steps have learned
             self._handle.go_by(size.follow.plan, 0 if is_first else size.tokens)
 
-    def _budget_for(self, tokens: int) -> int | None:
-        budget_bytes = self._allowed_bytes
-        return None if budget_bytes is None else budget_bytes - self._spare_for(tokens)
-
-    def _spare_for(self, tokens: int) -> int:
-        """A size that was not looked at yet may be as far beyond its prediction as another, and counts on no less."""
-        return self._spares.get(tokens, max([0, *self._spares.values()]))
-
     # -- peaks -----------------------------------------------------------------------------------------------------
 
     def _wants_peak(self, follow: Follower) -> bool:
         """Until it is known of a plan, when its order has been learned."""
-        is_watched = not self._is_shared and self._allowed_bytes is not None
+        is_watched = not self._is_shared and self._allowance.asked_bytes is not None
         return is_watched and follow.steps >= STEPS_TO_LEARN and follow.peak_bytes == 0
 
     def _fit_peak(self, size: _Size) -> None:
         """Plan for less if the peak was beyond the budget, and for more if that leaves room to spare."""
-        peak_bytes = size.follow.peak_bytes
-        predicted, asked_bytes = size.follow.plan.predicted, self._allowed_bytes
-        if predicted is None or asked_bytes is None:
+        predicted, peak_bytes = size.follow.plan.predicted, size.follow.peak_bytes
+        if predicted is None:
             return
-        if self._peaks_fitted == _MOST_FITS:
-            if peak_bytes > asked_bytes:
-                self._tell_of_peak(peak_bytes, asked_bytes)
-            return
-        if asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
-            return
-        beyond_bytes, spare_bytes = peak_bytes - predicted.peak_bytes, self._spare_for(size.tokens)
-        over_bytes = peak_bytes - asked_bytes
-        # The last fit is for what is beyond the budget; and what the plan leaves unused on its own account is none of
-        # the prediction's fault.
-        may_give_back = size.follow.is_whole_peak and self._peaks_fitted < _MOST_FITS - 1
-        if over_bytes <= 0 and (not may_give_back or spare_bytes - beyond_bytes <= _NEAR * asked_bytes):
-            return
-        self._peaks_fitted += 1
-        self._plan_with(size, beyond_bytes if over_bytes <= 0 else max(beyond_bytes, spare_bytes + over_bytes))
+        spare_bytes = self._allowance.fitted(size.tokens, peak_bytes, predicted.peak_bytes, size.follow.is_whole_peak)
+        if spare_bytes is not None:
+            self._plan_with(size, spare_bytes)
+        else:
+            self._tell_if_beyond(peak_bytes)
 
-    def _plan_with(self, size: _Size, spare_bytes: int) -> None:
-        """Plan again with so much of the budget taken off. If nothing fits then, what is there has to do."""
-        asked_bytes = self._allowed_bytes
+    def _plan_with(self, size: _Size, spare_bytes: int, short_bytes: int = 0) -> None:
+        """Plan again with so much of the budget left free. If nothing fits then, what is there has to do."""
+        asked_bytes = self._allowance.asked_bytes
         assert asked_bytes is not None
         try:
-            plan = size.solver.solve(asked_bytes - spare_bytes)
+            plan = size.solver.solve(asked_bytes - spare_bytes - short_bytes)
         except PlanError:
-            if size.follow.peak_bytes > asked_bytes:
-                self._tell_of_peak(size.follow.peak_bytes, asked_bytes)
+            self._tell_if_beyond(size.follow.peak_bytes)
             return
-        self._spares[size.tokens] = spare_bytes
+        self._allowance.leave_free(size.tokens, spare_bytes, short_bytes)
         self._sizes = {size.tokens: size}
         size.follow.best = None  # it was made for more
         self._change_to(size, plan)
@@ -408,14 +378,15 @@ class Upkeep:
     def _look_again(self, size: _Size, engine: Engine) -> None:
         """What a training allocates may grow (an optimizer's first step, a longer evaluation) after the peak was looked
         at: the device's record of it says so, as far as nobody else has it begin anew."""
-        follow, asked_bytes = size.follow, self._allowed_bytes
+        follow, asked_bytes = size.follow, self._allowance.asked_bytes
         if asked_bytes is None or self._is_shared or follow.begun % _LOOK_EVERY != 0 or follow.peak_bytes == 0:
             return
         if follow.peak_bytes <= asked_bytes < engine.device.memory().peak_bytes:
             follow.look_again()
 
-    def _tell_of_peak(self, peak_bytes: int, asked_bytes: int) -> None:
-        if not self._was_peak_told:
+    def _tell_if_beyond(self, peak_bytes: int) -> None:
+        asked_bytes = self._allowance.asked_bytes
+        if asked_bytes is not None and peak_bytes > asked_bytes and not self._was_peak_told:
             self._was_peak_told = True
             warnings.warn(
                 f"the step has a peak of {format_bytes(peak_bytes)}, beyond the budget of {format_bytes(asked_bytes)}, "
@@ -448,8 +419,8 @@ class Upkeep:
             self._end_trial(self._size)
         budget_bytes = self.budget_bytes
         if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
-            self._short_bytes += budget_bytes // _OOM_SHARE
-            self._plan_with(self._size, self._spare_for(self._size.tokens))
+            spare_bytes = self._allowance.spare_bytes(self._size.tokens)
+            self._plan_with(self._size, spare_bytes, budget_bytes // _OOM_SHARE)
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes

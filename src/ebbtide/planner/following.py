@@ -1,21 +1,26 @@
 """How the steps of a plan turn out, and when it is time to plan again. Pure."""
 
+import statistics
 from typing import NamedTuple
 
 from ebbtide.plans import Plan
 
+STEPS_TO_LEARN = 2  # until the engine's timetable knows the order
+
+# Times
 REPLAN_AT = 0.05
 PATIENCE = 3
-_LOOKS = 2
-_MOST_LOOKS = 4
-_SAME_PEAK = 0.02
-_MOSTLY = 1.05  # times `most_s`: slow steps are the plan's own if half of them are that slow
-_WHOLE = 0.98  # of the size that is planned for
-STEPS_TO_LEARN = 2  # until the engine's timetable knows the order
+_MOST_REPLANS = 4
 _TYPICAL_OF = 3
 _FASTEST_OF = 8
 _STEPS_OF_A_TRIAL = 5
-_MOST_REPLANS = 4
+_MOSTLY = 1.05  # times `most_s`: slow steps are the plan's own if half of them are that slow
+
+# Peaks
+_LOOKS = 2
+_MOST_LOOKS = 4
+_SAME_PEAK = 0.02
+_WHOLE = 0.98  # of the size that is planned for
 
 
 class Tried(NamedTuple):
@@ -119,13 +124,13 @@ class Follower:
     def is_slow(self) -> bool:
         """Beyond `most_s`."""
         return self.most_s is not None and (
-            self.fastest_s > self.most_s or _median(self._times) > self.most_s * _MOSTLY
+            self.fastest_s > self.most_s or _middle(self._times) > self.most_s * _MOSTLY
         )
 
     @property
     def typical_s(self) -> float:
         """Of the last few steps."""
-        return _median(self._times[-_TYPICAL_OF:])
+        return _middle(self._times[-_TYPICAL_OF:])
 
     @property
     def fastest_s(self) -> float:
@@ -134,11 +139,11 @@ class Follower:
     @property
     def stall_s(self) -> float:
         """What compute waited in a typical step."""
-        return _median(self._stalls)
+        return _middle(self._stalls)
 
     def tried(self) -> Tried:
         """The plan that is followed now, and what its steps take."""
-        return Tried(self.typical_s, self.plan, self.fastest_s, _median(self._times))
+        return Tried(self.typical_s, self.plan, self.fastest_s, _middle(self._times))
 
     def goes_by(self, plan: Plan, *, is_trial: bool = False, is_as_measured: bool = False) -> None:
         if is_trial:
@@ -155,5 +160,5 @@ class Follower:
         self._stalls.clear()
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+def _middle(values: list[float]) -> float:
+    return statistics.median_high(values) if values else 0.0

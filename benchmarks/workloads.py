@@ -46,7 +46,6 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
     """The model in training mode (bf16), and a function that runs its forward and returns the loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=workload.hidden,
         intermediate_size=workload.ffn,
@@ -58,13 +57,19 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
         attn_implementation="sdpa",
         use_cache=False,
     )
-    with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model = _training(lambda: LlamaForCausalLM(config), device)
     if workload.is_compiled:
         for layer in model.model.layers:
             layer.compile()
     ids = torch.randint(workload.vocab, (workload.batch, workload.tokens), device=device)
     return model, lambda: model(input_ids=ids, labels=ids).loss
+
+
+def _training(make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
+    """In bf16, the same random weights every time."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return make().to(torch.bfloat16).train()
 
 
 Losses = Callable[[float], Callable[[], torch.Tensor]]
@@ -111,7 +116,6 @@ def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
     """Mixtral's kind: 12 layers of 8 experts, of which 2 see each token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=1024,
         intermediate_size=3584,
@@ -125,8 +129,7 @@ def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    with torch.device(device):
-        model = MixtralForCausalLM(config).to(torch.bfloat16).train()
+    model = _training(lambda: MixtralForCausalLM(config), device)
     return model, _token_losses(model, 32000, 4, 4096, device)
 
 
@@ -134,7 +137,6 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
     """ViT-L/16 at 224 pixels, 128 images."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -143,8 +145,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
         num_labels=1000,
         attn_implementation="sdpa",
     )
-    with torch.device(device):
-        model = ViTForImageClassification(config).to(torch.bfloat16).train()
+    model = _training(lambda: ViTForImageClassification(config), device)
 
     def loss_of(share: float) -> Callable[[], torch.Tensor]:
         count = int(128 * share)

@@ -18,7 +18,7 @@ from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver
 
 _PACKED_ROUNDS = 4
-SETTLING = 16  # steps in which a planner watches, plans, looks at the peak and plans again
+SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _predicted(
     model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan, base_bytes: int, count: int
 ) -> dict[str, float]:
     with _planned(model, plan) as context:
-        measured: list[Step] = steps(model, loss_of, context, max(2, count // 2)).steps
+        measured: list[Step] = steps(model, loss_of, context, max(2, count)).steps
     _tidy()
     predicted = plan.predicted
     assert predicted is not None

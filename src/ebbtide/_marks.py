@@ -28,10 +28,10 @@ from ebbtide.plans import Plan, Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
-from ebbtide.recompute.frame import Frame, OnSave, Pack, hook_pair
+from ebbtide.recompute.frame import Frame, Pack, hook_pair
 from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
-from ebbtide.types import Reason, Unable, Watch
+from ebbtide.types import AgainWatch, Reason, Unable, Watch
 
 
 class Session:
@@ -82,7 +82,7 @@ class Session:
         return cast(Pack, self.pack_hook)
 
     @contextlib.contextmanager
-    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[OnSave | None, None, None]:
+    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[AgainWatch | None, None, None]:
         """A region that runs again is being run, with hooks of its own."""
         before = self.pack_hook, self.packs_here, self.holding
         self.pack_hook, self.packs_here, self.holding = pack_hook, False, holding
@@ -105,7 +105,7 @@ class Owner(Protocol):
 
     def second_run(
         self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
-    ) -> contextlib.AbstractContextManager[OnSave | None]: ...
+    ) -> contextlib.AbstractContextManager[AgainWatch | None]: ...
 
     def dear_ops(self, recipe: Recipe) -> DearOps: ...
 
@@ -332,7 +332,7 @@ class InnerMark(Mark):
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
         visit, plan, watch = desk.visit, session.plan, desk.watch
 
-        def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[OnSave | None]:
+        def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[AgainWatch | None]:
             if is_second_run:
                 return self._handle.second_run(visit, plan, pack_hook, watch)
             return session.inside(pack_hook, holding)

@@ -42,10 +42,9 @@ from ebbtide.planner.profile import Profile
 from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import AnyDear, DearOps
-from ebbtide.recompute.frame import OnSave
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
-from ebbtide.types import Reason, StoreFactory, Watch
+from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch
 
 _ATTRIBUTE = "_ebbtide_handle"
 
@@ -211,16 +210,16 @@ class OffloadHandle:
     @contextlib.contextmanager
     def second_run(
         self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
-    ) -> Generator[OnSave | None, None, None]:
+    ) -> Generator[AgainWatch | None, None, None]:
         """A region runs again in backward, in the thread that backward runs in."""
         desk = Desk(self._engines, visit)
         with contextlib.ExitStack() as stack:
-            on_save = None if watch is None else stack.enter_context(watch.running_again(visit.region))
+            again = None if watch is None else stack.enter_context(watch.running_again(visit.region))
             for mark in self._former_marks:  # removed since: a graph under way goes by what its forward went by
                 stack.enter_context(mark.standing_again())
             self._stack().append(Session(desk, plan, pack_hook))
             try:
-                yield on_save
+                yield again
             finally:
                 self._stack().pop()
 

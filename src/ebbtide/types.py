@@ -172,8 +172,20 @@ class Watch(Protocol):
         """The desk is asked for something that was saved in the region."""
         ...
 
-    def running_again(self, region: str) -> AbstractContextManager[Callable[[int, torch.Tensor], None] | None]:
-        """Around a region's second run; gives what is to be told of each save in it, if anything is."""
+    def running_again(self, region: str) -> "AbstractContextManager[AgainWatch | None]":
+        """Around a region's second run; gives what follows that, if anything does."""
+        ...
+
+
+class AgainWatch(Protocol):
+    """What follows a region's second run and the backward behind it."""
+
+    def saved(self, index: int, t: torch.Tensor) -> None:
+        """The second run saved `t`, its save of this index."""
+        ...
+
+    def asked(self, index: int) -> None:
+        """Backward asks for that save."""
         ...
 
 

@@ -52,6 +52,13 @@ def test_offloading_needs_room_for_what_is_at_hand():
     assert option_for(each, Recipe("offload")).backward_work_bytes == 300 * MB
 
 
+def test_what_was_seen_of_backward_bounds_what_moving_needs():
+    measured = [option_for(region(moved_work_bytes=n), Recipe("offload")) for n in (0, 250_000_000, 900_000_000)]
+    assert [option.backward_work_bytes for option in measured] == [300_000_000, 250_000_000, 300_000_000]
+    kept = option_for(region(moved_work_bytes=50_000_000), Recipe("keep"))
+    assert kept.backward_work_bytes == 100_000_000
+
+
 def test_running_again_keeps_or_moves_inputs_and_outputs():
     each = region()
     dropped = option_for(each, Recipe("recompute", inputs="keep"))

@@ -26,9 +26,8 @@ from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
-from ebbtide.types import Device, Memory, Reason, StreamEvent
+from ebbtide.types import AgainWatch, Device, Memory, Reason, StreamEvent
 
-OnSave = Callable[[int, torch.Tensor], None]
 IsDear = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], bool]
 
 
@@ -42,6 +41,7 @@ class Place(enum.Enum):
     READ = "backward reads what was saved in a region, and read of another one before"
     AGAIN = "a region's second run begins"
     AGAIN_ENDED = "a region's second run has ended"
+    ASKED = "backward asks for a save of a region that ran again"
     ENDED = "backward has ended"
 
 
@@ -94,6 +94,8 @@ class VisitNotes:
     dear: list[Seen] = field(default_factory=list[Seen])
     stuck_bytes: int = 0
     ops: int = 0
+    asked: list[int] = field(default_factory=list[int])
+    """Indices of saves, as backward asks for them: one for each note of that."""
 
 
 class _First(NamedTuple):
@@ -197,8 +199,8 @@ class StepWatch(_UntilBackwardEnds):
         self._note(Place.READ, region)
 
     @contextlib.contextmanager
-    def running_again(self, region: str) -> Generator[OnSave | None, None, None]:
-        """Around a second run; gives what is to be told of each of its saves."""
+    def running_again(self, region: str) -> "Generator[_AgainNotes | None, None, None]":
+        """Around a second run; gives what follows its saves."""
         if graph_task_id() == -1:
             yield None
             return
@@ -209,9 +211,17 @@ class StepWatch(_UntilBackwardEnds):
         try:
             with _DearTimes(self.device, visit, self._is_dear) if self._sees_operators else contextlib.nullcontext():
                 visit.began = self.device.record(self.device.current_stream())  # to push a mode may take its time
-                yield (lambda index, t: self._look_at(visit.saves, visit, index, t)) if self._is_detailed else None
+                yield _AgainNotes(self, visit) if self._is_detailed else None
         finally:
             self._note(Place.AGAIN_ENDED, region)
+
+    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor) -> None:
+        self._look_at(visit.saves, visit, index, t)
+
+    def asked(self, visit: VisitNotes, index: int) -> None:
+        if not self.is_over:
+            visit.asked.append(index)
+            self._note(Place.ASKED, visit.region)
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         """The desk was given `t`: of a region that runs again, that is an input."""
@@ -281,6 +291,20 @@ class StepWatch(_UntilBackwardEnds):
         return self.is_over and self.device.is_done(self.notes[-1].event)
 
 
+class _AgainNotes:
+    """What a detailed step is told of one second run."""
+
+    def __init__(self, watch: StepWatch, visit: VisitNotes) -> None:
+        self._watch = watch
+        self._visit = visit
+
+    def saved(self, index: int, t: torch.Tensor) -> None:
+        self._watch.saved_again(self._visit, index, t)
+
+    def asked(self, index: int) -> None:
+        self._watch.asked(self._visit, index)
+
+
 class Pulse(_UntilBackwardEnds):
     """One step, looked at from the outside: when it began and when backward ended. Costs two events.
 
@@ -321,7 +345,7 @@ class Pulse(_UntilBackwardEnds):
         if graph_task_id() != -1:
             self._backward_began()
 
-    def running_again(self, region: str) -> contextlib.AbstractContextManager[OnSave | None]:
+    def running_again(self, region: str) -> contextlib.AbstractContextManager[AgainWatch | None]:
         self.read(region)
         return contextlib.nullcontext()
 

@@ -115,18 +115,26 @@ def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> O
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda save: (save.at_s, save.index))
     parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
-    short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
-    # What else is back counts as fetched ahead. With the largest comes its gradient: where a region was measured, with
-    # everything still there, the peak may have been at another time.
-    at_hand = 2 * max((save.nbytes for save in moved), default=0)
     return Option(
         recipe=recipe,
         kept_bytes=region.saved_bytes - moved_bytes,
         moved=tuple(parcels),
         again_s=0.0,
-        backward_work_bytes=short_lived + at_hand,
+        backward_work_bytes=_work_bytes(region, moved),
         comes_together=False,
     )
+
+
+def _work_bytes(region: RegionProfile, moved: Sequence[Save]) -> int:
+    """Without a second run. What is back and was not asked for yet counts as fetched ahead."""
+    short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
+    if not moved:
+        return short_lived
+    # With the largest comes its gradient: where a region was measured, with everything still there, the peak may have
+    # been at another time.
+    at_hand = short_lived + 2 * max(save.nbytes for save in moved)
+    # What was seen counts everything that is at hand, what stays too.
+    return min(at_hand, region.moved_work_bytes) if region.moved_work_bytes > 0 else at_hand
 
 
 def _recomputed(region: RegionProfile) -> Iterator[Option]:

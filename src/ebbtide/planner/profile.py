@@ -69,6 +69,8 @@ class RegionProfile:
         forward_work_bytes: most that its forward allocates beyond what was there when it began, saving nothing.
         backward_work_bytes: the same of its second run and backward together, inputs included.
         grad_bytes: what its backward leaves allocated.
+        moved_work_bytes: most that its backward allocates without a second run, less the saves that it has not asked
+            for by then; 0 if nobody looked.
     """
 
     name: str
@@ -82,6 +84,7 @@ class RegionProfile:
     forward_work_bytes: int
     backward_work_bytes: int
     grad_bytes: int
+    moved_work_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -380,6 +383,7 @@ def _refitted_region(region: RegionProfile, forward: float, backward: float, mem
             dataclasses.replace(dear, at_s=dear.at_s * forward, again_s=dear.again_s * backward) for dear in region.dear
         ),
         backward_work_bytes=int(region.backward_work_bytes * memory),
+        moved_work_bytes=int(region.moved_work_bytes * memory),
     )
 
 

@@ -111,6 +111,7 @@ class _Step(NamedTuple):
             forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=self.grad_bytes[k],
+            moved_work_bytes=0 if second is None else self.memory.moved_work(k, second, saves, at_hand_bytes),
         )
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
@@ -162,13 +163,33 @@ class _Curve:
         spans = list(backward_spans(notes))
         first = notes.index(spans[0].begin) if spans else len(notes) - 1
         self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
-        in_order = by_forward(((span.region, span) for span in spans), self.regions)
-        self.backward_work = [0 if span is None else self._peak_of(span, notes) for span in in_order]
+        self._notes = notes
+        self._spans = by_forward(((span.region, span) for span in spans), self.regions)
+        self.backward_work = [0 if span is None else self._peak_of(span) for span in self._spans]
 
-    @staticmethod
-    def _peak_of(span: Span, notes: Sequence[Note]) -> int:
-        begin, end = notes.index(span.begin), notes.index(span.end)
-        return _peak(notes[begin + 1 : end + 1], span.begin)
+    def moved_work(self, k: int, visit: VisitNotes, saves: Sequence[Save], at_hand_bytes: int) -> int:
+        """Most that the backward of the `k`-th pass allocates behind its second run, the inputs that were `at_hand`
+        counted, without the `saves` that it had not asked for by then. 0 if it was not seen to ask."""
+        span = self._spans[k]
+        if span is None or span.again is None or not visit.asked:
+            return 0
+        untouched = {save.index: save.nbytes for save in saves}
+        owner = {save.index: save.shares for save in saves if save.shares >= 0}
+        asked, most = iter(visit.asked), 0
+        for note in self._between(span.again, span.end):
+            beyond = note.memory.peak_bytes - span.begin.memory.allocated_bytes + at_hand_bytes
+            most = max(most, beyond - sum(untouched.values()))
+            if note.place is Place.ASKED:
+                index = next(asked)
+                untouched.pop(owner.get(index, index), None)
+        return most
+
+    def _peak_of(self, span: Span) -> int:
+        return _peak(self._between(span.begin, span.end), span.begin)
+
+    def _between(self, start: Note, end: Note) -> Sequence[Note]:
+        """Behind `start`, up to `end`."""
+        return self._notes[self._notes.index(start) + 1 : self._notes.index(end) + 1]
 
 
 def _without(note: Note, nbytes: int) -> Note:

@@ -17,12 +17,12 @@ from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.draws import NoDraws
 from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
 from ebbtide.recompute.state import RegionState, version_of
+from ebbtide.types import AgainWatch
 
 Pack = Callable[[torch.Tensor], Any]
-OnSave = Callable[[int, torch.Tensor], None]
-Around = Callable[[Pack, bool], contextlib.AbstractContextManager[OnSave | None]]
+Around = Callable[[Pack, bool], contextlib.AbstractContextManager[AgainWatch | None]]
 """What a door puts around region code: given the pack hook that is active inside, and whether this is a second run.
-Gives what is to be told of each save of a second run, its number and the tensor, if anything is."""
+Gives what follows a second run, if anything does."""
 
 
 class Holder:
@@ -59,6 +59,7 @@ class Frame:
         self._is_whole = False
         self._was_run_again = False
         self._dropped_bytes = 0
+        self._watch: AgainWatch | None = None
 
     # -- the first run ---------------------------------------------------------------------------------------------
 
@@ -137,6 +138,8 @@ class Frame:
                     self._run_again()
                 value = holder.value
                 assert value is not None
+        if self._watch is not None:
+            self._watch.asked(holder.number)
         if graph_task_id() == -1:
             self._forget_values()
         elif keeps_graph():
@@ -152,7 +155,8 @@ class Frame:
         args, kwargs = self._arguments.rebuild(tensors)
         del tensors
         hooks = hook_pair(again.pack, again.unpack)
-        with self._surroundings(again), self._around(hooks.pack_hook, True) as again.on_save, hooks:
+        with self._surroundings(again), self._around(hooks.pack_hook, True) as watch, hooks:
+            self._watch = again.watch = watch
             try:
                 self._call(*args, **kwargs)
             except _EnoughError as enough:
@@ -239,7 +243,7 @@ class SecondRun:
         self._holders = holders
         self._looks = looks
         self.count = 0
-        self.on_save: OnSave | None = None
+        self.watch: AgainWatch | None = None
         self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
 
@@ -247,8 +251,8 @@ class SecondRun:
         alias = t.detach()
         number = self.count
         self.count += 1
-        if self.on_save is not None:
-            self.on_save(number, t)
+        if self.watch is not None:
+            self.watch.saved(number, t)
         self._wanted.discard(number)
         if number < len(self._holders):
             looks = _looks(t)

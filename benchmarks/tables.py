@@ -1,4 +1,4 @@
-"""The tables of the README, generated from the committed result files.
+"""The tables of the README and of docs/measured.md, generated from the committed result files.
 
 python -m benchmarks.tables           write them
 python -m benchmarks.tables --check   fail if they are not what the files say
@@ -6,12 +6,15 @@ python -m benchmarks.tables --check   fail if they are not what the files say
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "measured.md"
+HIGHLIGHTS = ("A", "A-plans", "B-32k-plans")
 NAMES = {
     "nothing": "nothing",
     "checkpoint": "checkpoint every layer",
@@ -46,24 +49,24 @@ TITLES = {
 
 
 def main() -> None:
-    before = README.read_text()
-    after = before
-    for name, table in (("results", results_table), ("bars", bars_table), ("predictions", predictions_table)):
-        after = _put(after, name, table())
-    if "--check" in sys.argv[1:]:
-        if before != after:
-            sys.exit("README.md: the tables are not what benchmarks/results says; run python -m benchmarks.tables")
-        return
-    README.write_text(after)
+    pages = {
+        README: {"highlights": results_table(HIGHLIGHTS)},
+        MEASURED: {"results": results_table(TITLES), "bars": bars_table(), "predictions": predictions_table()},
+    }
+    for page, tables in pages.items():
+        before = after = page.read_text()
+        for name, table in tables.items():
+            after = _put(after, name, table)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(after)
+        elif before != after:
+            sys.exit(f"{page.name}: the tables are not what benchmarks/results says; run python -m benchmarks.tables")
 
 
-def results_table() -> str:
-    parts = []
-    for name, title in TITLES.items():
-        result = _load(name)
-        if result is not None:
-            parts.append(_modes_table(title, result))
-    return "\n\n".join(parts)
+def results_table(names: Iterable[str]) -> str:
+    """Those of `names` that there are results of."""
+    found = ((name, _load(name)) for name in names)
+    return "\n\n".join(_modes_table(TITLES[name], result) for name, result in found if result is not None)
 
 
 def _modes_table(title: str, result: dict[str, Any]) -> str:

@@ -3,13 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch check format gpu bench clean
+.PHONY: demo test test-trainers test-torch check format gpu bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
+
+# Trainers whose pins conflict with the suite's environment: each beside it, without dependencies of its own.
+TRAINERS := torchtune axolotl
+
+test-trainers: $(TRAINERS:%=test-with-%)
+
+test-with-%: .trainers/%/ready
+	PYTHONPATH=.trainers/$* $(BIN)/python -W ignore -c "import $*"
+	PYTHONPATH=.trainers/$* $(BIN)/python -m pytest tests/trainers/test_$*.py
+
+.trainers/%/ready: tests/trainers/%.txt $(VENV)/ready
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .trainers/$* -r $<
+	touch $@
 
 # The suite on another release of torch, in a venv of its own: make test-torch TORCH=2.12.0. Several GB, for the index
 # has other releases with CUDA only; they run without a GPU too.
@@ -56,4 +69,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* .trainers .pytest_cache .ruff_cache .hypothesis build dist

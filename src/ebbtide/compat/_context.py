@@ -1,0 +1,117 @@
+"""The two context managers."""
+
+import contextlib
+import threading
+import warnings
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+from ebbtide._bytes import MIB
+from ebbtide._errors import ConfigError, EbbtideWarning
+from ebbtide._events import Listener
+from ebbtide._torch import hidden_from_compiler
+from ebbtide.context import offload_activations
+from ebbtide.engine.ledger import Stats
+from ebbtide.engine.parcel import keep, kept_tensor
+
+DEFAULT_STASH = 5
+_WINDOW_BYTES = 512 * MIB  # of the default stash
+
+
+class _Depth(threading.local):
+    of_this_thread = 0
+
+
+_depth = _Depth()
+
+
+class OffloadActivations(contextlib.ContextDecorator):
+    """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
+
+    To be entered again for every step. On a machine without an accelerator it does nothing, unless `store` is given.
+
+    Args:
+        use_pin_memory: host memory is pinned in any case, once and not for every save: False is told of.
+        use_streams: False copies nothing beside compute, for looking into what goes wrong.
+        min_offload_size: saves of smaller storages stay, in bytes.
+        max_fwd_stash_size: how much may wait on its way out before compute does; at least 1. It counts tensors in
+            name only: bytes count, 512 MiB for the default of 5, and as many times that as it is larger.
+        store: "host", "disk", "disk:/folder" or "mock", as `ebbtide.offload_activations` has it.
+
+    Raises:
+        ConfigError: a ValueError: `max_fwd_stash_size` below 1, or a size that is none.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {}
+    """For all of a class: `store`, `host_limit`."""
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = DEFAULT_STASH,
+        *,
+        store: str | None = None,
+    ) -> None:
+        if max_fwd_stash_size < 1:
+            raise ConfigError(f"max_fwd_stash_size={max_fwd_stash_size}: expected at least 1")
+        if not use_pin_memory:
+            warnings.warn(
+                "use_pin_memory=False is not followed: ebbtide pins host memory once and uses it again; "
+                "host_limit of ebbtide.offload_activations bounds it",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+        settings = dict(self.settings) if store is None else {**self.settings, "store": store}
+        waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
+        self._context = offload_activations(
+            mode="all" if "store" in settings or torch.accelerator.is_available() else "off",
+            window=waiting_bytes,
+            prefetch=waiting_bytes,
+            min_bytes=max(1, min_offload_size),
+            **settings,
+        )
+
+    def update_model_params(self, model: torch.nn.Module) -> None:
+        """Nothing is left to do: parameters and their views are known when they are saved, gathered ones too."""
+
+    @staticmethod
+    def is_entered() -> bool:
+        """Whether the calling thread is inside of one."""
+        return _depth.of_this_thread > 0
+
+    def __enter__(self) -> "OffloadActivations":
+        self._context.__enter__()
+        _depth.of_this_thread += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        _depth.of_this_thread -= 1
+        self._context.__exit__(kind, error, trace)
+
+    def stats(self) -> Stats:
+        """Totals of all contexts with these settings since the first was entered."""
+        return self._context.stats()
+
+    def subscribe(self, listener: Listener) -> Any:
+        """As `ebbtide.OffloadActivations.subscribe`."""
+        return self._context.subscribe(listener)
+
+
+class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
+    """A context inside of the other one in which saves stay where they are. In-place changes raise here too."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden_from_compiler(_keep), hidden_from_compiler(kept_tensor))
+
+
+def _keep(t: torch.Tensor) -> Any:
+    return keep(t, "")

@@ -1,0 +1,149 @@
+"""Ours in the place of a trainer's own, wherever it has been imported to."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ebbtide._errors import ConfigError
+from ebbtide.compat import _context, _heads, torchtune
+
+
+class _Home(NamedTuple):
+    """Where a trainer has its own, by name, and what takes its place."""
+
+    module: str
+    names: Mapping[str, Any]
+
+
+_TRL = _Home(
+    "trl.models.activation_offloading",
+    {
+        "OffloadActivations": _context.OffloadActivations,
+        "NoOpManager": _context.NoOpManager,
+        "get_act_offloading_ctx_manager": _heads.get_act_offloading_ctx_manager,
+    },
+)
+_HOMES: Mapping[str, tuple[_Home, ...]] = {
+    "trl": (_TRL,),
+    "torchtune": (
+        _Home(
+            "torchtune.training._activation_offloading",
+            {
+                "OffloadActivations": torchtune.OffloadActivations,
+                "NoOpManager": torchtune.NoOpManager,
+                "get_act_offloading_ctx_manager": torchtune.get_act_offloading_ctx_manager,
+            },
+        ),
+    ),
+    "axolotl": (
+        _TRL,
+        _Home(
+            "axolotl.core.trainers.mixins.activation_checkpointing",
+            {
+                "get_lora_act_offloading_ctx_manager": _heads.get_lora_act_offloading_ctx_manager,
+                # They mend what TRL's does with streams.
+                "_patch_trl_offload_current_stream": lambda: None,
+                "_patch_trl_offload_compute_stream_clone": lambda: None,
+            },
+        ),
+    ),
+}
+
+
+class Installed:
+    """What was put in place of a trainer's own. `remove` puts that back; as a context, at its end."""
+
+    def __init__(self, undo: list[Callable[[], None]]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Put the trainer's own back. What has been made of ours by then stays ours."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Installed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def install(trainer: str) -> Installed:
+    """Have an unmodified script use ours: what `trainer` imports under its own names from now on, or has already.
+
+    Args:
+        trainer: "trl", "axolotl" or "torchtune".
+
+    Raises:
+        ConfigError: another trainer, one that is not installed, or a version of it that has nothing under these names.
+    """
+    homes = _HOMES.get(trainer)
+    if homes is None:
+        raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _HOMES))}")
+    found = [(home, _imported(home)) for home in homes]
+    undo: list[Callable[[], None]] = []
+    for home, module in found:
+        for name, ours in home.names.items():
+            undo.append(_replace(module, name, ours))
+    return Installed(undo)
+
+
+def _imported(home: _Home) -> ModuleType:
+    package = home.module.partition(".")[0]
+    if not _is_there(package):
+        raise ConfigError(f"{package} is not installed here. Write: pip install {package}")
+    try:
+        module = importlib.import_module(home.module)
+    except ModuleNotFoundError as error:
+        needed = (error.name or "").partition(".")[0]
+        if needed == package:
+            raise _unknown(package, f"no module {home.module}") from error
+        what = f"another version of {needed}" if _is_there(needed) else f"{needed}. Write: pip install {needed}"
+        raise ConfigError(f"{package} cannot be imported: it needs {what} ({error})") from error
+    missing = [name for name in home.names if not hasattr(module, name)]
+    if missing:
+        raise _unknown(package, f"no {', '.join(missing)} in {home.module}")
+    return module
+
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or bool(package and importlib.util.find_spec(package))
+
+
+def _unknown(package: str, what: str) -> ConfigError:
+    version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
+    return ConfigError(
+        f"{package} {version} has {what}: it switches offloading on in another way than the versions that are known "
+        "here. Enter ebbtide.offload_activations() around the training step, or call ebbtide.offload(model)"
+    )
+
+
+def _replace(home: ModuleType, name: str, ours: object) -> Callable[[], None]:
+    """In its home, and wherever else it has been imported to under whatever name. Gives what puts it back, also where
+    the trainer's own modules have found ours in between."""
+    theirs = getattr(home, name)
+    if theirs is ours:
+        return lambda: None
+    places = list(_places_of(theirs))
+    for namespace, key in places:
+        namespace[key] = ours
+    package = home.__name__.partition(".")[0]
+
+    def put_back() -> None:
+        for namespace, key in [*places, *_places_of(ours, f"{package}.")]:
+            if namespace.get(key) is ours:
+                namespace[key] = theirs
+
+    return put_back
+
+
+def _places_of(thing: object, within: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+    """The modules, as namespaces, that have `thing`, and its names there; of all, or only of those of a package."""
+    for name, module in list(sys.modules.items()):
+        namespace: dict[str, Any] | None = getattr(module, "__dict__", None) if name.startswith(within) else None
+        for key in [key for key, value in (namespace or {}).items() if value is thing]:
+            assert namespace is not None
+            yield namespace, key

@@ -1,0 +1,34 @@
+"""torchtune's names, with its order of keywords."""
+
+import contextlib
+
+import torch
+
+from ebbtide.compat import _context, _heads
+from ebbtide.compat._context import DEFAULT_STASH, NoOpManager
+
+__all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
+
+
+class OffloadActivations(_context.OffloadActivations):
+    """As `ebbtide.compat.OffloadActivations`; the last two change places."""
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        max_fwd_stash_size: int = DEFAULT_STASH,
+        min_offload_size: int = 1024,
+    ) -> None:
+        super().__init__(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
+
+
+def get_act_offloading_ctx_manager(
+    model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
+) -> "OffloadActivations | contextlib.nullcontext[None]":
+    """`OffloadActivations` for `model`, without its output head; a context that does nothing if it is not enabled."""
+    if not enable_activation_offloading:
+        return contextlib.nullcontext()
+    context = OffloadActivations(use_streams=use_streams)
+    _heads.opt_out(model, warn_if_no_head=True)
+    return context

@@ -1,0 +1,155 @@
+"""Trainers' own scripts, unmodified, with ours in the place of theirs; against the real packages."""
+
+import importlib.util
+import subprocess
+import sys
+import types
+
+import peft
+import pytest
+import torch
+import trl
+from compat.tiny import LANGUAGES, language_model, rows, tokenizer
+
+from ebbtide import ConfigError, compat
+from ebbtide.compat import OffloadActivations
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(OffloadActivations, "settings", {"store": "mock"})
+    with compat.install("trl"):
+        yield
+
+
+def losses_of(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def sft(tmp_path, **settings):
+    arguments = trl.SFTConfig(**common(tmp_path), max_length=64, **settings)
+    return trl.SFTTrainer(language_model(), arguments, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def adapted_sft(tmp_path, **settings):
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    arguments = trl.SFTConfig(**common(tmp_path), max_length=64, **settings)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(language_model(), adapter)
+    return trl.SFTTrainer(model, arguments, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def dpo(tmp_path, **settings):
+    arguments = trl.DPOConfig(**common(tmp_path), max_length=64, **settings)
+    return trl.DPOTrainer(
+        language_model(), language_model(), arguments, train_dataset=rows("pairs"), processing_class=tokenizer()
+    )
+
+
+def reward(tmp_path, **settings):
+    arguments = trl.RewardConfig(**common(tmp_path), max_length=64, **settings)
+    model = language_model(scores=True)
+    return trl.RewardTrainer(model, args=arguments, train_dataset=rows("pairs"), processing_class=tokenizer())
+
+
+def kto(tmp_path, **settings):
+    arguments = trl.KTOConfig(**common(tmp_path), max_length=64, **settings)
+    return trl.KTOTrainer(
+        language_model(), language_model(), arguments, train_dataset=rows("labels"), processing_class=tokenizer()
+    )
+
+
+def common(tmp_path):
+    return {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize("make", [sft, adapted_sft, dpo, reward, kto])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+def test_trls_trainers_compute_the_same_and_move(installed, tmp_path, make, checkpoints):
+    before = OffloadActivations().stats().parcels.count
+    trainer, ours = losses_of(lambda: make(tmp_path, activation_offloading=True, gradient_checkpointing=checkpoints))
+    context = trainer.maybe_activation_offload_context
+    assert isinstance(context, OffloadActivations)
+    assert context.stats().parcels.count > before
+    assert context.stats().host_bytes == 0
+    twin, plain = losses_of(lambda: make(tmp_path, activation_offloading=False, gradient_checkpointing=checkpoints))
+    assert not isinstance(twin.maybe_activation_offload_context, OffloadActivations)
+    assert len(ours) == 3
+    assert ours == plain
+    for (name, p), q in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():
+    import trl.models
+    from trl.models import activation_offloading as home
+
+    theirs = home.OffloadActivations, home.get_act_offloading_ctx_manager
+    elsewhere = types.ModuleType("a_users_script")
+    elsewhere.offload = home.get_act_offloading_ctx_manager
+    sys.modules["a_users_script"] = elsewhere
+    try:
+        with compat.install("trl"):
+            assert home.OffloadActivations is OffloadActivations
+            assert trl.models.get_act_offloading_ctx_manager is compat.get_act_offloading_ctx_manager
+            assert elsewhere.offload is compat.get_act_offloading_ctx_manager
+            with compat.install("trl"):  # nothing is left to do
+                pass
+            assert home.OffloadActivations is OffloadActivations
+        assert (home.OffloadActivations, home.get_act_offloading_ctx_manager) == theirs
+        assert elsewhere.offload is theirs[1]
+        assert trl.models.get_act_offloading_ctx_manager is theirs[1]
+    finally:
+        del sys.modules["a_users_script"]
+
+
+def test_trainers_that_are_imported_afterwards_find_ours():
+    code = """
+import ebbtide.compat
+ebbtide.compat.install("trl")
+from trl.trainer import sft_trainer
+from trl.models import get_act_offloading_ctx_manager
+from trl.models.activation_offloading import NoOpManager
+assert sft_trainer.get_act_offloading_ctx_manager is ebbtide.compat.get_act_offloading_ctx_manager
+assert get_act_offloading_ctx_manager is ebbtide.compat.get_act_offloading_ctx_manager
+assert NoOpManager is ebbtide.compat.NoOpManager
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "TRL", ""])
+def test_an_unknown_trainer_is_an_error(trainer):
+    with pytest.raises(ConfigError, match="expected one of 'trl', 'torchtune', 'axolotl'"):
+        compat.install(trainer)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtune") is not None, reason="it is there")
+def test_a_trainer_that_is_not_there_is_an_error_with_the_line_to_write():
+    with pytest.raises(ConfigError, match="pip install torchtune"):
+        compat.install("torchtune")
+
+
+def test_a_version_without_the_names_is_an_error(monkeypatch):
+    from trl.models import activation_offloading as home
+
+    monkeypatch.delattr(home, "NoOpManager")
+    with pytest.raises(ConfigError, match=rf"trl {trl.__version__} has no NoOpManager in trl.models"):
+        compat.install("trl")
+    assert home.OffloadActivations is not OffloadActivations
+
+
+def test_languages_differ():
+    """Else all rows would be one, and a trainer that mixes them up would go unnoticed."""
+    assert len(set(LANGUAGES)) == len(LANGUAGES) > 8

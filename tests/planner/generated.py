@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
+from ebbtide.planner.leads import with_host
 from ebbtide.planner.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
-from ebbtide.planner.queueing import with_host
 
 MB = 1_000_000
 MS = 1e-3
@@ -49,6 +49,7 @@ def hosts(draw, count):
         after_s=draw(_times),
         turn_s=draw(_times),
         lead_s=draw(st.sampled_from([0.0, 2 * MS, 1.0])),
+        steady_lead_s=0.0,
         frame_s=draw(_times),
         op_s=draw(st.sampled_from([0.0, MS])),
         held_s=draw(st.sampled_from([0.0, MS])),

@@ -52,6 +52,14 @@ def test_offloading_needs_room_for_what_is_at_hand():
     assert option_for(each, Recipe("offload")).backward_work_bytes == 300 * MB
 
 
+def test_what_nobody_asks_for_is_not_there_in_backward():
+    """400 MB measured are 300 saved, of which 50 are gone by then: the rest is short-lived."""
+    kept = option_for(region(unasked_bytes=50 * MB), Recipe("keep"))
+    assert kept.backward_work_bytes == 150 * MB
+    moved = option_for(region(unasked_bytes=50 * MB), Recipe("offload"))
+    assert moved.backward_work_bytes == 350 * MB
+
+
 def test_what_was_seen_of_backward_bounds_what_moving_needs():
     measured = [option_for(region(moved_work_bytes=n), Recipe("offload")) for n in (0, 250_000_000, 900_000_000)]
     assert [option.backward_work_bytes for option in measured] == [300_000_000, 250_000_000, 300_000_000]

@@ -70,6 +70,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x, table):
+        x.tanh().sin().exp()  # a branch that nobody uses, as of a metric: made again, and asked for by nobody
         x = x + self.attention(x * table)
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 

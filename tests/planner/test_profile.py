@@ -22,7 +22,7 @@ def test_a_file_holds_all_of_it(tmp_path_factory, step):
 
 def test_the_file_says_its_format(tmp_path):
     workload_a().save(tmp_path / "profile.json")
-    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 1
+    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "regions": 3}', "\x00"])
@@ -30,6 +30,19 @@ def test_what_is_no_profile_is_refused(tmp_path, text):
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(PlanError, match=r"profile\.json is no profile that ebbtide has written"):
         Profile.load(tmp_path / "profile.json")
+
+
+def test_a_file_of_the_format_before_is_read(tmp_path):
+    """It knows nothing of the host, nor of what backward works with."""
+    path = tmp_path / "profile.json"
+    workload_a().save(path)
+    data = json.loads(path.read_text())
+    data["format"] = 1
+    del data["host"]
+    for each in data["regions"]:
+        del each["moved_work_bytes"]
+    path.write_text(json.dumps(data))
+    assert Profile.load(path) == workload_a()
 
 
 def test_another_format_is_refused(tmp_path):

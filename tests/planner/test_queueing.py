@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 from planner.workloads import MS, layers, profile, region, workload_a
 
+from ebbtide import PlanError
+from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Note, Place
 from ebbtide.planner.options import option_for
 from ebbtide.planner.profile import Host, HostTime
-from ebbtide.planner.queueing import host_of, with_host
+from ebbtide.planner.queueing import host_of
+from ebbtide.planner.ranks import slowest
 from ebbtide.planner.simulate import Pace, simulate
 from ebbtide.planner.solve import Solver
 from ebbtide.plans import Recipe
@@ -49,7 +52,7 @@ def two_regions():
 
 def test_what_the_host_took_is_read_by_its_own_clock():
     host = host_of(step_of_two(), ("a", "b"), two_regions(), (7, 7))
-    assert [times.forward_s for times in host.regions] == pytest.approx([4 * MS, 4 * MS])
+    assert [times.forward_s for times in host.regions] == pytest.approx([3 * MS, 3 * MS])
     assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
     assert (host.before_s, host.after_s, host.turn_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
@@ -59,7 +62,7 @@ def test_what_the_host_took_is_read_by_its_own_clock():
 def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
     assert host_of(watch(has_queue=False), ("a", "b"), two_regions(), (7, 7)) is None
     step = profile(*two_regions())
-    assert with_host(step, None) is step
+    assert with_host(step, None) == step
 
 
 def test_a_region_that_was_watched_running_again_has_that_taken_off():
@@ -97,7 +100,7 @@ def test_the_lead_is_what_compute_was_seen_to_be_behind(passed, lead_ms):
 
 def host(count, forward_ms, backward_ms=1.0, **changes):
     times = HostTime(forward_ms * MS, backward_ms * MS, 2 * MS, ops=10)
-    given = {"before_s": 0.0, "after_s": 0.0, "turn_s": 0.0, "lead_s": 0.0}
+    given = {"before_s": 0.0, "after_s": 0.0, "turn_s": 0.0, "lead_s": 0.0, "steady_lead_s": 0.0}
     given |= {"frame_s": 1 * MS, "op_s": 0.5 * MS, "held_s": 1 * MS, "moved_s": 0.25 * MS}
     return Host(regions=(times,) * count, **{**given, **changes})
 
@@ -159,3 +162,54 @@ def _step_s(step, plan):
     options = [option_for(each, plan.regions[each.name].recipe) for each in step.regions]
     count = len(options)
     return simulate(step, options, Pace((WIDE,) * count, (WIDE,), (WIDE,) * count)).step_s
+
+
+def test_a_host_that_is_slower_than_compute_uses_its_lead_up():
+    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, backward_ms=20, lead_s=1.0))
+    held = outcome(step, HELD)  # 8 and 8 forward, 20, 2 and 8 backward: 46 for each region, where compute takes 33
+    assert held.step_s == pytest.approx(2 * 46 * MS)
+    assert held.host_wait_s == pytest.approx(2 * 13 * MS)
+    kept = outcome(with_host(step, step.host), Recipe("keep"))
+    assert kept.step_s == pytest.approx(step.plain_s)
+
+
+def test_at_another_size_moving_is_measured_by_what_keeping_takes_there():
+    """Half the batch, and the host takes as long: with everything kept compute waits for it too."""
+    step = with_host(workload_a(8), host(8, forward_ms=4, backward_ms=8, moved_s=1e-6))
+    smaller = step.scaled(step.tokens // 2)
+    kept, plan = Solver(smaller).keeping_all(), Solver(smaller).solve(None)
+    assert kept.predicted.step_s > smaller.plain_s
+    assert plan.predicted.moved_bytes > 0
+    assert plan.predicted.step_s <= kept.predicted.step_s * 1.02
+
+
+def test_ranks_wait_for_no_host_that_none_of_them_waits_for():
+    """One is late and had to be given a lead; the other is early, but sees none."""
+    late = with_host(profile(*layers(3)), host(3, forward_ms=14))
+    early = with_host(profile(*layers(3)), host(3, forward_ms=2))
+    for ranks in ([late, early], [early, late], [late, replace(early, host=None)]):
+        merged = slowest(ranks)
+        assert outcome(merged, Recipe("keep")).step_s == pytest.approx(merged.plain_s)
+        assert merged.host.regions[0].forward_s == pytest.approx(14 * MS)
+    assert slowest([replace(early, host=None)] * 2).host is None
+
+
+def test_a_profile_whose_host_has_other_regions_is_an_error():
+    with pytest.raises(PlanError, match="times of the host for 1 of 2 regions"):
+        replace(profile(*layers(2)), host=host(1, forward_ms=1))
+
+
+def test_a_host_that_was_held_back_is_bounded_by_its_forward():
+    """What launches far ahead of compute takes as long as compute."""
+    notes = watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 0, 0, 0),
+        (Place.LEFT, "a", 10, 4, 0),
+        (Place.FORWARD, "", 10, 4, 0),
+        (Place.AGAIN, "a", 10, 4, 0),
+        (Place.AGAIN_ENDED, "a", 20, 1004, 0),
+        (Place.ENDED, "", 40, 3004, 0),
+    )
+    times = host_of(notes, ("a",), [region("a", inputs=())], (7,)).regions[0]
+    assert times.again_s == pytest.approx(1.5 * times.forward_s)
+    assert times.backward_s == pytest.approx(2.5 * times.forward_s)

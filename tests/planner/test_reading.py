@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.planner.measure import Note, Place, VisitNotes
+from ebbtide.planner.measure import Note, Place, Seen, VisitNotes
 from ebbtide.planner.profile import Save
 from ebbtide.planner.reading import _Curve, _slowdown
 from ebbtide.types import Memory
@@ -23,29 +23,87 @@ def test_dear_operators_take_as_long_as_where_nobody_looks(again_s, detailed_s, 
     assert step == pytest.approx(expected)
 
 
-def test_what_backward_works_with_leaves_out_what_it_has_not_asked_for():
-    """Saves of 400, 100 and a share of the first, with inputs of 50 that were there before."""
+def notes_of(places):
+    return [Note(place, region, 0, Memory(now, peak), save=save) for place, region, now, peak, save in places]
+
+
+def curve_of(places):
+    return _Curve(SimpleNamespace(notes=notes_of(places), visits=[], outside=[], freed_behind_bytes=0), ("a", "b"))
+
+
+def moved_work(places, saves, at_hand_bytes=50):
+    return curve_of(places).moved_work(0, saves, at_hand_bytes)
+
+
+FORWARD = [
+    (Place.BEGAN, "", 0, 0, -1),
+    (Place.ENTERED, "a", 0, 0, -1),
+    (Place.LEFT, "a", 0, 0, -1),
+    (Place.FORWARD, "", 0, 0, -1),
+    (Place.AGAIN, "a", 1000, 1000, -1),
+    (Place.AGAIN_ENDED, "a", 1500, 1900, -1),  # of the second run itself
+]
+SAVES = (Save(0, 400, 0.0), Save(1, 100, 0.0), Save(2, 0, 0.0, shares=0))
+END = None
+
+
+@pytest.mark.parametrize(
+    ("backward", "expected"),
+    [
+        # 500 of saves, none asked for; then the one of 100 is at hand, with 200 made; at the end all have been asked
+        # for. With inputs of 50 that were there before.
+        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1650, END)], 650 + 50),
+        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1400, END)], 450 + 50),
+        ([(1500, 1520, 0), (1500, 1700, 2), (1400, 1450, 1), (1000, 1400, END)], 700 - 100 + 50),
+        ([(1500, 1520, 1), (1000, 1500, END)], 500 + 50),  # what nobody asks for is no part of it
+        ([(1000, 1500, END)], 0),
+    ],
+)
+def test_what_backward_works_with_leaves_out_what_it_asks_for_later(backward, expected):
+    asked = [(Place.ASKED, "a", now, peak, save) for now, peak, save in backward[:-1]]
+    now, peak, _ = backward[-1]
+    assert moved_work([*FORWARD, *asked, (Place.ENDED, "", now, peak, -1)], SAVES) == expected
+
+
+def test_saves_of_another_region_that_are_asked_for_meanwhile_say_nothing():
+    """As by a hook that looks at a node of a region in front."""
     places = [
-        (Place.BEGAN, "", 0, 0),
-        (Place.ENTERED, "a", 0, 0),
-        (Place.LEFT, "a", 0, 0),
-        (Place.FORWARD, "", 0, 0),
-        (Place.AGAIN, "a", 1000, 1000),
-        (Place.AGAIN_ENDED, "a", 1500, 1900),  # of the second run itself
-        (Place.ASKED, "a", 1500, 1520),  # 500 of saves, none asked for
-        (Place.ASKED, "a", 1500, 1700),  # the one of 100 is at hand, with 200 made
-        (Place.ASKED, "a", 1400, 1450),  # the share: all have been asked for
-        (Place.ENDED, "", 1000, 1650),
+        *FORWARD,
+        (Place.ASKED, "b", 1500, 1520, 0),
+        (Place.ASKED, "a", 1500, 1520, 1),
+        (Place.ASKED, "a", 1500, 1700, 0),
+        (Place.ASKED, "b", 1500, 1520, 7),
+        (Place.ENDED, "", 1000, 1400, -1),
     ]
-    notes = [Note(place, region, 0, Memory(now, peak)) for place, region, now, peak in places]
-    curve = _Curve(SimpleNamespace(notes=notes, outside=[], freed_behind_bytes=0), ("a",))
-    saves = (Save(0, 400, 0.0), Save(1, 100, 0.0), Save(2, 0, 0.0, shares=0))
-    visit = VisitNotes("a", asked=[1, 2, 0])
-    assert curve.moved_work(0, visit, saves, at_hand_bytes=50) == 650 + 50
-    assert curve.moved_work(0, VisitNotes("a"), saves, at_hand_bytes=50) == 0
-    first_asked = VisitNotes("a", asked=[0, 1, 2])
-    assert curve.moved_work(0, first_asked, saves, at_hand_bytes=50) == 650 + 50
-    late = [*notes[:-1], Note(Place.ENDED, "", 0, Memory(1000, 1400))]
-    curve = _Curve(SimpleNamespace(notes=late, outside=[], freed_behind_bytes=0), ("a",))
-    assert curve.moved_work(0, visit, saves, at_hand_bytes=50) == 500  # 450 and the inputs when all had been asked for
-    assert curve.moved_work(0, first_asked, saves, at_hand_bytes=50) == 700 - 100 + 50
+    assert moved_work(places, SAVES) == 520 + 50
+
+
+def test_saves_that_nobody_asks_for_are_told_apart():
+    """The third shares the memory of the first, which is asked for by it alone."""
+    ended = (Place.ENDED, "", 1000, 1400, -1)
+    assert curve_of([*FORWARD, (Place.ASKED, "a", 1500, 1520, 2), ended]).unasked(0, SAVES) == 100
+    assert curve_of([*FORWARD, (Place.ASKED, "a", 1500, 1520, 1), ended]).unasked(0, SAVES) == 400
+    assert curve_of([*FORWARD, ended]).unasked(0, SAVES) == 0
+
+
+def test_what_a_backward_leaves_behind_is_what_the_next_one_begins_with():
+    """Inputs of 100 and 50 are there when a second run begins; and a gradient of 700 stays."""
+    places = [
+        (Place.BEGAN, "", 0, 0, -1),
+        (Place.ENTERED, "a", 0, 0, -1),
+        (Place.LEFT, "a", 0, 0, -1),
+        (Place.ENTERED, "b", 0, 0, -1),
+        (Place.LEFT, "b", 0, 0, -1),
+        (Place.FORWARD, "", 0, 0, -1),
+        (Place.AGAIN, "b", 1100, 1100, -1),
+        (Place.AGAIN_ENDED, "b", 1500, 1900, -1),
+        (Place.AGAIN, "a", 1750, 1900, -1),
+        (Place.AGAIN_ENDED, "a", 2000, 2000, -1),
+        (Place.ENDED, "", 900, 2500, -1),
+    ]
+    notes = notes_of(places)
+    for common_bytes, expected in ((800, 700), (600, 600), (0, 0)):  # no more than what was given to several
+        visits = [VisitNotes("a", inputs=[Seen(0, 50, None)])]
+        visits.append(VisitNotes("b", inputs=[Seen(0, 100, None)], common_bytes=common_bytes))
+        curve = _Curve(SimpleNamespace(notes=notes, visits=visits, outside=[], freed_behind_bytes=0), ("a", "b"))
+        assert curve.left_bytes == [0, expected]

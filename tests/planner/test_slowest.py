@@ -188,3 +188,18 @@ def test_the_link_is_the_slowest_in_every_respect():
 def test_a_profile_of_other_regions_is_refused():
     with pytest.raises(PlanError, match="different regions"):
         slowest([profile(*layers(2)), profile(*layers(1))])
+
+
+def test_what_one_rank_has_not_looked_at_is_not_known_from_another():
+    seen, unseen = region(moved_work_bytes=250_000_000), region()
+    for ranks in ([seen, unseen], [unseen, seen]):
+        assert slowest([profile(each) for each in ranks]).regions[0].moved_work_bytes == 0
+    larger = region(moved_work_bytes=300_000_000)
+    assert slowest([profile(each) for each in (seen, larger)]).regions[0].moved_work_bytes == 300_000_000
+
+
+def test_what_is_short_lived_is_that_of_each_rank_whatever_is_asked_for():
+    one, other = region(unasked_bytes=50_000_000), region(backward_work_bytes=420_000_000)
+    for ranks in ([one, other], [other, one]):
+        merged = slowest([profile(each) for each in ranks]).regions[0]
+        assert merged.short_lived_bytes == 150_000_000

@@ -49,7 +49,7 @@ class Note(NamedTuple):
     """A place, the region it is of ("" outside of all), when compute was there, and the memory then.
 
     `host_s`: when the host was there, on a clock of its own. `passed`: how many of the notes before it compute had come
-    by then, by which the two clocks can be compared.
+    by then, by which the two clocks can be compared. `save`: its index, where backward asks for one.
     """
 
     place: Place
@@ -58,9 +58,11 @@ class Note(NamedTuple):
     memory: Memory
     host_s: float = 0.0
     passed: int = 0
+    save: int = -1
 
 
 _UNKNOWN = Memory(0, 0)
+_ELSEWHERE = -1
 
 
 @dataclass
@@ -85,7 +87,7 @@ class OutsideSave(NamedTuple):
 
 @dataclass
 class VisitNotes:
-    """What was seen in one pass through a region."""
+    """What was seen in one pass through a region. `common_bytes`: of its inputs, what others were given before it."""
 
     region: str
     began: StreamEvent = None
@@ -93,9 +95,8 @@ class VisitNotes:
     inputs: list[Seen] = field(default_factory=list[Seen])
     dear: list[Seen] = field(default_factory=list[Seen])
     stuck_bytes: int = 0
+    common_bytes: int = 0
     ops: int = 0
-    asked: list[int] = field(default_factory=list[int])
-    """Indices of saves, as backward asks for them: one for each note of that."""
 
 
 class _First(NamedTuple):
@@ -218,10 +219,9 @@ class StepWatch(_UntilBackwardEnds):
     def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor) -> None:
         self._look_at(visit.saves, visit, index, t)
 
-    def asked(self, visit: VisitNotes, index: int) -> None:
+    def asked(self, region: str, index: int) -> None:
         if not self.is_over:
-            visit.asked.append(index)
-            self._note(Place.ASKED, visit.region)
+            self._note(Place.ASKED, region, index)
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         """The desk was given `t`: of a region that runs again, that is an input."""
@@ -251,6 +251,8 @@ class StepWatch(_UntilBackwardEnds):
             visit.stuck_bytes += nbytes
             return
         first = self._first_of(storage, seen is visit.inputs, visit, index)
+        if first == _ELSEWHERE and seen is visit.inputs:
+            visit.common_bytes += nbytes
         point = self.device.record(self.device.current_stream())
         seen.append(Seen(index, nbytes if first is None else 0, point, shares=-1 if first is None else first))
 
@@ -260,21 +262,21 @@ class StepWatch(_UntilBackwardEnds):
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
 
     def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, index: int) -> int | None:
-        """The save that `storage` was seen at before; None at the first one, -1 if that was in another visit.
+        """The save that `storage` was seen at before; None at the first one, _ELSEWHERE if that was in another visit.
 
         A region's input is one of its saves too, should it keep them: those are told apart.
         """
         key = storage._cdata, is_input
         known = self._storages.get(key)
         if known is not None and known.storage() is storage:
-            return known.save if known.visit is visit else -1
+            return known.save if known.visit is visit else _ELSEWHERE
         self._storages[key] = _First(weakref.ref(storage), visit, index)
         return None
 
     def _conclude(self) -> None:
         self._note(Place.ENDED, "")
 
-    def _note(self, place: Place, region: str) -> None:
+    def _note(self, place: Place, region: str, save: int = -1) -> None:
         memory = _UNKNOWN
         if self._is_detailed:
             memory = self.device.memory()
@@ -283,7 +285,7 @@ class StepWatch(_UntilBackwardEnds):
         host_s = time.perf_counter()
         while self._passed < len(self.notes) and self.device.is_done(self.notes[self._passed].event):
             self._passed += 1
-        self.notes.append(Note(place, region, event, memory, host_s, self._passed))
+        self.notes.append(Note(place, region, event, memory, host_s, self._passed, save))
 
     @property
     def is_readable(self) -> bool:
@@ -302,7 +304,7 @@ class _AgainNotes:
         self._watch.saved_again(self._visit, index, t)
 
     def asked(self, index: int) -> None:
-        self._watch.asked(self._visit, index)
+        self._watch.asked(self._visit.region, index)
 
 
 class Pulse(_UntilBackwardEnds):

@@ -127,7 +127,7 @@ def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> O
 
 def _work_bytes(region: RegionProfile, moved: Sequence[Save]) -> int:
     """Without a second run. What is back and was not asked for yet counts as fetched ahead."""
-    short_lived = max(0, region.backward_work_bytes - region.saved_bytes)
+    short_lived = region.short_lived_bytes
     if not moved:
         return short_lived
     # With the largest comes its gradient: where a region was measured, with everything still there, the peak may have

@@ -10,7 +10,8 @@ from typing import Any
 
 from ebbtide._errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)
 
 
 class OtherVersionError(PlanError):
@@ -71,6 +72,7 @@ class RegionProfile:
         grad_bytes: what its backward leaves allocated.
         moved_work_bytes: most that its backward allocates without a second run, less the saves that it has not asked
             for by then; 0 if nobody looked.
+        unasked_bytes: of what autograd saves in it, what backward does not ask for: of a branch that nobody uses.
     """
 
     name: str
@@ -85,10 +87,16 @@ class RegionProfile:
     backward_work_bytes: int
     grad_bytes: int
     moved_work_bytes: int = 0
+    unasked_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
         return sum(save.nbytes for save in self.saves) + self.stuck_bytes
+
+    @property
+    def short_lived_bytes(self) -> int:
+        """Most that its second run and backward together allocate beyond what is saved for backward."""
+        return max(0, self.backward_work_bytes - self.saved_bytes + self.unasked_bytes)
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,7 @@ class Host:
         regions: what each of the profile's regions takes.
         before_s, after_s, turn_s: as those of `Around`.
         lead_s: how far ahead of compute it is where a step begins, at least.
+        steady_lead_s: the same where it takes longer for a step than compute.
         frame_s: what it takes to prepare a region to run again, and again to begin its second run.
         op_s: for each operator that a selective recipe looks at, in both runs.
         held_s: for each output that is held, and again for handing it out.
@@ -171,10 +180,17 @@ class Host:
     after_s: float
     turn_s: float
     lead_s: float
+    steady_lead_s: float
     frame_s: float
     op_s: float
     held_s: float
     moved_s: float
+
+    @property
+    def seconds(self) -> float:
+        """That a step with everything kept takes it."""
+        outside = self.before_s + self.after_s + self.turn_s
+        return outside + sum(region.forward_s + region.backward_s for region in self.regions)
 
 
 @dataclass(frozen=True)
@@ -244,6 +260,8 @@ class Profile:
     def __post_init__(self) -> None:
         if self.graphs < 1:
             raise PlanError(f"graphs={self.graphs}: a backward is of one forward at least")
+        if self.host is not None and len(self.host.regions) != len(self.regions):
+            raise PlanError(f"times of the host for {len(self.host.regions)} of {len(self.regions)} regions")
 
     @property
     def has_second_runs(self) -> bool:
@@ -318,7 +336,7 @@ class Profile:
         """Read what `save` wrote. Raises PlanError for anything else, and where there is nothing to read."""
         try:
             data = json.loads(Path(path).read_text())
-            if data.pop("format") == FORMAT:
+            if data.pop("format") in _READABLE:
                 return _from_dict(data)
         except OSError as error:
             raise PlanError(f"{path} cannot be read: {error.strerror}") from error

@@ -8,11 +8,9 @@ Note [The host]
 2. The model's own share is measured; what recipes add is reckoned by operators, outputs and parcels. The unit is what
    a dispatch mode takes for an operator: it is timed here, as all of this is Python on one core, fast or slow.
 3. The host is as far ahead of compute as it was seen to be, and far enough that a step with everything kept waits for
-   nothing: what it waits for is in its measured times.
+   nothing (leads.py). Where it takes longer for a step than compute does, that is used up after some.
 """
 
-import dataclasses
-import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,32 +20,17 @@ import torch
 from ebbtide._torch import OperatorMode
 from ebbtide.planner.clock import Clock
 from ebbtide.planner.measure import StepWatch
-from ebbtide.planner.options import option_for
-from ebbtide.planner.profile import Host, HostTime, Profile, RegionProfile
-from ebbtide.planner.simulate import Outcome, Pace, simulate
-from ebbtide.plans import Recipe
+from ebbtide.planner.profile import Host, HostTime, RegionProfile
 
 # In what a bare dispatch mode takes for an operator, from steps of a ViT on the host of an H200: where that is 3 us.
 _FRAME = 130.0
 _LOOKED_AT = 2.4
 _HELD = 19.0
 _MOVED = 15.0
+_MOST_AGAIN = 1.5  # times the forward
+_MOST_BACKWARD = 2.5
 _CALLS = 64
 _TRIES = 5
-
-
-def with_host(profile: Profile, host: Host | None) -> Profile:
-    """The profile with its host so far ahead that a step with everything kept waits for nothing."""
-    if host is None:
-        return profile
-    waits_s = _all_kept(dataclasses.replace(profile, host=host)).host_wait_s
-    return dataclasses.replace(profile, host=dataclasses.replace(host, lead_s=host.lead_s + waits_s))
-
-
-def _all_kept(profile: Profile) -> Outcome:
-    keep, count = Recipe("keep"), len(profile.regions)
-    windows, turns = (0,) * count, (0,) * len(profile.around.turns)
-    return simulate(profile, [option_for(region, keep) for region in profile.regions], Pace(windows, turns, windows))
 
 
 def host_of(
@@ -77,6 +60,7 @@ def host_of(
         after_s=clock.after_s,
         turn_s=clock.turn_s,
         lead_s=_seen_lead_s(watch),
+        steady_lead_s=0.0,
         frame_s=frame_s,
         op_s=_LOOKED_AT * unit_s,
         held_s=_HELD * unit_s,
@@ -85,19 +69,22 @@ def host_of(
 
 
 def _steadied(times: Sequence[HostTime], regions: Sequence[RegionProfile]) -> list[HostTime]:
-    """Regions that are made alike take the host the same, but for a hiccup in one of them."""
+    """Regions that are made alike take the host the same: the least of them, for what comes in between only adds."""
     alike: dict[tuple[int, ...], list[HostTime]] = {}
     keys = [(t.ops, len(r.saves), len(r.inputs), len(r.dear)) for t, r in zip(times, regions, strict=True)]
     for key, own in zip(keys, times, strict=True):
         alike.setdefault(key, []).append(own)
-    return [_middle(alike[key]) for key in keys]
+    return [_least(alike[key]) for key in keys]
 
 
-def _middle(times: Sequence[HostTime]) -> HostTime:
+def _least(times: Sequence[HostTime]) -> HostTime:
+    """A host that is far ahead is held back where it launches more: that is none of its own time, and as it was not yet
+    so in forward, this bounds the others."""
+    forward_s = min(own.forward_s for own in times)
     return HostTime(
-        forward_s=statistics.median(own.forward_s for own in times),
-        backward_s=statistics.median(own.backward_s for own in times),
-        again_s=statistics.median(own.again_s for own in times),
+        forward_s=forward_s,
+        backward_s=min(_MOST_BACKWARD * forward_s, *(own.backward_s for own in times)),
+        again_s=min(_MOST_AGAIN * forward_s, *(own.again_s for own in times)),
         ops=times[0].ops,
     )
 

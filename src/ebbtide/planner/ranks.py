@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ebbtide._errors import PlanError
+from ebbtide.planner.leads import with_host
 from ebbtide.planner.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
 
 Row = TypeVar("Row", RegionProfile, Around, Save, Dear, Turn, Host, HostTime)
@@ -38,7 +39,7 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         if [region.name for region in other.regions] != [region.name for region in first.regions]:
             raise PlanError("ranks have different regions: give each rank its own plan=, or the recipes by hand")
     fullest = max(profiles, key=lambda profile: profile.base_bytes)
-    return Profile(
+    merged = Profile(
         made_for=first.made_for,
         regions=tuple(_slowest_region([p.regions[k] for p in profiles]) for k in range(len(first.regions))),
         around=_slowest_around([p.around for p in profiles]),
@@ -49,8 +50,8 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
         graphs=max(p.graphs for p in profiles),
-        host=_slowest_host([p.host for p in profiles]),
     )
+    return with_host(merged, _slowest_host([p.host for p in profiles]))
 
 
 def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
@@ -61,8 +62,13 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         dear=_by_number((dear.index, dear) for region in regions for dear in region.dear),
     )
     # What is short-lived is what the work is beyond the saves: no rank's may vanish behind the saves of another.
-    short_lived = max(region.backward_work_bytes - region.saved_bytes for region in regions)
-    return dataclasses.replace(merged, backward_work_bytes=merged.saved_bytes + short_lived)
+    short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unasked_bytes for each in regions)
+    was_seen = all(region.moved_work_bytes > 0 for region in regions)
+    return dataclasses.replace(
+        merged,
+        backward_work_bytes=merged.saved_bytes - merged.unasked_bytes + short_lived,
+        moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
+    )
 
 
 def _slowest_around(arounds: Sequence[Around]) -> Around:
@@ -92,9 +98,9 @@ def _slowest_link(links: Sequence[Link]) -> Link:
 
 
 def _slowest_host(hosts: Sequence[Host | None]) -> Host | None:
-    """None if one of them has none: nobody waits for a host there."""
+    """Of those that are known. How far ahead it has to be is the merged profile's to say."""
     known = [host for host in hosts if host is not None]
-    if len(known) < len(hosts):
+    if not known:
         return None
     regions = tuple(_largest(times) for times in zip(*(host.regions for host in known), strict=True))
     return dataclasses.replace(_largest(known), regions=regions, lead_s=min(host.lead_s for host in known))

@@ -3,12 +3,14 @@
 import functools
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ebbtide.planner.clock import Clock, Span, backward_spans, by_forward
+from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Note, Place, Seen, StepWatch, VisitNotes
 from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
-from ebbtide.planner.queueing import host_of, with_host
+from ebbtide.planner.queueing import host_of
 from ebbtide.types import Device, StreamEvent
 
 _MOST_SLOWDOWN = 1.25
@@ -110,8 +112,9 @@ class _Step(NamedTuple):
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in looked_at.dear),
             forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
-            grad_bytes=self.grad_bytes[k],
-            moved_work_bytes=0 if second is None else self.memory.moved_work(k, second, saves, at_hand_bytes),
+            grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if second is not None else 0),
+            moved_work_bytes=0 if second is None else self.memory.moved_work(k, saves, at_hand_bytes),
+            unasked_bytes=self.memory.unasked(k, saves),
         )
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
@@ -166,23 +169,49 @@ class _Curve:
         self._notes = notes
         self._spans = by_forward(((span.region, span) for span in spans), self.regions)
         self.backward_work = [0 if span is None else self._peak_of(span) for span in self._spans]
+        self.left_bytes = self._left(spans, [visit for visit in watch.visits if visit.region in names])
 
-    def moved_work(self, k: int, visit: VisitNotes, saves: Sequence[Save], at_hand_bytes: int) -> int:
+    def _left(self, spans: Sequence[Span], visits: Sequence[VisitNotes]) -> list[int]:
+        """What the backward of each pass leaves allocated of the gradient of what several regions are given, which
+        stays to the end: by what is there when the next one begins. With its inputs a second run has begun."""
+        inputs = [sum(seen.nbytes for seen in visit.inputs) for visit in visits]
+        most = max((visit.common_bytes for visit in visits), default=0)
+        at = {span.begin: k for k, span in enumerate(self._spans) if span is not None}
+        left = [0] * len(self._spans)
+        for span, following in pairwise(span for span in spans if span.begin in at):
+            more = following.begin.memory.allocated_bytes - span.begin.memory.allocated_bytes
+            more += inputs[at[span.begin]] - inputs[at[following.begin]]
+            left[at[span.begin]] = min(max(0, more), most)
+        return left
+
+    def unasked(self, k: int, saves: Sequence[Save]) -> int:
+        """Bytes of those that backward does not ask for. Where nobody was seen to ask, none."""
+        owners = {_owner(saves, index) for index in self._asked(k)}
+        return sum(save.nbytes for save in saves if owners and save.index not in owners)
+
+    def moved_work(self, k: int, saves: Sequence[Save], at_hand_bytes: int) -> int:
         """Most that the backward of the `k`-th pass allocates behind its second run, the inputs that were `at_hand`
-        counted, without the `saves` that it had not asked for by then. 0 if it was not seen to ask."""
+        counted, without those of the `saves` that it asked for later. 0 if it was not seen to ask."""
         span = self._spans[k]
-        if span is None or span.again is None or not visit.asked:
+        if span is None or not self._asked(k):
             return 0
-        untouched = {save.index: save.nbytes for save in saves}
-        owner = {save.index: save.shares for save in saves if save.shares >= 0}
-        asked, most = iter(visit.asked), 0
-        for note in self._between(span.again, span.end):
+        asked = {_owner(saves, index) for index in self._asked(k)}
+        untouched = {save.index: save.nbytes for save in saves if save.index in asked}  # the others are gone by then
+        most = 0
+        for note in self._behind_second_run(span):
             beyond = note.memory.peak_bytes - span.begin.memory.allocated_bytes + at_hand_bytes
             most = max(most, beyond - sum(untouched.values()))
-            if note.place is Place.ASKED:
-                index = next(asked)
-                untouched.pop(owner.get(index, index), None)
+            if _asks(note, span):
+                untouched.pop(_owner(saves, note.save), None)
         return most
+
+    def _asked(self, k: int) -> list[int]:
+        """Indices of saves, as backward asks for them."""
+        span = self._spans[k]
+        return [] if span is None else [note.save for note in self._behind_second_run(span) if _asks(note, span)]
+
+    def _behind_second_run(self, span: Span) -> Sequence[Note]:
+        return [] if span.again is None else self._between(span.again, span.end)
 
     def _peak_of(self, span: Span) -> int:
         return _peak(self._between(span.begin, span.end), span.begin)
@@ -190,6 +219,16 @@ class _Curve:
     def _between(self, start: Note, end: Note) -> Sequence[Note]:
         """Behind `start`, up to `end`."""
         return self._notes[self._notes.index(start) + 1 : self._notes.index(end) + 1]
+
+
+def _asks(note: Note, span: Span) -> bool:
+    """For a save of the region whose backward it is: in between, those of another may be asked for."""
+    return note.place is Place.ASKED and note.region == span.region
+
+
+def _owner(saves: Sequence[Save], index: int) -> int:
+    """The save whose memory the one of this index shares, or itself."""
+    return next((save.shares for save in saves if save.index == index and save.shares >= 0), index)
 
 
 def _without(note: Note, nbytes: int) -> Note:

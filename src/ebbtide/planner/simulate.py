@@ -191,6 +191,7 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     forward.run()
     backward = _Backward(profile, choice, pace, queue, forward)
     backward.run()
+    backward.now = queue.ended(backward.now)
     moved_bytes = sum(option.moved_bytes for option in choice) - forward.waiting_bytes
     curve = (*forward.curve, *backward.curve)
     return Outcome(
@@ -225,6 +226,11 @@ class _Queue:
         self._host = host
         self._queued_s = 0.0 if host is None else -host.lead_s
         self.waited_s = 0.0
+
+    def ended(self, now: float) -> float:
+        """When the step has, with what is left of the lead after many of them."""
+        host = self._host
+        return now if host is None else self._after(now, host.lead_s - host.steady_lead_s)
 
     def before(self, now: float) -> float:
         return now if self._host is None else self._after(now, self._host.before_s)

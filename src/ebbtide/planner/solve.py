@@ -95,7 +95,7 @@ class Solver:
     def keeping_all(self) -> Plan:
         """That moves nothing, whatever memory it takes."""
         space = self._space(True)
-        return _plan(self.profile, space.all_kept(), None, self.profile.plain_s)
+        return _plan(self.profile, space.all_kept, None, self.profile.plain_s)
 
     def front(self, points: int = _POINTS) -> list[Point]:
         """As the function of this name."""
@@ -183,6 +183,7 @@ class _Space:
             raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, held))
         return best
 
+    @cached_property
     def all_kept(self) -> _Tried:
         kept = self._try(self.kept, self.kept.least_bytes)
         assert kept is not None
@@ -190,7 +191,7 @@ class _Space:
 
     def unslowed(self) -> _Tried:
         """Of what does not make the step slower, about the smallest peak; nothing moves if none is worth it."""
-        kept = self.all_kept()
+        kept = self.all_kept
         best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
         if best is kept:
             return kept
@@ -267,16 +268,23 @@ class _Space:
         if tried is None:
             return None
         outcome = tried.outcome
-        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0 or outcome.host_wait_s > _TINY_S
+        host_wait_s = outcome.host_wait_s - self.all_kept.outcome.host_wait_s
+        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0 or host_wait_s > _TINY_S
         return tried if outcome.step_s <= self._limit_s(waits) else None
 
     def _limit_s(self, waits: bool) -> float:
-        return self._profile.plain_s * (_NO_SLOWER if waits else _BESIDE)
+        return self._kept_s * (_NO_SLOWER if waits else _BESIDE)
+
+    @property
+    def _kept_s(self) -> float:
+        """A step with everything kept, which at another size than the measured one may wait for the host."""
+        return self.all_kept.outcome.step_s
 
     def _least_unslowed_bytes(self, candidate: Candidate) -> int:
         """With less, more would have to leave than the link can carry while forward runs, slowed down by it or not."""
         link, around = self._profile.link, self._profile.around
-        most_s = self._forward_s / (1 - link.interference) + (_NO_SLOWER - 1) * self._profile.plain_s
+        host_wait_s = self.all_kept.outcome.host_wait_s
+        most_s = self._forward_s / (1 - link.interference) + host_wait_s + (_NO_SLOWER - 1) * self._kept_s
         tail_bytes = candidate.moved_bytes - int((most_s - around.before_s) * link.out)
         return max(candidate.least_bytes, self._fixed_bytes(candidate) + tail_bytes)
 

@@ -31,6 +31,7 @@ from ebbtide.engine.ledger import Ledger
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
+from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import out_of_memory
@@ -286,15 +287,16 @@ class Upkeep:
         """The link to what its copies were timed at, and compute to the steps less what it waited for."""
         predicted = follow.plan.predicted
         assert predicted is not None
-        waits_s = predicted.stall_forward_s + predicted.stall_backward_s
-        compute_s = follow.typical_s - follow.stall_s
+        waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
+        compute_s = follow.typical_s - follow.stall_s - predicted.host_wait_s
         ratio = compute_s / max(predicted.step_s - waits_s, 1e-9)
         if compute_s < _LEAST_COMPUTE * follow.typical_s:
             ratio = 1.0  # all but waiting: it says nothing of compute
         ratio = min(max(ratio, 1 / _FURTHEST), _FURTHEST)
-        self.profile = dataclasses.replace(
+        refitted = dataclasses.replace(
             self.profile.refitted(ratio, ratio), link=self._link_times.refitted(self.profile.link)
         )
+        self.profile = with_host(refitted, refitted.host)
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class Upkeep:
     def _most_s(self, solver: Solver) -> float | None:
         """What a step may take at the most where none may be slower than with everything kept."""
         is_limited = self._allowance.asked_bytes is None and not self._was_trial_ended
-        return solver.profile.plain_s * _LOOKS_SLOW if is_limited else None
+        return _step_s(solver.keeping_all()) * _LOOKS_SLOW if is_limited else None
 
     def _leanest(self, tokens: int, solver: Solver) -> Plan:
         """For a batch too large for the budget, in the midst of a training: one that is too small for it is no help."""
@@ -431,6 +433,11 @@ def _as_measured(tried: Tried) -> Plan:
     """The plan, with its step as it turned out."""
     assert tried.plan.predicted is not None
     return dataclasses.replace(tried.plan, predicted=dataclasses.replace(tried.plan.predicted, step_s=tried.step_s))
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_s
 
 
 def _moved_bytes(plan: Plan) -> int:

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import trl
-from compat.tiny import LANGUAGES, language_model, rows, tokenizer
+from tiny_language import LANGUAGES, language_model, rows, tokenizer
 
 from ebbtide import ConfigError, compat
 from ebbtide.compat import OffloadActivations

@@ -5,7 +5,7 @@ import dataclasses
 import peft
 import pytest
 import torch
-from compat.tiny import language_model, rows, tokenizer
+from tiny_language import language_model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from ebbtide import compat

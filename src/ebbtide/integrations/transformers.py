@@ -1,0 +1,172 @@
+"""transformers' Trainer and its subclasses, those of TRL too: a callback, a mixin, and arguments for a parser."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import ebbtide
+from ebbtide._bytes import GIB
+from ebbtide._errors import ConfigError
+from ebbtide.engine.ledger import Stats
+
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # as of transformers 5.2x, and before
+
+
+@dataclass
+class OffloadArguments:
+    """Settings of `ebbtide.offload` for HfArgumentParser, each behind "offload_"; what is not given is left to it."""
+
+    offload_budget: str | None = field(
+        default=None, metadata={"help": "The peak of device memory to stay under: '40GiB', or a share such as 0.8."}
+    )
+    offload_mode: str | None = field(default=None, metadata={"help": "'auto', 'all' or 'off'."})
+    offload_recipe: str | None = field(
+        default=None, metadata={"help": "'keep', 'offload', 'recompute' or 'selective', for all blocks."}
+    )
+    offload_profile: str | None = field(default=None, metadata={"help": "The path of a profile's file."})
+    offload_store: str | None = field(default=None, metadata={"help": "'host', 'disk', 'disk:/folder' or 'mock'."})
+    offload_host_limit: str | None = field(default=None, metadata={"help": "Most host memory to take: '64GiB'."})
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `ebbtide.offload`. Raises nothing: what is wrong with them is said there."""
+        given: dict[str, Any] = {
+            name.removeprefix("offload_"): value for name, value in vars(self).items() if value is not None
+        }
+        if "budget" in given:
+            given["budget"] = _share_or_text(given["budget"])
+        return given
+
+
+def _share_or_text(budget: str) -> float | str:
+    """A parser knows text only, and a share is a number."""
+    try:
+        return float(budget)
+    except ValueError:
+        return budget
+
+
+class OffloadCallback(TrainerCallback):
+    """`ebbtide.offload` from the beginning of a training to its end::
+
+        trainer = Trainer(model, args, callbacks=[OffloadCallback(budget="40GiB")], ...)
+
+    Its figures join the logs: `ebbtide/moved_gib` and `ebbtide/stall_ms` since the log before, `ebbtide/host_gib` as it
+    is. Reporters that were added before it (wandb, tensorboard) do not see them: use `ActivationOffloadingMixin`.
+
+    Args:
+        takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves, instead of an error.
+        settings: of `ebbtide.offload`.
+
+    Raises ConfigError at the beginning of a training in which something else moves the same.
+    """
+
+    def __init__(self, *, takes_over: bool = False, **settings: Any) -> None:
+        self.handle: ebbtide.OffloadHandle | None = None
+        """While a training runs."""
+        self.joins_logs = True
+        self._takes_over = takes_over
+        self._settings = settings
+        self._before = Stats()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        model = given["model"]
+        self._remove()  # of a training that failed
+        self._check_alone(args, model)
+        self.handle = ebbtide.offload(model, **self._settings)
+        self._before = self.handle.stats()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._remove()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None and self.joins_logs:
+            figures = self.figures()
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    def figures(self) -> dict[str, float]:
+        """Since they were asked for last; none outside of a training."""
+        if self.handle is None:
+            return {}
+        before, now = self._before, self.handle.stats()
+        self._before = now
+        stall_s = now.stall_forward_s + now.stall_backward_s - before.stall_forward_s - before.stall_backward_s
+        return {
+            "ebbtide/moved_gib": (now.out.nbytes - before.out.nbytes) / GIB,
+            "ebbtide/stall_ms": stall_s * 1e3,
+            "ebbtide/host_gib": now.host_bytes / GIB,
+        }
+
+    def _remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def _check_alone(self, args: TrainingArguments, model: Any) -> None:
+        if getattr(args, "activation_offloading", False):
+            raise ConfigError("activation_offloading= and OffloadCallback move the same: leave one of them out")
+        checkpoints = any(getattr(args, name, False) for name in _CHECKPOINTING)
+        if checkpoints and "budget" in self._settings:
+            raise ConfigError(
+                "a budget decides what runs again, and checkpointing does too: leave activation_checkpointing= (or "
+                "gradient_checkpointing=) out"
+            )
+        kwargs = _checkpointing_kwargs(args)
+        if checkpoints and kwargs.get("offload"):
+            if not self._takes_over:
+                raise ConfigError(
+                    "activation_checkpointing_kwargs={'offload': True} and OffloadCallback move the same: leave one of "
+                    "them out, or write takes_over=True here"
+                )
+            _without_offload(model, kwargs)
+
+
+def _checkpointing_kwargs(args: TrainingArguments) -> dict[str, Any]:
+    for name in _CHECKPOINTING:
+        kwargs: Any = getattr(args, f"{name}_kwargs", None)
+        if isinstance(kwargs, Mapping):
+            return dict(cast("Mapping[str, Any]", kwargs))
+    return {}
+
+
+def _without_offload(model: Any, kwargs: dict[str, Any]) -> None:
+    """Checkpointing as it was asked for, but for where it keeps what it saves."""
+    rest = {key: value for key, value in kwargs.items() if key not in ("offload", "every_n_layers")}
+    model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs=rest or None, every_n_layers=kwargs.get("every_n_layers", 1)
+    )
+
+
+class ActivationOffloadingMixin:
+    """For subclasses of Trainer: `class MyTrainer(ActivationOffloadingMixin, Trainer)`.
+
+    Args:
+        offload: keywords of `OffloadCallback`, or `OffloadArguments`; without it, nothing is offloaded.
+    """
+
+    def __init__(self, *args: Any, offload: Mapping[str, Any] | OffloadArguments | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.offload_callback: OffloadCallback | None = None
+        if offload is not None:
+            settings = offload.settings() if isinstance(offload, OffloadArguments) else offload
+            self.offload_callback = OffloadCallback(**settings)
+            self.offload_callback.joins_logs = False  # ours have joined them before any reporter sees them
+            trainer: Any = self
+            trainer.add_callback(self.offload_callback)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With our figures."""
+        figures = {} if self.offload_callback is None else self.offload_callback.figures()
+        trainer: Any = super()
+        trainer.log({**logs, **figures}, *args, **kwargs)

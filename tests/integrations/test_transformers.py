@@ -1,0 +1,225 @@
+"""transformers' own Trainer with the callback, the mixin and the arguments; and TRL's trainers that have no switch."""
+
+import pytest
+import torch
+import trl
+from tiny_language import language_model, rows, tokenizer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ebbtide import ConfigError, compat
+from ebbtide.integrations.transformers import ActivationOffloadingMixin, OffloadArguments, OffloadCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+
+MOVES = {"store": "mock", "min_bytes": 1}
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
+
+
+def arguments(tmp_path, **settings):
+    given = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    return TrainingArguments(**{**given, **settings})
+
+
+def trained(tmp_path, *callbacks, make=Trainer, offload=None, **settings):
+    words = tokenizer()
+    data = rows("text").map(lambda row: words(row["text"]), remove_columns=["text"])
+    extra = {} if offload is None else {"offload": offload}
+    trainer = make(
+        language_model(),
+        arguments(tmp_path, **settings),
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+        callbacks=list(callbacks),
+        **extra,
+    )
+    trainer.train()
+    return trainer
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same(one, other):
+    pairs = zip(one.model.named_parameters(), other.model.parameters(), strict=True)
+    return losses(one) == losses(other) and all(torch.equal(p, q) for (_, p), q in pairs)
+
+
+class OffloadingTrainer(ActivationOffloadingMixin, Trainer):
+    pass
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mode": "all", "window": "1KiB"}, {"recipe": "selective"}, {"budget": "16GiB"}, {}],
+    ids=["everything", "recipe", "budget", "auto"],
+)
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"eval_strategy": "steps", "eval_steps": 2},
+        {"max_grad_norm": 0.1, "optim": "sgd"},
+    ],
+    ids=["plain", "accumulated", "evaluated", "clipped"],
+)
+def test_a_training_computes_the_same(tmp_path, settings, training):
+    callback = OffloadCallback(**MOVES, **settings)
+    ours = trained(tmp_path, callback, **training)
+    assert same(ours, trained(tmp_path, **training))
+    assert callback.handle is None
+    assert not any(module._forward_pre_hooks for module in ours.model.modules())
+
+
+def test_figures_join_the_logs(tmp_path):
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    ours = trained(tmp_path, OffloadCallback(**ALL), Reporter())
+    entries = [entry for entry in ours.state.log_history if "loss" in entry]
+    for entry in [*entries, *(logs for logs in seen if "loss" in logs)]:
+        assert entry["ebbtide/moved_gib"] > 0
+        assert entry["ebbtide/stall_ms"] >= 0
+        assert entry["ebbtide/host_gib"] == 0  # between steps nothing is on its way
+
+
+def test_the_mixins_figures_are_seen_by_reporters_that_come_first(tmp_path):
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    ours = trained(tmp_path, Reporter(), make=OffloadingTrainer, offload=ALL)
+    assert [logs["ebbtide/moved_gib"] > 0 for logs in seen if "loss" in logs] == [True] * 3
+    assert same(ours, trained(tmp_path))
+    assert same(trained(tmp_path, make=OffloadingTrainer), ours)
+
+
+def test_arguments_come_from_a_parser(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--offload_budget", "0.8", "--offload_store", "mock"]
+    _, given = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses(line)
+    assert given.settings() == {"budget": 0.8, "store": "mock"}
+    assert OffloadArguments(offload_budget="40GiB").settings() == {"budget": "40GiB"}
+    assert OffloadArguments().settings() == {}
+    ours = trained(
+        tmp_path, make=OffloadingTrainer, offload=OffloadArguments(offload_recipe="recompute", offload_store="mock")
+    )
+    assert same(ours, trained(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpoints_that_offload_are_refused_or_taken_over(tmp_path, name):
+    offloading = {name: True, f"{name}_kwargs": {"use_reentrant": False, "offload": True}}
+    with pytest.raises(ConfigError, match="move the same: leave one of them out, or write takes_over=True"):
+        trained(tmp_path, OffloadCallback(**ALL), **offloading)
+    callback = OffloadCallback(**ALL, takes_over=True)
+    figures = []
+
+    class Reporter(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            figures.append(callback.handle.stats().parcels.count)
+
+    ours = trained(tmp_path, callback, Reporter(), **offloading)
+    assert figures[-1] > 0
+    assert same(ours, trained(tmp_path, **{name: True}))
+
+
+def test_a_budget_and_checkpoints_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a budget decides what runs again"):
+        trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), activation_checkpointing=True)
+
+
+def test_trls_switch_and_the_callback_are_refused(tmp_path):
+    given = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], activation_offloading=True, max_steps=1)
+    callback = OffloadCallback(**MOVES)
+    with compat.install("trl"):  # their own needs an accelerator to be made
+        trainer = trl.SFTTrainer(
+            language_model(), given, train_dataset=rows("text"), processing_class=tokenizer(), callbacks=[callback]
+        )
+    with pytest.raises(ConfigError, match="activation_offloading= and OffloadCallback move the same"):
+        trainer.train()
+
+
+def test_a_training_that_failed_leaves_the_model_to_the_next(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("the second step")
+
+    callback = OffloadCallback(**ALL)
+    words = tokenizer()
+    data = rows("text").map(lambda row: words(row["text"]), remove_columns=["text"])
+    collate = DataCollatorForLanguageModeling(words, mlm=False)
+    trainer = Trainer(
+        language_model(),
+        arguments(tmp_path),
+        train_dataset=data,
+        data_collator=collate,
+        callbacks=[callback, Failing()],
+    )
+    with pytest.raises(RuntimeError, match="the second step"):
+        trainer.train()
+    trainer.remove_callback(Failing)
+    trainer.train()
+    assert callback.handle is None
+
+
+def rewarded(kind, tmp_path, *callbacks):
+    """Trainers that make their own completions, and have no switch for offloading."""
+    config, make = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
+    given = config(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=8,
+        max_steps=4,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        gradient_checkpointing=False,
+        beta=0.0,  # no model to compare with
+    )
+    trainer = make(
+        language_model(),
+        reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+        args=given,
+        train_dataset=rows("pairs").select_columns(["prompt"]),
+        processing_class=tokenizer(),
+        callbacks=list(callbacks),
+    )
+    torch.manual_seed(0)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_trainers_without_a_switch_compute_the_same(tmp_path, kind):
+    moved = []
+
+    class Reporter(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            moved.append(callback.handle.stats().parcels.count)
+
+    callback = OffloadCallback(**ALL)
+    assert same(rewarded(kind, tmp_path, callback, Reporter()), rewarded(kind, tmp_path))
+    assert moved[-1] > 0

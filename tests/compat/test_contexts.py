@@ -1,6 +1,5 @@
 """What TRL and torchtune document of their contexts, held to an un-offloaded twin, and what theirs cannot do."""
 
-import copy
 import gc
 import inspect
 
@@ -10,8 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide import EbbtideWarning, ModifiedError
+from ebbtide import EbbtideWarning, ModifiedError, Tally
 from ebbtide.compat import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager, torchtune
+from ebbtide.types import Reason
 
 WIDTH = 32
 
@@ -214,10 +214,13 @@ def test_a_head_in_ddp_or_peft_is_found():
             super().__init__()
             self.module = inner
 
-    get_act_offloading_ctx_manager(Wrapped(Net()))  # no warning: those are errors here
+    wrapped = Wrapped(Net())
+    get_act_offloading_ctx_manager(wrapped)
+    assert len(wrapped.module.output._forward_pre_hooks) == 1
     adapted = nn.Module()
     adapted.base_model, adapted.peft_config = Net(), {}
-    get_act_offloading_ctx_manager(adapted)
+    get_act_offloading_ctx_manager(Wrapped(adapted))
+    assert len(adapted.base_model.output._forward_pre_hooks) == 1
 
 
 def test_a_model_without_a_head_is_told_of():
@@ -315,9 +318,17 @@ def test_without_streams_nothing_is_ahead():
     assert context._context._config.prefetch_bytes == 1
 
 
-def test_parameters_may_be_told_of():
+@pytest.mark.parametrize("is_told", [False, True])
+def test_parameters_stay_whether_they_are_told_of_or_not(is_told):
     model = Net()
-    OffloadActivations().update_model_params(copy.deepcopy(model))
+    context = OffloadActivations(min_offload_size=1)
+    if is_told:
+        context.update_model_params(model)
+    before = context.stats().kept.get(Reason.PARAMETER, Tally()).count
+    with context:
+        model(batch()).backward()
+    assert context.stats().kept[Reason.PARAMETER].count >= before + 3  # what the later layers' products save
+    assert same(grads(model), plain_grads())
 
 
 def test_it_decorates_a_step():

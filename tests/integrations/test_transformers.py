@@ -120,6 +120,7 @@ def test_arguments_come_from_a_parser(tmp_path):
     _, given = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses(line)
     assert given.settings() == {"budget": 0.8, "store": "mock"}
     assert OffloadArguments(offload_budget="40GiB").settings() == {"budget": "40GiB"}
+    assert OffloadArguments(offload_budget="42949672960").settings() == {"budget": "42949672960"}
     assert OffloadArguments().settings() == {}
     ours = trained(
         tmp_path, make=OffloadingTrainer, offload=OffloadArguments(offload_recipe="recompute", offload_store="mock")

@@ -30,7 +30,8 @@ _depth = _Depth()
 class OffloadActivations(contextlib.ContextDecorator):
     """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
 
-    To be entered again for every step. On a machine without an accelerator it does nothing, unless `store` is given.
+    To be entered again for every step. On a machine without an accelerator it does nothing, unless `settings` has a
+    store.
 
     Args:
         use_pin_memory: host memory is pinned in any case, once and not for every save: False is told of.
@@ -38,14 +39,13 @@ class OffloadActivations(contextlib.ContextDecorator):
         min_offload_size: saves of smaller storages stay, in bytes.
         max_fwd_stash_size: how much may wait on its way out before compute does; at least 1. It counts tensors in
             name only: bytes count, 512 MiB for the default of 5, and as many times that as it is larger.
-        store: "host", "disk", "disk:/folder" or "mock", as `ebbtide.offload_activations` has it.
 
     Raises:
         ConfigError: a ValueError: `max_fwd_stash_size` below 1, or a size that is none.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
-    """For all of a class: `store`, `host_limit`."""
+    """What the originals have no keyword for: `store` and `host_limit` of `ebbtide.offload_activations`."""
 
     def __init__(
         self,
@@ -53,8 +53,6 @@ class OffloadActivations(contextlib.ContextDecorator):
         use_streams: bool = True,
         min_offload_size: int = 1024,
         max_fwd_stash_size: int = DEFAULT_STASH,
-        *,
-        store: str | None = None,
     ) -> None:
         if max_fwd_stash_size < 1:
             raise ConfigError(f"max_fwd_stash_size={max_fwd_stash_size}: expected at least 1")
@@ -65,14 +63,13 @@ class OffloadActivations(contextlib.ContextDecorator):
                 EbbtideWarning,
                 stacklevel=2,
             )
-        settings = dict(self.settings) if store is None else {**self.settings, "store": store}
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
         self._context = offload_activations(
-            mode="all" if "store" in settings or torch.accelerator.is_available() else "off",
+            mode="all" if "store" in self.settings or torch.accelerator.is_available() else "off",
             window=waiting_bytes,
             prefetch=waiting_bytes,
             min_bytes=max(1, min_offload_size),
-            **settings,
+            **self.settings,
         )
 
     def update_model_params(self, model: torch.nn.Module) -> None:

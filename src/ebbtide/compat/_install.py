@@ -130,20 +130,18 @@ def _replace(home: ModuleType, name: str, ours: object) -> Callable[[], None]:
     places = list(_places_of(theirs))
     for namespace, key in places:
         namespace[key] = ours
-    package = home.__name__.partition(".")[0]
 
     def put_back() -> None:
-        for namespace, key in [*places, *_places_of(ours, f"{package}.")]:
+        for namespace, key in [*places, *_places_of(ours, home.__name__.partition(".")[0])]:
             if namespace.get(key) is ours:
                 namespace[key] = theirs
 
     return put_back
 
 
-def _places_of(thing: object, within: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+def _places_of(thing: object, package: str | None = None) -> Iterator[tuple[dict[str, Any], str]]:
     """The modules, as namespaces, that have `thing`, and its names there; of all, or only of those of a package."""
     for name, module in list(sys.modules.items()):
-        namespace: dict[str, Any] | None = getattr(module, "__dict__", None) if name.startswith(within) else None
-        for key in [key for key, value in (namespace or {}).items() if value is thing]:
-            assert namespace is not None
-            yield namespace, key
+        if package is None or name.partition(".")[0] == package:
+            namespace: dict[str, Any] = getattr(module, "__dict__", {})
+            yield from ((namespace, key) for key in [key for key, value in namespace.items() if value is thing])

@@ -1,7 +1,7 @@
 """transformers' Trainer and its subclasses, those of TRL too: a callback, a mixin, and arguments for a parser."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,20 +31,21 @@ class OffloadArguments:
 
     def settings(self) -> dict[str, Any]:
         """Keywords of `ebbtide.offload`. Raises nothing: what is wrong with them is said there."""
-        given: dict[str, Any] = {
-            name.removeprefix("offload_"): value for name, value in vars(self).items() if value is not None
-        }
+        names = [each.name for each in fields(OffloadArguments)]  # of a subclass the others are its own
+        values = {name.removeprefix("offload_"): getattr(self, name) for name in names}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         if "budget" in given:
             given["budget"] = _share_or_text(given["budget"])
         return given
 
 
 def _share_or_text(budget: str) -> float | str:
-    """A parser knows text only, and a share is a number."""
+    """A parser knows text only, and a share is a number; one that is larger is bytes."""
     try:
-        return float(budget)
+        share = float(budget)
     except ValueError:
         return budget
+    return share if share <= 1 else budget
 
 
 class OffloadCallback(TrainerCallback):
@@ -73,10 +74,9 @@ class OffloadCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        model = given["model"]
         self._remove()  # of a training that failed
-        self._check_alone(args, model)
-        self.handle = ebbtide.offload(model, **self._settings)
+        self._check_alone(args, given["model"])
+        self.handle = ebbtide.offload(given["model"], **self._settings)
         self._before = self.handle.stats()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -50,29 +50,47 @@ class Clock:
 
 
 class Span(NamedTuple):
-    """A region's part of backward. `again`: where its second run ended, if it had one."""
+    """A region's part of backward.
+
+    Attributes:
+        at: how many notes are before `begin`.
+        begin: its second run begins or, without one, something of it is read first.
+        again: where its second run ended, if it had one.
+        notes: all behind `begin`, up to the end, which is where the next one's part begins, or something outside of all
+            regions is read.
+    """
 
     region: str
+    at: int
     begin: Note
     again: Note | None
-    end: Note
+    notes: Sequence[Note]
+
+    @property
+    def end(self) -> Note:
+        return self.notes[-1]
+
+    @property
+    def behind_again(self) -> Sequence[Note]:
+        """The notes behind its second run; none without one."""
+        ended = [k for k, note in enumerate(self.notes) if note.place is Place.AGAIN_ENDED]
+        return self.notes[ended[-1] + 1 :] if ended else ()
 
 
 def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
-    """A region's part begins with its second run or, without one, with the first read; and ends where the next one's
-    does, or something outside of all regions is read."""
+    """In order of backward."""
     has_second_runs = any(note.place is Place.AGAIN for note in notes)
     starts = Place.AGAIN if has_second_runs else Place.READ
-    region, begin, again = "", None, None
-    for note in notes:
+    begin, again = 0, None
+    for k, note in enumerate(notes):
         if note.place is Place.AGAIN_ENDED:
             again = note
         is_outside = note.place is Place.READ and not note.region
         if note.place is not starts and note.place is not Place.ENDED and not is_outside:
             continue
-        if begin is not None and region:
-            yield Span(region, begin, again, note)
-        region, begin, again = note.region, note, None
+        if notes[begin].region:
+            yield Span(notes[begin].region, begin, notes[begin], again, notes[begin + 1 : k + 1])
+        begin, again = k, None
 
 
 def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:

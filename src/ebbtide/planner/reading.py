@@ -164,11 +164,10 @@ class _Curve:
         since = _without(notes[left[-1]], watch.freed_behind_bytes) if left else notes[0]
         self.held_bytes = _more(forward_end, since) if left else 0
         spans = list(backward_spans(notes))
-        first = notes.index(spans[0].begin) if spans else len(notes) - 1
+        first = spans[0].at if spans else len(notes) - 1
         self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
-        self._notes = notes
         self._spans = by_forward(((span.region, span) for span in spans), self.regions)
-        self.backward_work = [0 if span is None else self._peak_of(span) for span in self._spans]
+        self.backward_work = [0 if span is None else _peak(span.notes, span.begin) for span in self._spans]
         self.left_bytes = self._left(spans, [visit for visit in watch.visits if visit.region in names])
 
     def _left(self, spans: Sequence[Span], visits: Sequence[VisitNotes]) -> list[int]:
@@ -176,49 +175,39 @@ class _Curve:
         stays to the end: by what is there when the next one begins. With its inputs a second run has begun."""
         inputs = [sum(seen.nbytes for seen in visit.inputs) for visit in visits]
         most = max((visit.common_bytes for visit in visits), default=0)
-        at = {span.begin: k for k, span in enumerate(self._spans) if span is not None}
+        passes = {span.at: k for k, span in enumerate(self._spans) if span is not None}
         left = [0] * len(self._spans)
-        for span, following in pairwise(span for span in spans if span.begin in at):
+        for span, following in pairwise(span for span in spans if span.at in passes):
+            own, other = passes[span.at], passes[following.at]
             more = following.begin.memory.allocated_bytes - span.begin.memory.allocated_bytes
-            more += inputs[at[span.begin]] - inputs[at[following.begin]]
-            left[at[span.begin]] = min(max(0, more), most)
+            left[own] = min(max(0, more + inputs[own] - inputs[other]), most)
         return left
 
     def unasked(self, k: int, saves: Sequence[Save]) -> int:
         """Bytes of those that backward does not ask for. Where nobody was seen to ask, none."""
-        owners = {_owner(saves, index) for index in self._asked(k)}
-        return sum(save.nbytes for save in saves if owners and save.index not in owners)
+        asked = self._asked(k, saves)
+        return sum(save.nbytes for save in saves if asked and save.index not in asked)
 
     def moved_work(self, k: int, saves: Sequence[Save], at_hand_bytes: int) -> int:
         """Most that the backward of the `k`-th pass allocates behind its second run, the inputs that were `at_hand`
         counted, without those of the `saves` that it asked for later. 0 if it was not seen to ask."""
-        span = self._spans[k]
-        if span is None or not self._asked(k):
+        span, asked = self._spans[k], self._asked(k, saves)
+        if span is None or not asked:
             return 0
-        asked = {_owner(saves, index) for index in self._asked(k)}
         untouched = {save.index: save.nbytes for save in saves if save.index in asked}  # the others are gone by then
         most = 0
-        for note in self._behind_second_run(span):
+        for note in span.behind_again:
             beyond = note.memory.peak_bytes - span.begin.memory.allocated_bytes + at_hand_bytes
             most = max(most, beyond - sum(untouched.values()))
             if _asks(note, span):
                 untouched.pop(_owner(saves, note.save), None)
         return most
 
-    def _asked(self, k: int) -> list[int]:
-        """Indices of saves, as backward asks for them."""
+    def _asked(self, k: int, saves: Sequence[Save]) -> set[int]:
+        """Indices of the saves that backward asks for, or for what shares their memory."""
         span = self._spans[k]
-        return [] if span is None else [note.save for note in self._behind_second_run(span) if _asks(note, span)]
-
-    def _behind_second_run(self, span: Span) -> Sequence[Note]:
-        return [] if span.again is None else self._between(span.again, span.end)
-
-    def _peak_of(self, span: Span) -> int:
-        return _peak(self._between(span.begin, span.end), span.begin)
-
-    def _between(self, start: Note, end: Note) -> Sequence[Note]:
-        """Behind `start`, up to `end`."""
-        return self._notes[self._notes.index(start) + 1 : self._notes.index(end) + 1]
+        asking = () if span is None else (note for note in span.behind_again if _asks(note, span))
+        return {_owner(saves, note.save) for note in asking}
 
 
 def _asks(note: Note, span: Span) -> bool:

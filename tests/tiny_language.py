@@ -50,3 +50,21 @@ def rows(kind):
         "labels": lambda name: {"prompt": f"{name} is", "completion": "a language", "label": name < "F"},
     }[kind]
     return Dataset.from_list([made(name) for name in LANGUAGES])
+
+
+def few_steps(folder):
+    """Arguments of a training of a few steps on the CPU that writes nothing."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+
+
+def losses_of(trainer):
+    """Of its steps, as logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

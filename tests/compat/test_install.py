@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import trl
-from tiny_language import LANGUAGES, language_model, rows, tokenizer
+from tiny_language import LANGUAGES, few_steps, language_model, losses_of, rows, tokenizer
 
 from ebbtide import ConfigError, compat
 from ebbtide.compat import OffloadActivations
@@ -22,56 +22,42 @@ def installed(monkeypatch):
         yield
 
 
-def losses_of(make_trainer):
-    trainer = make_trainer()
+def trained(trainer):
     trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, losses_of(trainer)
 
 
 def sft(tmp_path, **settings):
-    arguments = trl.SFTConfig(**common(tmp_path), max_length=64, **settings)
+    arguments = trl.SFTConfig(**few_steps(tmp_path), max_length=64, **settings)
     return trl.SFTTrainer(language_model(), arguments, train_dataset=rows("text"), processing_class=tokenizer())
 
 
 def adapted_sft(tmp_path, **settings):
     adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    arguments = trl.SFTConfig(**common(tmp_path), max_length=64, **settings)
+    arguments = trl.SFTConfig(**few_steps(tmp_path), max_length=64, **settings)
     torch.manual_seed(0)
     model = peft.get_peft_model(language_model(), adapter)
     return trl.SFTTrainer(model, arguments, train_dataset=rows("text"), processing_class=tokenizer())
 
 
 def dpo(tmp_path, **settings):
-    arguments = trl.DPOConfig(**common(tmp_path), max_length=64, **settings)
+    arguments = trl.DPOConfig(**few_steps(tmp_path), max_length=64, **settings)
     return trl.DPOTrainer(
         language_model(), language_model(), arguments, train_dataset=rows("pairs"), processing_class=tokenizer()
     )
 
 
 def reward(tmp_path, **settings):
-    arguments = trl.RewardConfig(**common(tmp_path), max_length=64, **settings)
+    arguments = trl.RewardConfig(**few_steps(tmp_path), max_length=64, **settings)
     model = language_model(scores=True)
     return trl.RewardTrainer(model, args=arguments, train_dataset=rows("pairs"), processing_class=tokenizer())
 
 
 def kto(tmp_path, **settings):
-    arguments = trl.KTOConfig(**common(tmp_path), max_length=64, **settings)
+    arguments = trl.KTOConfig(**few_steps(tmp_path), max_length=64, **settings)
     return trl.KTOTrainer(
         language_model(), language_model(), arguments, train_dataset=rows("labels"), processing_class=tokenizer()
     )
-
-
-def common(tmp_path):
-    return {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "seed": 0,
-    }
 
 
 @pytest.mark.parametrize("make", [sft, adapted_sft, dpo, reward, kto])
@@ -79,12 +65,12 @@ def common(tmp_path):
 @pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 def test_trls_trainers_compute_the_same_and_move(installed, tmp_path, make, checkpoints):
     before = OffloadActivations().stats().parcels.count
-    trainer, ours = losses_of(lambda: make(tmp_path, activation_offloading=True, gradient_checkpointing=checkpoints))
+    trainer, ours = trained(make(tmp_path, activation_offloading=True, gradient_checkpointing=checkpoints))
     context = trainer.maybe_activation_offload_context
     assert isinstance(context, OffloadActivations)
     assert context.stats().parcels.count > before
     assert context.stats().host_bytes == 0
-    twin, plain = losses_of(lambda: make(tmp_path, activation_offloading=False, gradient_checkpointing=checkpoints))
+    twin, plain = trained(make(tmp_path, activation_offloading=False, gradient_checkpointing=checkpoints))
     assert not isinstance(twin.maybe_activation_offload_context, OffloadActivations)
     assert len(ours) == 3
     assert ours == plain

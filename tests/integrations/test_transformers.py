@@ -3,7 +3,7 @@
 import pytest
 import torch
 import trl
-from tiny_language import language_model, rows, tokenizer
+from tiny_language import few_steps, language_model, losses_of, rows, tokenizer
 from transformers import (
     DataCollatorForLanguageModeling,
     HfArgumentParser,
@@ -22,16 +22,7 @@ ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on 
 
 
 def arguments(tmp_path, **settings):
-    given = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "logging_steps": 2,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-    }
-    return TrainingArguments(**{**given, **settings})
+    return TrainingArguments(**{**few_steps(tmp_path), "max_steps": 6, "logging_steps": 2, **settings})
 
 
 def trained(tmp_path, *callbacks, make=Trainer, offload=None, **settings):
@@ -51,13 +42,9 @@ def trained(tmp_path, *callbacks, make=Trainer, offload=None, **settings):
     return trainer
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def same(one, other):
     pairs = zip(one.model.named_parameters(), other.model.parameters(), strict=True)
-    return losses(one) == losses(other) and all(torch.equal(p, q) for (_, p), q in pairs)
+    return losses_of(one) == losses_of(other) and all(torch.equal(p, q) for (_, p), q in pairs)
 
 
 class OffloadingTrainer(ActivationOffloadingMixin, Trainer):
@@ -188,15 +175,9 @@ def rewarded(kind, tmp_path, *callbacks):
     """Trainers that make their own completions, and have no switch for offloading."""
     config, make = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
     given = config(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
+        **few_steps(tmp_path),
         num_generations=2,
         max_completion_length=8,
-        max_steps=4,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
         gradient_checkpointing=False,
         beta=0.0,  # no model to compare with
     )

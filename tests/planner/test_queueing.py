@@ -45,6 +45,20 @@ def step_of_two():
     )
 
 
+def step_of_one(forward_ms, again_ms, backward_ms):
+    """A region that runs again: what the host takes for it; compute takes 10, 10 and 20 ms."""
+    again = forward_ms + again_ms
+    return watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 0, 0, 0),
+        (Place.LEFT, "a", 10, forward_ms, 0),
+        (Place.FORWARD, "", 10, forward_ms, 0),
+        (Place.AGAIN, "a", 10, forward_ms, 0),
+        (Place.AGAIN_ENDED, "a", 20, again, 0),
+        (Place.ENDED, "", 40, again + backward_ms, 0),
+    )
+
+
 def two_regions():
     times = {"forward_s": 5 * MS, "backward_s": 5 * MS, "again_s": 0.0, "inputs": (), "dear": ()}
     return region("a", **times), region("b", **times)
@@ -66,16 +80,7 @@ def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
 
 
 def test_a_region_that_was_watched_running_again_has_that_taken_off():
-    notes = watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 0, 0, 0),
-        (Place.LEFT, "a", 10, 100, 0),
-        (Place.FORWARD, "", 10, 100, 0),
-        (Place.AGAIN, "a", 10, 100, 0),
-        (Place.AGAIN_ENDED, "a", 20, 150, 0),
-        (Place.ENDED, "", 40, 170, 0),
-    )
-    host = host_of(notes, ("a",), [region("a")], (7,))
+    host = host_of(step_of_one(100, 50, 20), ("a",), [region("a")], (7,))
     own_s = host.frame_s + host.moved_s  # one input
     assert host.regions[0].forward_s == pytest.approx(100 * MS - own_s)
     assert host.regions[0].again_s == pytest.approx(50 * MS - own_s)
@@ -201,15 +206,6 @@ def test_a_profile_whose_host_has_other_regions_is_an_error():
 
 def test_a_host_that_was_held_back_is_bounded_by_its_forward():
     """What launches far ahead of compute takes as long as compute."""
-    notes = watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 0, 0, 0),
-        (Place.LEFT, "a", 10, 4, 0),
-        (Place.FORWARD, "", 10, 4, 0),
-        (Place.AGAIN, "a", 10, 4, 0),
-        (Place.AGAIN_ENDED, "a", 20, 1004, 0),
-        (Place.ENDED, "", 40, 3004, 0),
-    )
-    times = host_of(notes, ("a",), [region("a", inputs=())], (7,)).regions[0]
+    times = host_of(step_of_one(4, 1000, 2000), ("a",), [region("a", inputs=())], (7,)).regions[0]
     assert times.again_s == pytest.approx(1.5 * times.forward_s)
     assert times.backward_s == pytest.approx(2.5 * times.forward_s)

@@ -89,9 +89,7 @@ def test_saves_that_nobody_asks_for_are_told_apart():
 def test_what_a_backward_leaves_behind_is_what_the_next_one_begins_with():
     """Inputs of 100 and 50 are there when a second run begins; and a gradient of 700 stays."""
     places = [
-        (Place.BEGAN, "", 0, 0, -1),
-        (Place.ENTERED, "a", 0, 0, -1),
-        (Place.LEFT, "a", 0, 0, -1),
+        *FORWARD[:3],
         (Place.ENTERED, "b", 0, 0, -1),
         (Place.LEFT, "b", 0, 0, -1),
         (Place.FORWARD, "", 0, 0, -1),

@@ -5,7 +5,7 @@ import dataclasses
 import peft
 import pytest
 import torch
-from tiny_language import language_model, rows, tokenizer
+from tiny_language import few_steps, language_model, losses_of, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from ebbtide import compat
@@ -26,16 +26,7 @@ def train(tmp_path, activation_offloading, has_adapter):
     class AxolotlsTrainer(ActivationOffloadingMixin, Trainer):
         pass
 
-    arguments = Arguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        max_steps=3,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        activation_offloading=activation_offloading,
-    )
+    arguments = Arguments(**few_steps(tmp_path), activation_offloading=activation_offloading)
     words = tokenizer()
     data = rows("text").map(lambda row: words(row["text"]), remove_columns=["text"])
     model = language_model()
@@ -46,7 +37,7 @@ def train(tmp_path, activation_offloading, has_adapter):
     collate = DataCollatorForLanguageModeling(words, mlm=False)
     trainer = AxolotlsTrainer(model, arguments, train_dataset=data, data_collator=collate)
     trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, losses_of(trainer)
 
 
 @pytest.mark.parametrize("activation_offloading", [True, "legacy"])

@@ -62,8 +62,18 @@ def given(**settings: object) -> list[str]:
     return [name for name, value in settings.items() if value]
 
 
-def is_left_to_planner(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
-    """Whether the planner decides. Raises ConfigError if somebody else does too."""
+def is_left_to_planner(
+    mode: Mode | None, budget: object, profile: object, regions: object, on_oom: object, says_how: list[str]
+) -> bool:
+    """Whether the planner decides. Raises ConfigError if somebody else does too, and for settings of a planner where
+    none decides. `says_how`: the settings that say what is moved and how."""
+    is_planned = _decides(mode, budget, profile, says_how)
+    nothing_by = f"mode={mode!r}" if mode else f"{says_how[0]}=" if says_how else ""
+    _check_for_planner(regions, on_oom, budget, None if is_planned else nothing_by)
+    return is_planned
+
+
+def _decides(mode: Mode | None, budget: object, profile: object, says_how: list[str]) -> bool:
     asks = [name for name, value in (("budget", budget), ("profile", profile)) if value is not None]
     if mode in ("all", "off") and asks:
         raise ConfigError(f"mode={mode!r} plans nothing, and {asks[0]}= asks for a plan: leave one of them out")
@@ -88,7 +98,7 @@ def check_none_kept(option: str, keep_last: int) -> None:
         raise ConfigError(f"keep_last= and {option}= both say what the last blocks do: give those the recipe 'keep'")
 
 
-def check_for_planner(regions: object, on_oom: object, budget: object, nothing_by: str | None) -> None:
+def _check_for_planner(regions: object, on_oom: object, budget: object, nothing_by: str | None) -> None:
     """Settings that a planner goes by. `nothing_by`: the setting that leaves nothing to it, None where it decides."""
     if on_oom not in ("raise", "replan"):
         raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")

@@ -22,7 +22,6 @@ from ebbtide._ranks import agreement
 from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, names_of, refuse_nested
 from ebbtide._settings import (
     Budget,
-    check_for_planner,
     check_none_kept,
     check_one_says_what_is_done,
     given,
@@ -541,10 +540,8 @@ def offload(
         recipe=recipe,
         plan=plan,
     )
-    is_planned = is_left_to_planner(mode, budget, profile, says_how)
     check_one_says_what_is_done(recipe, plan, keep_last)
-    nothing_by = f"mode={mode!r}" if mode else f"{says_how[0]}=" if says_how else ""
-    check_for_planner(regions, on_oom, budget, None if is_planned else nothing_by)
+    is_planned = is_left_to_planner(mode, budget, profile, regions, on_oom, says_how)
     config = make_config(
         mode=mode or ("auto" if is_planned else "all"),
         include=include,

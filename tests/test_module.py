@@ -211,9 +211,50 @@ def test_remove_undoes_everything():
     assert handle.stats().saves == saves
 
 
-def test_meta_device_is_refused():
-    with pytest.raises(ebbtide.ModuleError, match="on the meta device: materialise it first"):
-        offload(Transformer().to("meta"))
+def materialised(model):
+    """With the weights that `make` gives."""
+    model.to_empty(device=CPU)
+    model.load_state_dict(make(Transformer, CPU).state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"recipe": "recompute"}, {"window": None, "budget": "1GiB"}], ids=["all", "recipe", "budget"]
+)
+def test_a_model_on_the_meta_device_is_planned_for_when_it_is_there(settings):
+    model = Transformer().to("meta")
+    handle = offload(model, **settings)
+    assert list(handle.regions) == ["layers.0", "layers.1", "layers.2"]
+    with torch.no_grad():
+        model(tokens("meta"))
+    assert handle._control is None  # nothing is known yet of the device that it will be on
+    materialised(model)
+    assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
+    assert handle.stats().out.count > 0
+    assert (handle._control is not None) == ("budget" in settings)
+
+
+def test_what_is_said_of_a_model_on_the_meta_device_holds_when_it_is_there():
+    model = Transformer().to("meta")
+    handle = offload(model, window=None, budget="1GiB")
+    handle.set_recipe("recompute")
+    assert_equal(three_steps(materialised(model)), three_steps(make(Transformer, CPU)))
+    assert set(handle.recipes.values()) == {ebbtide.Recipe("recompute")}
+    assert handle._control is None
+
+
+def test_a_model_that_came_from_the_meta_device_is_checked_then():
+    model = Transformer().to("meta")
+    offload(model, store="host")
+    with pytest.raises(ebbtide.ModuleError, match="store='host' frees nothing for Transformer"):
+        materialised(model)(tokens(CPU))
+
+
+def test_a_part_on_the_meta_device_is_refused():
+    model = make(Transformer, CPU)
+    model.layers[1].to("meta")
+    with pytest.raises(ebbtide.ModuleError, match="a part of Transformer is on the meta device: materialise it first"):
+        offload(model)
 
 
 def test_mode_off_leaves_the_module_alone():
@@ -410,3 +451,42 @@ def test_data_parallel(process_group, order):
     assert list(handle.regions) == ["layers.0", "layers.1", "layers.2"]
     check_three_steps(handle, model, parallel)
     assert handle.stats().kept[Reason.OUTSIDE].count > 0
+
+
+@pytest.mark.filterwarnings("ignore:offload.Detached. moved nothing")
+def test_weights_that_have_moved_are_known_again():
+    """What is detached from one is no activation."""
+
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, x):
+            return (x * self.weight.detach()).sum()
+
+    model = Detached()
+    handle = offload(model, store="mock", mode="all", min_bytes=1, window=1)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        model(torch.ones(64, 64, dtype=dtype, requires_grad=True)).backward()
+        assert handle.stats().kept[Reason.PARAMETER].count > 0
+        assert handle.stats().out.nbytes == 0
+    handle.remove()
+
+
+def test_parameters_that_the_first_forward_makes():
+    def train(prepare):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(4))
+        handle = prepare(model)
+        results = []
+        for seed in range(2):
+            loss = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))).square().sum()
+            loss.backward()
+            results.append(loss.detach())
+        return [*results, *(p.grad for p in model.parameters())], handle
+
+    ours, handle = train(offload)
+    assert handle.stats().out.nbytes > 0
+    assert_equal(ours, train(lambda model: None)[0])

@@ -14,6 +14,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ConfigError, ModuleError, PlanError
+from ebbtide.devices.cpu import CpuDevice
 from ebbtide.planner.solve import smallest_budget
 from ebbtide.rehearsal import measure, plan
 
@@ -144,6 +145,16 @@ def test_a_profile_says_what_that_of_a_training_does(profile):
     assert profile.tokens == handle.profile.tokens == ROWS * WIDTH
     assert profile.device_bytes == psutil.virtual_memory().total
     assert profile.has_second_runs
+
+
+def test_the_host_is_let_ahead_before_times_are_taken(monkeypatch):
+    """Where the timed step's backward begins, and in the detailed one before each second run; never for long."""
+    held = []
+    monkeypatch.setattr(CpuDevice, "hold", lambda self, stream, seconds: held.append(seconds))
+    regions = len(measure(make(), batch(0), **SETTINGS).regions)
+    assert len(held) == 1 + regions
+    assert len(set(held[1:])) == 1
+    assert all(0 < seconds <= 0.1 for seconds in held)
 
 
 def test_reserved_bytes_are_part_of_the_peak(profile):

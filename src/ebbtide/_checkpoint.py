@@ -382,7 +382,7 @@ class _Forward:
     ) -> bool | None:
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)
-            self._mode.close()
+            self._mode.close(is_whole=error is None)
         return self._context.__exit__(kind, error, trace)
 
 
@@ -399,7 +399,7 @@ class _PolicyHolding(OperatorMode):
         self._policy = selective.policy_fn
         self._answer: object = _NOT_ASKED
         self._outputs = outputs
-        self._intake = Intake(outputs.desk)
+        self._intake = Intake(outputs.desk, compares=True)
         selective.policy_fn = self._ask
 
     def __torch_dispatch__(
@@ -420,10 +420,10 @@ class _PolicyHolding(OperatorMode):
         self._intake.follow(op, args, out)
         return out
 
-    def close(self) -> None:
-        """The forward is over."""
+    def close(self, is_whole: bool) -> None:
+        """The forward is over, or has raised."""
         self._selective.policy_fn = self._policy
-        self._intake.close()
+        self._intake.close(is_whole)
         self._intake.held.drop_modified()
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,8 @@ EbbtideError
 |- RecomputeError         (also RuntimeError)  a region's second run was not the first one over again
 |- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
 |- CaptureError           (also RuntimeError)  forward and backward are not in one captured graph
-`- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
+|- DeviceError            (also RuntimeError)  a device that ebbtide has no streams for
+`- MissingPackageError    (also ImportError)   a package that an integration needs and that is not there
 """
 
 import sys
@@ -54,6 +55,10 @@ class CaptureError(EbbtideError, RuntimeError):
 
 class DeviceError(EbbtideError, RuntimeError):
     """A device that ebbtide has no streams for."""
+
+
+class MissingPackageError(EbbtideError, ImportError):
+    """A package that an integration needs is not installed, or not in a version that is known."""
 
 
 class EbbtideWarning(UserWarning):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ebbtide._torch import plain_tensors
 from ebbtide.devices import name_of
@@ -14,11 +15,17 @@ _SIGNS = 8
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
-    """Where most of the parameters are; None without any."""
+    """Where most of the parameters are; None without any that have been made."""
     nbytes: dict[torch.device, int] = {}
     for p in module.parameters():
-        nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
+        if not is_lazy(p):  # one that its first forward makes has no size yet
+            nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
     return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
+
+
+def is_on_meta(module: torch.nn.Module) -> bool:
+    """Whether all of its parameters still are: nothing is known yet of where it will compute."""
+    return {p.device.type for p in module.parameters()} == {"meta"}
 
 
 class Home:
@@ -41,6 +48,13 @@ class Home:
             self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
         return self._device
 
+    def storages(self) -> tuple[int, ...]:
+        """Of the parameters that are looked at: others if the weights are no longer where they were."""
+        owned = ((sign.owner(), sign.name) for sign in self._signs)
+        parameters = (owner._parameters.get(name) for owner, name in owned if owner is not None)
+        plain = (t for p in parameters if p is not None for t in plain_tensors(p))
+        return tuple(t.untyped_storage()._cdata for t in plain if t.layout is torch.strided)
+
 
 class _Sign(NamedTuple):
     """A parameter, by the module that owns it and its name there, and where it was."""
@@ -58,7 +72,7 @@ class _Sign(NamedTuple):
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in module.modules():
         for name, p in owner._parameters.items():
-            if p is not None:
+            if p is not None and not is_lazy(p):
                 yield owner, name, p
 
 
@@ -66,8 +80,9 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
     """What a profile of `module` is of: one of something else says nothing about it."""
     parameters = list(module.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)  # under ZeRO-3 of DeepSpeed they are empty
     return {
-        "model": f"{type(module).__name__}, {sum(p.numel() for p in parameters)} parameters in {', '.join(dtypes)}",
+        "model": f"{type(module).__name__}, {count} parameters in {', '.join(dtypes)}",
         "device": "cpu" if device is None else name_of(device),
         "torch": torch.__version__.partition("+")[0],
     }

@@ -66,6 +66,10 @@ class Session:
         self.holding: Holding | None = None
         self.frames: list[tuple[Visit, Reason | None, bool]] = []
 
+    def goes_on(self) -> bool:
+        """Whether what is saved now comes to this session, of which nothing has changed since it began."""
+        return top_pack_hook() is self.pack_hook and torch.is_grad_enabled() == self.is_recording
+
     def why_unable(self) -> Unable | None:
         """Why a region whose forward begins now cannot run again, if so."""
         if not torch.is_grad_enabled():
@@ -151,7 +155,7 @@ class Mark(abc.ABC):
         if not isinstance(call, CompiledCall):
             was = cast("Callable[..., Any] | None", self._module._compiled_call_impl)
             self._compiled = CompiledCall(self, call, was)
-            self._module._compiled_call_impl = self._compiled
+            vars(self._module)["_compiled_call_impl"] = self._compiled  # wrappers may hand on what is set on them
             self.is_compiled = True
         return True
 
@@ -161,7 +165,7 @@ class Mark(abc.ABC):
         if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
             del self._module._compiled_call_impl  # what the class says, None, holds again
             if self._compiled.was is not None:
-                self._module._compiled_call_impl = self._compiled.was
+                vars(self._module)["_compiled_call_impl"] = self._compiled.was
 
     def _call_to_wrap(self) -> Callable[..., Any] | None:
         """The module's call that runs its hooks inside, if there is one to stand outside of."""

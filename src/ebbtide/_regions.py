@@ -12,8 +12,8 @@ from ebbtide._torch import named_modules
 from ebbtide.config import Names
 from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
 
-# What wrappers (DDP, FSDP, compile, checkpoint) put into a name and users do not write.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# What wrappers (DDP, FSDP, compile, checkpoint, Fabric) put into a name and users do not write.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
 _TOO_SMALL = torch.nn.Linear | torch.nn.Identity
@@ -49,11 +49,11 @@ def _is_repeated(module: torch.nn.Module) -> bool:
     most, count = classes.most_common(1)[0]
     if count < 2 or 2 * count <= len(module):
         return False
-    blocks = Counter(type(block) for child in children if type(child) is most for _, block in _called(child, ""))
+    blocks = Counter(type(block) for child in children if type(child) is most for _, block in called(child, ""))
     return bool(blocks) and not issubclass(blocks.most_common(1)[0][0], _TOO_SMALL)
 
 
-def _called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """`module` itself or, if it has no forward and only holds others, those of them that forward enters."""
     if getattr(module.forward, "__func__", None) is torch.nn.Module.forward:
         yield from _called_in(module, f"{fqn}.")
@@ -63,7 +63,7 @@ def _called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.M
 
 def _called_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, child in module.named_children():
-        yield from _called(child, f"{prefix}{name}")
+        yield from called(child, f"{prefix}{name}")
 
 
 def find_norm(root: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:

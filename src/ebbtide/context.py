@@ -51,6 +51,10 @@ class OffloadActivations:
         if error is None and torch.is_grad_enabled():
             self._scope.ledger.warn_if_nothing_moved("offload_activations()")
 
+    def know_weights(self, model: torch.nn.Module) -> None:
+        """Have the weights of `model` stay however they are saved: detached, or what quantised ones are made of."""
+        self._scope.know_weights(model.parameters())
+
     def stats(self) -> Stats:
         """Totals of all contexts with these settings since the first was entered."""
         return self._scope.ledger.read(self._engines)

@@ -14,7 +14,7 @@ from ebbtide import _checkpoint, _knobs
 from ebbtide._batches import tokens_of
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
-from ebbtide._home import Home, made_for, memory_of
+from ebbtide._home import Home, is_on_meta, made_for, memory_of
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._optimizers import Optimizers
 from ebbtide._profile_files import Profiles, count_compiled, store_name
@@ -63,6 +63,7 @@ class OffloadHandle:
         self._sessions = threading.local()
         self._was_entered = False
         self._knows_buffers = False
+        self._weights_at: tuple[int, ...] | None = None
         self._told = False
         self._root_mark: RootMark | None = None
         self._marks: dict[torch.nn.Module, InnerMark] = {}
@@ -76,6 +77,7 @@ class OffloadHandle:
         self._optimizers = Optimizers()
         self._control: Control | None = None
         self._plan_with_others: Callable[[], None] | None = None
+        self._start: Callable[[], None] | None = None
         self._tokens = 0
         self.regions = dict(self._blocks)
         """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
@@ -149,7 +151,7 @@ class OffloadHandle:
 
     def _take_from_planner(self) -> None:
         """Somebody else says what is done."""
-        self._control = None
+        self._control = self._start = None
         self._optimizers.end()
 
     def go_by(self, plan: Plan, size: int = 0) -> None:
@@ -237,6 +239,11 @@ class OffloadHandle:
         engine = self._engines.on(device)
         return None if isinstance(engine, Reason) or not engine.device.has_clock else engine
 
+    def is_captured(self) -> bool:
+        """Whether what the model computes goes into a graph that is being captured."""
+        device = self._home.device()
+        return device is not None and self._scope.serves(device) and self._engines.is_captured(device)
+
     def made_for(self) -> dict[str, str]:
         """What a profile has to be of to be of use here, by name."""
         return made_for(self._module, self._home.device())
@@ -301,6 +308,13 @@ class OffloadHandle:
         else:
             self._optimizers.watch()
 
+    def start_when_there(self, start: Callable[[], None]) -> None:
+        """`start` in the first forward that finds the parameters off the meta device, or at once."""
+        if is_on_meta(self._module):
+            self._start = start
+        else:
+            start()
+
     def _profile_settings(self) -> dict[str, str]:
         """What a profile depends on besides model and device, as it is now."""
         config = self._config
@@ -342,8 +356,15 @@ class OffloadHandle:
         if _is_inside_checkpoint() or _knobs.is_disabled():
             self._stack().append(None)
             return
+        around = self.session()
+        if around is not None and around.goes_on():
+            self._stack().append(around)  # called from its own forward: it is one step all the same
+            return
         for mark in self._all_marks():
             mark.stand_outside()  # a block may have been compiled after `offload`
+        if self._start is not None and not is_on_meta(self._module):
+            self._start()
+            self._start = None
         follows = None
         if self._control is not None and torch.is_grad_enabled():
             with self._while_measuring():
@@ -352,6 +373,7 @@ class OffloadHandle:
                 follows = self._control.step_begins(self._tokens)
         if not self._knows_buffers:
             self._note_buffers()
+        self._note_weights()
         _checkpoint.install()
         desk = Desk(self._engines, self._scope.visit(""))
         desk.watch = follows
@@ -380,7 +402,7 @@ class OffloadHandle:
     def leave_root(self, is_whole: bool) -> None:
         stack = self._stack()
         session = stack.pop() if stack else None
-        if session is None:
+        if session is None or session is self.session():
             return
         assert session.hooks is not None
         session.hooks.__exit__()
@@ -388,8 +410,16 @@ class OffloadHandle:
             session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
         self._note_buffers()  # for the next forward: the device has work now, and before one it may wait for the host
         is_planned = self._control is not None or self._plan.predicted is not None  # a planner has its reasons
-        if is_whole and torch.is_grad_enabled() and not is_planned:
+        if is_whole and torch.is_grad_enabled() and not is_planned and self._start is None:
             self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
+
+    def _note_weights(self) -> None:
+        """Anew when they have moved, or others are in their places."""
+        self._home.device()
+        storages = self._home.storages()
+        if storages != self._weights_at and not is_on_meta(self._module):
+            self._weights_at = storages
+            self._scope.know_weights(self._module.parameters())
 
     def _note_buffers(self) -> None:
         """What is saved of them frees nothing. One that is replaced before the next forward is moved in that one, or an
@@ -487,7 +517,8 @@ def offload(
         handle.remove()
 
     Args:
-        module: a model, before or after compile(), fully_shard, DDP or PEFT.
+        module: a model, before or after compile(), fully_shard, DDP or PEFT. One that is wholly on the meta device is
+            looked at again, and planned for, in its first forward after to_empty() or loading weights.
         mode: "auto" leaves to the planner what is moved: two of the first steps are watched, then it goes by a plan.
             "all" moves everything, "off" is a handle that does nothing. Default: "auto", unless one of the other
             settings says what is to be moved and how (include, exclude, keep_last, recipe, plan, window, prefetch).
@@ -526,7 +557,8 @@ def offload(
 
     Raises:
         ConfigError: a setting that cannot be, a file for a profile in a folder that is not there.
-        ModuleError: the module is on the meta device, has a handle already (or has one inside), a name means nothing.
+        ModuleError: a part of the module is on the meta device, it has a handle already (or has one inside), a name
+            means nothing.
         PlanError: no regions are found to plan for, the profile is of something else, its file is none, or no plan
             fits the budget (in the first planned step, if no profile was given; a larger batch later is a warning).
         DeviceError: the module is on a device without streams.
@@ -554,32 +586,45 @@ def offload(
         host_limit=host_limit,
     )
     budget_of = None if budget is None else Budget(budget)
-    _check_module(module, config)
+    _check_alone(module)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
-    if config.mode == "off":
-        return handle
-    handle.install()
-    try:
-        handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
-        if is_planned:
+
+    def start() -> None:
+        _check_device(module, config)
+        if is_planned and config.mode != "off":
             handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
+
+    try:
+        if config.mode != "off":
+            handle.install()
+            handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
+        handle.start_when_there(start)
     except EbbtideError:
         handle.remove()
         raise
     return handle
 
 
-def _check_module(module: torch.nn.Module, config: OffloadConfig) -> None:
+def handle_of(module: torch.nn.Module) -> OffloadHandle | None:
+    """What `offload` returned for `module`, until it is removed."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def _check_alone(module: torch.nn.Module) -> None:
     for fqn, inner in named_modules(module):
         if _ATTRIBUTE in inner.__dict__:
             raise ModuleError(
                 f"offload() is already applied to {fqn or type(module).__name__!r}: keep the first handle, "
                 "or call its remove() before applying it with other settings"
             )
+
+
+def _check_device(module: torch.nn.Module, config: OffloadConfig) -> None:
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if any(device.type == "meta" for device in devices):
         raise ModuleError(
-            f"{type(module).__name__} is on the meta device: materialise it first, by to_empty() or loading weights"
+            f"a part of {type(module).__name__} is on the meta device: materialise it first, by to_empty() or loading "
+            "weights"
         )
     if devices and not any(serves(config.store, device) for device in devices):
         for device in devices:

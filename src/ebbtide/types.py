@@ -40,6 +40,7 @@ class Output(enum.Enum):
 
     UNASKED = "the region's second run stops before it, or never needs it"
     CHANGED = "the region changes it in place"
+    OVERWRITTEN = "a kernel of the region writes over it"
 
 
 class Unable(enum.Enum):
@@ -92,6 +93,11 @@ class Device(Protocol):
 
     def seconds_between(self, start: StreamEvent, end: StreamEvent) -> float:
         """Time from one passed event to another of the same stream. Only with a clock."""
+        ...
+
+    def hold(self, stream: Stream, seconds: float) -> None:
+        """Have `stream` do nothing for about so long, so that whoever queues its work gets ahead of it. Does nothing
+        where that cannot be had."""
         ...
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
@@ -180,8 +186,8 @@ class Watch(Protocol):
 class AgainWatch(Protocol):
     """What follows a region's second run and the backward behind it."""
 
-    def saved(self, index: int, t: torch.Tensor) -> None:
-        """The second run saved `t`, its save of this index."""
+    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
+        """The second run saved `t`, its save of this index. `is_dead`: nothing that is left of the graph has it."""
         ...
 
     def asked(self, index: int) -> None:

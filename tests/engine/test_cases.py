@@ -228,6 +228,61 @@ def test_error_names_the_region_of_a_moved_and_of_a_kept_save():
     handle.remove()
 
 
+class _Overwrites(torch.autograd.Function):
+    """Its backward changes what it saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return x.mul_(grad)
+
+
+def _overwritten_for_another(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x.sin()
+        squared = y * y
+        return squared.sum() + _Overwrites.apply(y).sum()  # the later one runs backward first
+
+
+def _overwritten_twice(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        loss = _Overwrites.apply(x.sin()).sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("run", [_overwritten_for_another, _overwritten_twice], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("window", [1, 1 << 20], ids=["moved", "forwarded"])
+def test_change_by_a_node_in_backward_raises_for_all_that_read_the_memory(run, window):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(contextlib.nullcontext()).backward()
+    rig = Rig(window=window)
+    for _ in range(2):
+        loss = run(rig.context)
+        with pytest.raises(ebbtide.ModifiedError, match=r"version 0.*version 1"):
+            loss.backward()
+        del loss
+    rig.check_at_rest()
+
+
+def test_a_node_may_change_in_backward_what_it_alone_saved(rig):
+    def run(door):
+        x = Data(CPU).leaf(6, 8)
+        with door:
+            loss = _Overwrites.apply(x.exp().sin()).sum()
+        return finish(loss, x)
+
+    same(run, rig)
+    check_moved(rig)
+
+
 def test_change_of_a_wrapper_subclass_raises(rig):
     a, b = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)
     with rig.context:
@@ -454,3 +509,11 @@ def test_two_rigs_in_one_graph():
     for rig in rigs:
         check_moved(rig)
         rig.check_at_rest()
+
+
+def test_what_is_read_without_counting_versions_is_what_was_saved():
+    x = torch.arange(8.0, requires_grad=True)
+    with ebbtide.offload_activations(store="mock", mode="all", min_bytes=1, window=1):
+        y = (x * 2.0).exp()
+    with torch.inference_mode():
+        assert torch.equal(y.grad_fn._saved_result, (x * 2.0).exp())

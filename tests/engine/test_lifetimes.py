@@ -1,6 +1,7 @@
 """Ends: what dies when, on which thread, and what must not be left behind or brought back."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -91,6 +92,21 @@ def test_a_parameter_may_change_its_memory_until_backward():
     with pytest.warns(ebbtide.EbbtideWarning, match="2 saves"), rig.context:
         loss = (x * w).sum()
     w.data = torch.empty(0)
+    w.data = torch.full((4, 4), 3.0)
+    loss.backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 3.0))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_a_parameter_gave_away_is_free(is_trained):
+    """Between forward and backward ZeRO has each block's weights on one rank only, frozen ones too."""
+    rig, w = Rig(), nn.Parameter(torch.full((4, 4), 2.0), requires_grad=is_trained)
+    x = Data(CPU).leaf(4, 4)
+    gathered = weakref.ref(w.untyped_storage())
+    with pytest.warns(ebbtide.EbbtideWarning, match="saves"), rig.context:
+        loss = (x * w).sum()
+    w.data = torch.empty(0)
+    assert gathered() is None
     w.data = torch.full((4, 4), 3.0)
     loss.backward()
     assert torch.equal(x.grad, torch.full((4, 4), 3.0))

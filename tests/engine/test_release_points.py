@@ -66,6 +66,25 @@ class Tower(nn.Module):
         return x.sum()
 
 
+class Rotated(Sines):
+    """Runs again from two inputs."""
+
+    def forward(self, x, table):
+        return super().forward(x * table)
+
+
+class WithTable(Tower):
+    """Its blocks share an input, as those of language models share what rotates their queries."""
+
+    def forward(self, x):
+        table = torch.linspace(0.5, 1.5, x.numel()).view(x.shape)
+        for layer in self.layers:
+            x = layer(x, table)
+        x = x.exp()
+        self.note(None, x)
+        return x.sum()
+
+
 class Run:
     """A tower with a plan on the simulator, and its twin without.
 
@@ -74,9 +93,9 @@ class Run:
         events: of the last step: what, and the site.
     """
 
-    def __init__(self, plan, block=Sines, order=(0, 1, 2), late="late", **limits):
+    def __init__(self, plan, block=Sines, order=(0, 1, 2), late="late", tower=Tower, **limits):
         self.rig = HandleRig(SimDevice(3, late), **{"window": ALL, "prefetch": ALL, **limits})
-        self.model, self.twin = Tower(block, order, self.note), Tower(block, order, lambda name, x: None)
+        self.model, self.twin = tower(block, order, self.note), tower(block, order, lambda name, x: None)
         self.handle = self.rig.offload(self.model)
         self.handle.set_plan(plan)
         self.handle.subscribe(lambda event: self.events.append((event.what, event.site)))
@@ -370,3 +389,16 @@ def test_what_comes_back_early(name):
         run.step()
         assert [len(run.of(What.FORWARDED)), *(units for _, units in run.ahead)] == [1, *ahead]
         assert [block for block, _ in run.ahead] == [None, *[2] * 4, *[1] * 4, *[0] * 4]
+
+
+def test_what_blocks_share_comes_early_alone():
+    """Backward asks for it first in block 1, so in block 2 it has room behind that block's own input. Block 0, which
+    saved it and asks for it too, has to wait with the rest."""
+    stays, travels = Recipe("recompute", inputs="keep"), Recipe("recompute")
+    regions = {"layers.0": (travels, MANY), "layers.1": (travels, 1), "layers.2": (stays, 2)}
+    plan = Plan({name: RegionPlan(recipe, prefetch_bytes=room * UNIT) for name, (recipe, room) in regions.items()})
+    run = Run(plan, Rotated, tower=WithTable, window=1, prefetch=1)
+    for _ in range(4):
+        run.step()
+    assert [units for name, units in run.ahead if name == 2] == [0, 2, 2, 2]  # fetched by its second run
+    assert run.of(What.FETCHED) == ["layers.1#0.0", "layers.0#0.1", "layers.0#0.0"]

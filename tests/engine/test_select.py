@@ -62,6 +62,37 @@ def test_buffers_stay(scope):
     assert select(buffer[1:], scope) is Reason.BUFFER
 
 
+def test_known_weights_stay_however_they_are_saved(scope):
+    inside = torch.ones(4, 4)
+    two = nn.Parameter(TwoTensor(inside, torch.ones(4, 4)))
+    saves = [WEIGHT.detach(), WEIGHT.data.t(), inside, inside[1:]]
+    assert [select(t, scope) for t in saves] == [None] * 4
+    scope.know_weights([WEIGHT, two, nn.parameter.UninitializedParameter(), nn.Parameter(torch.eye(4).to_sparse())])
+    assert [select(t, scope) for t in saves] == [Reason.PARAMETER] * 4
+    assert select(WEIGHT.detach().clone(), scope) is None
+
+
+def test_what_has_the_place_of_a_weight_that_is_gone_is_none(scope):
+    weight = nn.Parameter(torch.ones(4, 4))
+    scope.know_weights([weight])
+    place = weight.untyped_storage()._cdata
+    del weight
+    activation = torch.ones(4, 4)
+    scope._weights[activation.untyped_storage()._cdata] = scope._weights.pop(place)
+    assert select(activation, scope) is None
+
+
+def test_weights_that_are_gone_are_forgotten(scope):
+    """Some owners give them other memory for every step."""
+    for _ in range(5):
+        weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+        scope.know_weights(weights)
+        assert len(scope._weights) <= 2 * len(weights)
+    del weights
+    scope.know_weights([])
+    assert not scope._weights
+
+
 def test_layouts_without_one_dense_storage_stay(scope):
     assert select(torch.eye(4).to_sparse(), scope) is Reason.LAYOUT
     assert select(torch.eye(4).to_sparse_coo(), scope) is Reason.LAYOUT

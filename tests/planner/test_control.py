@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import sys
+import warnings
 
 import psutil
 import pytest
@@ -287,6 +288,28 @@ def test_sizes_that_take_turns_are_not_planned_for_again_and_again():
     assert handle._control.upkeep._replans <= 8
 
 
+@pytest.mark.parametrize(("settings", "does"), [({}, "moves nothing"), ({"budget": "1GiB"}, "runs every region again")])
+def test_a_capture_before_there_is_a_plan_is_told_of_once(monkeypatch, settings, does):
+    """A CPU captures nothing: it is said to, for two of the first steps."""
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(handle, "engine", lambda: None)
+        patch.setattr(handle, "is_captured", lambda: True)
+        with pytest.warns(ebbtide.EbbtideWarning, match=f"{does} whenever it is replayed") as told:
+            step(model, 0)
+            step(model, 1)
+    assert len(told) == 1
+    for k in range(6):
+        step(model, k)
+    assert handle.profile is not None  # it goes on behind the capture
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(handle, "engine", lambda: None)
+        monkeypatch.setattr(handle, "is_captured", lambda: True)
+        step(model, 9)  # by a plan: there is nothing to tell
+
+
 def test_forwards_without_backward_do_not_hold_the_plan_up():
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
@@ -527,3 +550,19 @@ def test_a_profile_that_knows_no_second_runs_serves_no_budget():
         ebbtide.offload(model, budget=a_large_budget(), profile=profile, **SETTINGS)
     handle = ebbtide.offload(model, profile=profile, **SETTINGS)
     assert set(follow(model, 3)) == {Phase.PLANNED}
+
+
+class CallsItself(Stack):
+    """As Lightning has it: the step runs inside of a call, and calls the module for what it computes."""
+
+    def forward(self, x, is_step=True):
+        return self(x, is_step=False) if is_step else super().forward(x)
+
+
+def test_a_module_that_calls_itself_is_watched_as_one_step():
+    torch.manual_seed(0)
+    model = CallsItself(3)
+    ebbtide.offload(model, **SETTINGS)
+    phases = follow(model)
+    assert phases[:3] == [Phase.WARM, Phase.TIMES, Phase.DETAILS]
+    assert set(phases[3:]) == {Phase.PLANNED}

@@ -75,6 +75,9 @@ class ScriptedHandle:
     def made_for(self):
         return {"model": "small", "device": "none"}
 
+    def is_captured(self):
+        return False
+
     def waits(self, seconds):
         """Compute waited so long for what comes back."""
         self.scope.ledger.stats.stall_backward_s += seconds

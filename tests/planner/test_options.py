@@ -35,6 +35,12 @@ def test_offloading_moves_the_largest_first():
     assert [recipe.sites for recipe in moves] == [(1,), (1, 2), None]
 
 
+def test_moving_all_leaves_out_the_saves_that_nobody_has_in_backward():
+    saves = (Save(0, 10 * MB, 0.0), Save(3, 80 * MB, 5 * MS), Save(4, 0, 6 * MS, shares=3))
+    recipe = recipes(region(saves=saves, has_dead_saves=True), only_moves=True)[-1]
+    assert recipe == Recipe("offload", sites=(0, 3, 4))
+
+
 def test_what_moves_is_there_and_needed_in_mirrored_order():
     option = option_for(region(), Recipe("offload"))
     assert [(parcel.at_s, parcel.needed_s) for parcel in option.moved] == [

@@ -129,3 +129,18 @@ def test_what_it_was_made_for_is_checked():
     step.check_made_for({"model": "a"})
     with pytest.raises(PlanError, match=r"the profile is of device 'H200', not 'B200'; torch 'unknown', not"):
         step.check_made_for({"device": "B200", "torch": "2.11"})
+
+
+def test_it_prints_as_memory_by_region():
+    """Like regions that follow each other share a line."""
+    last = region("layers.2", saves=(Save(0, 2**20, 0.0),), stuck_bytes=2**10, grad_bytes=2**30)
+    step = profile(region("layers.0"), region("layers.1"), last, around=around(kept_bytes=2**20))
+    headline, columns, alike, other = str(step).splitlines()
+    assert headline == (
+        "profile of small, 1000 tokens: 953.67 MiB before the step (parameters 953.67 MiB), 573.21 MiB saved in "
+        "regions, 1.00 MiB outside of them"
+    )
+    assert columns.split()[:3] == ["regions", "saves", "saved"]
+    assert alike.split()[:4] == ["layers.0-1", "3", "286.10", "MiB"]
+    expected = "layers.2 1 1.00 MiB 1.00 MiB 19.07 MiB 143.05 MiB 95.37 MiB 381.47 MiB 1.00 GiB"
+    assert " ".join(other.split()) == expected

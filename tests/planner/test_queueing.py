@@ -7,6 +7,7 @@ import pytest
 from planner.workloads import MS, layers, profile, region, workload_a
 
 from ebbtide import PlanError
+from ebbtide.planner.clock import Clock
 from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Note, Place
 from ebbtide.planner.options import option_for
@@ -70,7 +71,7 @@ def test_what_the_host_took_is_read_by_its_own_clock():
     assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
     assert (host.before_s, host.after_s, host.turn_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
-    assert 0 < host.op_s < host.moved_s < host.held_s < host.frame_s < MS
+    assert 0 < host.op_s < host.moved_s < host.held_s < host.frame_s
 
 
 def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
@@ -101,6 +102,42 @@ def test_the_lead_is_what_compute_was_seen_to_be_behind(passed, lead_ms):
     assert host_of(notes, ("a",), [region("a", **times)], (0,)).lead_s == pytest.approx(
         max(lead_ms, 0) * MS, abs=MS * 3
     )
+
+
+def test_a_compute_that_is_held_back_says_nothing_of_the_lead_nor_of_the_turn():
+    """20 ms between the end of forward and the first region's backward, of which it is held back for 15."""
+    notes = watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.ENTERED, "a", 1, 1, 1),
+        (Place.LEFT, "a", 11, 4, 2),
+        (Place.FORWARD, "", 11, 4, 2),
+        (Place.HELD, "", 12, 5, 2),
+        (Place.GOES_ON, "", 27, 5, 2),
+        (Place.READ, "", 28, 20, 2),
+        (Place.READ, "a", 31, 24, 2),
+        (Place.ENDED, "", 41, 30, 2),
+    )
+    clock = Clock(notes.notes, ("a",), lambda start, end: end.event - start.event)
+    assert (clock.after_s, clock.turn_s, *clock.backward_s) == pytest.approx((0.0, 5 * MS, 10 * MS))
+    seen = host_of(notes, ("a",), [region("a", again_s=0.0, inputs=())], (0,))
+    assert seen.turn_s == pytest.approx(20 * MS)
+    assert seen.lead_s == 0.0
+
+
+def test_a_hold_before_forward_has_ended_is_no_part_of_the_turn():
+    """A backward inside of forward: none is made there, and one would not be taken off what comes behind."""
+    notes = watch(
+        (Place.BEGAN, "", 0, 0, 0),
+        (Place.HELD, "", 0, 0, 0),
+        (Place.GOES_ON, "", 15, 0, 0),
+        (Place.ENTERED, "a", 15, 1, 0),
+        (Place.LEFT, "a", 25, 4, 0),
+        (Place.FORWARD, "", 25, 4, 0),
+        (Place.READ, "a", 31, 24, 0),
+        (Place.ENDED, "", 41, 30, 0),
+    )
+    clock = Clock(notes.notes, ("a",), lambda start, end: end.event - start.event)
+    assert clock.turn_s == pytest.approx(6 * MS)
 
 
 def host(count, forward_ms, backward_ms=1.0, **changes):

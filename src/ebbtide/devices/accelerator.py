@@ -21,6 +21,8 @@ from ebbtide.devices.cpu import HostEvent
 from ebbtide.devices.host_memory import memory_errors
 from ebbtide.types import Memory, Wait
 
+_CYCLES_PER_S = 1.5e9  # of a GPU, about
+
 
 class EventPool:
     """Events that are recorded again once nobody has them: to make and to end one costs more than to record it.
@@ -100,6 +102,11 @@ class AcceleratorDevice:
             if isinstance(event, HostEvent) and event.error is not None:
                 return 0.0  # a copy that failed took no time of the link
         return _device_event(start).elapsed_time(_device_event(end)) / 1e3
+
+    def hold(self, stream: torch.Stream, seconds: float) -> None:
+        if self.torch_device.type == "cuda":
+            with stream:
+                cast(Any, torch.cuda)._sleep(int(seconds * _CYCLES_PER_S))
 
     def allocate(self, nbytes: int, stream: torch.Stream) -> torch.Tensor:
         if stream == self.current_stream():

@@ -121,6 +121,9 @@ class CpuDevice:
     def seconds_between(self, start: HostEvent, end: HostEvent) -> float:
         return end.passed_at - start.passed_at
 
+    def hold(self, stream: Stream, seconds: float) -> None:
+        pass  # compute is the host itself
+
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         return as_bytes(torch.UntypedStorage(nbytes))
 

@@ -162,6 +162,9 @@ class SimDevice:
     def seconds_between(self, start: SimEvent, end: SimEvent) -> float:
         return 0.0  # the simulator orders, it does not time
 
+    def hold(self, stream: SimStream, seconds: float) -> None:
+        pass
+
     def allocate(self, nbytes: int, stream: SimStream) -> torch.Tensor:
         memory = as_bytes(torch.UntypedStorage(nbytes)).fill_(_POISON)
         self._adopt(memory.untyped_storage(), stream, stream.tick())

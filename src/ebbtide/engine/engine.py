@@ -212,7 +212,7 @@ class Engine:
             if storage is parcel.arrival and (graph_task_id() == -1 or keeps_graph()):
                 self._bound_retained(parcel)
         if storage is parcel.source:
-            return ticket.geometry.view(storage, parcel.start)
+            return ticket.view(storage, parcel.start)
         if storage is parcel.arrival:
             self._inbound.arrive(parcel, point)  # outside of the lock: on the CPU this blocks until the bytes are there
             if "torch._dynamo" in sys.modules and _is_last_of_compiled(ticket.claim):
@@ -220,7 +220,7 @@ class Engine:
                 # The node keeps its tickets until it has run. A look ahead that goes beyond the end of the step comes
                 # by them again, and is not to fetch what has been read for good.
                 parcel.is_needed = not keeps_graph()
-        return ticket.geometry.view(storage, 0)
+        return ticket.view(storage, 0)
 
     def expect(self, tickets: Sequence[Ticket], limits: Limits) -> None:
         """Queue the copies in of what is about to be read on the current stream, in this order, and look ahead."""
@@ -231,6 +231,7 @@ class Engine:
                 self._settle_deaths()
             home = self.device.current_stream()
             claims = dict.fromkeys(ticket.claim for ticket in tickets)
+            _note_company([claim.parcel.site for claim in claims if not claim.parcel.is_needed])
             batch = [claim for claim in claims if self._may_fetch(claim.parcel, home)]
             for claim in batch:
                 claim.parcel.is_ahead = True
@@ -448,6 +449,12 @@ def _tell(what: What, parcel: Parcel) -> None:
     listeners = parcel.ledger.listeners
     if listeners.all:
         listeners.tell(what, parcel.site, parcel.nbytes)
+
+
+def _note_company(sites: list[Site]) -> None:
+    """They are asked for together."""
+    for site in sites:
+        site.company = sites[0]
 
 
 def _is_last_of_compiled(claim: Claim) -> bool:

@@ -24,6 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
+from torch.nn import Parameter
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import ModifiedError
@@ -115,9 +116,10 @@ kept ones and a class costs three times as much."""
 
 
 def keep(t: torch.Tensor, region: str) -> Kept:
-    # An alias, for an output itself would close a reference cycle. A leaf that collects a gradient is no output, and
-    # has to be itself: its owner may swap its data for other memory until backward, as ZeRO does.
-    return t if t.is_leaf and t.requires_grad else t.detach(), t._version, region
+    # An alias, for an output itself would close a reference cycle. A leaf that collects a gradient is no output, nor is
+    # a frozen parameter, and both have to be themselves: their owner may swap their data for other memory until
+    # backward, as ZeRO does, and what it gives away has to be free.
+    return t if t.is_leaf and (t.requires_grad or isinstance(t, Parameter)) else t.detach(), t._version, region
 
 
 def kept_tensor(kept: Kept) -> torch.Tensor:
@@ -150,6 +152,19 @@ class Ticket:
         if self.counter._version != self.version:
             g = self.geometry
             check_unmodified(self.counter, self.version, f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}")
+
+    def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """The save over the bytes of its parcel, which begin at byte `start` of `storage`.
+
+        It counts its versions with the save: a node that changes in backward what it saved changes it for all that read
+        this memory, and they are to raise, as they do without hooks.
+        """
+        t = self.geometry.view(storage, start)
+        if self.geometry.is_gathered or self.geometry.is_bits or t.is_inference():
+            return t  # in memory of its own, or where nothing counts versions
+        counted = self.counter.detach()
+        counted.data = t
+        return counted
 
 
 class Claim:

@@ -2,12 +2,14 @@
 
 import heapq
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ebbtide._torch import plain_tensors
 from ebbtide.engine.ledger import Ledger
 from ebbtide.engine.timetable import Site
 from ebbtide.plans import ReleasePoint
@@ -135,6 +137,9 @@ class Scope:
     ledger: Ledger = field(default_factory=Ledger)
     buffers: set[int] = field(default_factory=set[int])
     """`_cdata` of the storages of the module's buffers, which the module keeps alive."""
+    _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
+        default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
+    )
     _size: int = 0
     _slots: dict[tuple[int, str], Slots] = field(default_factory=dict[tuple[int, str], Slots])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
@@ -145,6 +150,20 @@ class Scope:
         Their plans differ, and so does what is needed after what: learned in turns, the order would be wrong each time.
         """
         self._size = size
+
+    def know_weights(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These stay however they are saved. A view names the parameter that it is of; its data, what was detached from
+        it, and what a quantised one is made of do not."""
+        self._weights = {place: known for place, known in self._weights.items() if known() is not None}
+        for parameter in parameters:
+            for t in plain_tensors(parameter):
+                if t.layout is torch.strided and not torch.nn.parameter.is_lazy(t):
+                    storage = t.untyped_storage()
+                    self._weights[storage._cdata] = weakref.ref(storage)
+
+    def is_weight(self, storage: torch.UntypedStorage) -> bool:
+        known = self._weights.get(storage._cdata)
+        return known is not None and known() is storage  # another one may have its address since
 
     def visit(self, region: str) -> Visit:
         key = self._size, region

@@ -40,6 +40,8 @@ def why_never(t: torch.Tensor, scope: Scope) -> Reason | None:
         return Reason.EMPTY
     if storage._cdata in scope.buffers:
         return Reason.BUFFER
+    if scope.is_weight(storage):
+        return Reason.PARAMETER
     if _is_cast_parameter(t if base is None else base):
         return Reason.AUTOCAST_WEIGHT
     return None

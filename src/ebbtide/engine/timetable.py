@@ -36,7 +36,11 @@ class Site:
         is_tail: backward needed it, last time, before it had left the device.
         live: the claim to the parcel that was last made here.
         comes_together: its region runs again, and asks for all it needs at once.
+        company: who is asked for together, by the first of them. What several regions share is in the company of the
+            one that asks for it first, which is not the one that saved it.
         output: of an output of a dear operator: why holding it is of no use; None while that is not known.
+        compared: the call whose output was looked at last, at the end of its region, for what has overwritten it: its
+            operator and number.
     """
 
     __slots__ = (
@@ -46,6 +50,8 @@ class Site:
         "_times_held",
         "_times_kept",
         "comes_together",
+        "company",
+        "compared",
         "index",
         "is_tail",
         "live",
@@ -64,7 +70,9 @@ class Site:
         self.is_tail = False
         self.live: weakref.ref[Claim] | None = None
         self.comes_together = False
+        self.company: Site | None = None
         self.output: Output | None = None
+        self.compared: tuple[object, int] | None = None
         self._next: Site | None = None
         self._next_after: dict[Site, Site] = {}
 
@@ -92,9 +100,7 @@ class Site:
 
     def is_asked_with(self, other: Site) -> bool:
         """Whether one second run of a region asks for both."""
-        return (
-            self.comes_together and other.comes_together and self.region == other.region and self.visit == other.visit
-        )
+        return self.comes_together and other.comes_together and self.company is other.company is not None
 
     def follow_with(self, before: Site | None, following: Site) -> None:
         """Learn that `following` was needed after this site, which was needed after `before`."""

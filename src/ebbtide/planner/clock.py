@@ -4,6 +4,7 @@ Two clocks stand in a note: when compute was there, and when the host was that q
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from ebbtide.planner.measure import Note, Place
@@ -39,11 +40,16 @@ class Clock:
         self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
         self.after_s = self._between(notes[ends[-1]], notes[forward_end])
         spans = list(backward_spans(notes))
-        self.turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
+        turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
+        self.turn_s = max(0.0, turn_s - self._held_s(notes[forward_end:]))
         self.end_s = self._between(spans[-1].end, notes[-1]) if spans else 0.0
         in_order = by_forward(((span.region, span) for span in spans), self.regions)
         self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
         self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
+
+    def _held_s(self, notes: Sequence[Note]) -> float:
+        """Of what was measured only, and no part of a step."""
+        return sum(self._between(a, b) for a, b in pairwise(notes) if a.place is Place.HELD)
 
     def _between(self, start: Note, end: Note) -> float:
         return max(0.0, self._seconds(start, end))

@@ -45,6 +45,10 @@ class Planned(GoesBy, Protocol):
         """Of the device that the model computes on; None while nothing can move there."""
         ...
 
+    def is_captured(self) -> bool:
+        """Whether what the model computes goes into a graph that is being captured."""
+        ...
+
     def made_for(self) -> Mapping[str, str]:
         """What a profile has to be of, by name."""
         ...
@@ -114,6 +118,7 @@ class Control:
         self._watched: Flight[StepWatch] | None = None
         self._beside: list[Flight[Pulse]] = []  # forwards that are not watched
         self._waited = 0
+        self._has_warned_of_capture = False
         self._forwards = 0
         self._next_vote = _FIRST_VOTE
         self._tokens = 0
@@ -121,6 +126,7 @@ class Control:
         self._agreed_bytes: int | None = None  # the smallest budget of all ranks
         self._failures = 0
         self._measured = profile
+        self._overwritten: set[tuple[str, int]] = set()
         self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
         self.upkeep: Upkeep | None = None
         """Of the plans, once there is a profile."""
@@ -183,11 +189,25 @@ class Control:
     def step_begins(self, tokens: int) -> Watch | None:
         """Before a forward that saves: sets the plan it goes by, and returns what follows it."""
         engine = self._handle.engine()
+        if engine is None and self.is_measuring and self._handle.is_captured():
+            self._warn_of_capture()
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
         if self.upkeep is not None:
             return self.upkeep.step_begins(engine, tokens)
         return self._watched_step(engine, tokens)
+
+    def _warn_of_capture(self) -> None:
+        """Nothing can be watched there, and the graph is what will be replayed."""
+        if not self._has_warned_of_capture:
+            self._has_warned_of_capture = True
+            does = "runs every region again" if self.runs_again else "moves nothing"
+            warnings.warn(
+                f"a graph is captured before there is a plan, and {does} whenever it is replayed. Capture it when "
+                "handle.profile is no longer None, or give offload() the profile of an earlier run (profile=)",
+                EbbtideWarning,
+                stacklevel=2,
+            )
 
     def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
         if self._agree is not None:
@@ -214,7 +234,7 @@ class Control:
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         watch = StepWatch(
             engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
-            is_dear=self._is_dear if self.runs_again else None,
+            is_dear=self._is_dear if self.runs_again else None, is_first=self.phase is Phase.WARM,
         )  # fmt: skip
         watch.graphs = 1 + self._under_way()
         self._watched = Flight(watch)
@@ -262,7 +282,7 @@ class Control:
     def _move_on(self, watch: StepWatch, engine: Engine) -> bool:
         """To the next phase; true if there is a plan now."""
         if self.phase is Phase.WARM:
-            self.phase = Phase.TIMES
+            self.phase, self._overwritten = Phase.TIMES, watch.overwritten()
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, watch
         else:
@@ -327,6 +347,7 @@ class Control:
             time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
             graphs=max(times.graphs, details.graphs),
+            overwritten=self._overwritten,
         )
         profile = profile_of(times, details, self._names, about)
         if self._agree is None:

@@ -8,7 +8,11 @@ Note [How a step is measured]
 3. Where every region runs again, a step needs the least memory there is: what a region saves, and what each dear
    operator takes, is seen while it runs again, one region at a time. Where every region keeps, both are seen in
    forward, and second runs are not known.
-4. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
+4. Where compute waits for the host that queues it, times are the host's. So it is held back once where backward begins,
+   and in a detailed step before each second run: the host gets ahead, and times are compute's own.
+5. Some kernels write over what a dear operator has returned (see recompute/outputs.py), which then cannot be held: in
+   the step that warms up, outputs that are still there when their region's second run ends are compared.
+6. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
 """
 
 import abc
@@ -22,7 +26,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id
+from ebbtide._sums import sums_of
+from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id, without_dispatch
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
@@ -42,6 +47,8 @@ class Place(enum.Enum):
     AGAIN = "a region's second run begins"
     AGAIN_ENDED = "a region's second run has ended"
     ASKED = "backward asks for a save of a region that ran again"
+    HELD = "compute is held back"
+    GOES_ON = "compute goes on"
     ENDED = "backward has ended"
 
 
@@ -62,6 +69,9 @@ class Note(NamedTuple):
 
 
 _UNKNOWN = Memory(0, 0)
+_HOLD = 0.5  # of what the host took for forward
+_HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
+_MOST_HOLD_S = 0.1
 _ELSEWHERE = -1
 
 
@@ -87,7 +97,12 @@ class OutsideSave(NamedTuple):
 
 @dataclass
 class VisitNotes:
-    """What was seen in one pass through a region. `common_bytes`: of its inputs, what others were given before it."""
+    """What was seen in one pass through a region.
+
+    Attributes:
+        common_bytes: of its inputs, what others were given before it.
+        has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
+    """
 
     region: str
     began: StreamEvent = None
@@ -97,6 +112,7 @@ class VisitNotes:
     stuck_bytes: int = 0
     common_bytes: int = 0
     ops: int = 0
+    has_dead_saves: bool = False
 
 
 class _First(NamedTuple):
@@ -141,10 +157,18 @@ class StepWatch(_UntilBackwardEnds):
         is_detailed: look at saves, operators and memory too.
         runs_again: all regions run again; else all keep.
         is_dear: which calls of operators are dear.
+        is_first: look for dear outputs that are overwritten.
     """
 
     def __init__(
-        self, device: Device, scope: Scope, *, is_detailed: bool, runs_again: bool, is_dear: IsDear | None = None
+        self,
+        device: Device,
+        scope: Scope,
+        *,
+        is_detailed: bool,
+        runs_again: bool,
+        is_dear: IsDear | None = None,
+        is_first: bool = False,
     ) -> None:
         super().__init__()
         self.device = device
@@ -159,6 +183,8 @@ class StepWatch(_UntilBackwardEnds):
         self._is_detailed = is_detailed
         self._runs_again = runs_again
         self._is_dear = is_dear
+        self._is_first = is_first
+        self._compared: list[tuple[str, int, torch.Tensor]] = []
         self.freed_behind_bytes = 0
         """What was still there when the last region was left and is not when something is saved behind it: the caller
         held it until then, such as the embeddings, or what it gave that region."""
@@ -206,18 +232,23 @@ class StepWatch(_UntilBackwardEnds):
             yield None
             return
         self._backward_began()
+        if self._sees_operators:  # it counts to the backward of the region before, which is read of the other step
+            self._hold(_HOLD_DETAILED * self._host_forward_s() / max(1, len(self.visits)))
         self._note(Place.AGAIN, region)
         visit = VisitNotes(region)
         self.again.append(visit)
         try:
-            with _DearTimes(self.device, visit, self._is_dear) if self._sees_operators else contextlib.nullcontext():
+            with self._mode(region, visit):
                 visit.began = self.device.record(self.device.current_stream())  # to push a mode may take its time
                 yield _AgainNotes(self, visit) if self._is_detailed else None
         finally:
             self._note(Place.AGAIN_ENDED, region)
 
-    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor) -> None:
-        self._look_at(visit.saves, visit, index, t)
+    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor, is_dead: bool) -> None:
+        if not is_dead:
+            self._look_at(visit.saves, visit, index, t)
+        elif self._why_never(t) is None:
+            visit.has_dead_saves = True
 
     def asked(self, region: str, index: int) -> None:
         if not self.is_over:
@@ -236,6 +267,18 @@ class StepWatch(_UntilBackwardEnds):
         elif self.visits and self.visits[-1].region == region:
             visit = self.visits[-1]
             self._look_at(visit.inputs if self._runs_again else visit.saves, visit, index, t)
+
+    def _mode(self, region: str, visit: VisitNotes) -> contextlib.AbstractContextManager[object]:
+        """Around a second run."""
+        if self._sees_operators:
+            return _DearTimes(self.device, visit, self._is_dear)
+        if self._is_first and self._is_dear is not None:
+            return _Comparing(region, self._is_dear, self._compared)
+        return contextlib.nullcontext()
+
+    def overwritten(self) -> set[tuple[str, int]]:
+        """Region and index of dear outputs that others have written over. Waits for the device."""
+        return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
     @property
     def _sees_operators(self) -> bool:
@@ -273,6 +316,23 @@ class StepWatch(_UntilBackwardEnds):
         self._storages[key] = _First(weakref.ref(storage), visit, index)
         return None
 
+    def _backward_began(self) -> None:
+        has_forward_ended = any(note.place is Place.FORWARD for note in self.notes)
+        is_for_times = not self._is_detailed and not self._is_first
+        if not self._is_awaited and is_for_times and has_forward_ended:
+            self._note(Place.HELD, "")
+            self._hold(_HOLD * self._host_forward_s())
+            self._note(Place.GOES_ON, "")
+        super()._backward_began()
+
+    def _hold(self, seconds: float) -> None:
+        self.device.hold(self.device.current_stream(), min(seconds, _MOST_HOLD_S))
+
+    def _host_forward_s(self) -> float:
+        """What the host took from the first note to the end of forward, or so far."""
+        ended_s = next((note.host_s for note in self.notes if note.place is Place.FORWARD), self.notes[-1].host_s)
+        return ended_s - self.notes[0].host_s
+
     def _conclude(self) -> None:
         self._note(Place.ENDED, "")
 
@@ -300,8 +360,8 @@ class _AgainNotes:
         self._watch = watch
         self._visit = visit
 
-    def saved(self, index: int, t: torch.Tensor) -> None:
-        self._watch.saved_again(self._visit, index, t)
+    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
+        self._watch.saved_again(self._visit, index, t, is_dead)
 
     def asked(self, index: int) -> None:
         self._watch.asked(self._visit.region, index)
@@ -397,6 +457,49 @@ class _DearTimes(OperatorMode):
         return out
 
 
+class _Comparing(OperatorMode):
+    """Whether dear outputs that are still there at the end are what they were.
+
+    Args:
+        region: whose second run it is around.
+        is_dear: which calls are dear.
+        compared: to be told of each: the region, the index, and if they differ. Nothing if the run raises.
+    """
+
+    def __init__(self, region: str, is_dear: IsDear, compared: list[tuple[str, int, torch.Tensor]]) -> None:
+        super().__init__()
+        self._region = region
+        self._is_dear = is_dear
+        self._compared = compared
+        self._calls = 0
+        self._seen: list[tuple[int, weakref.ref[torch.UntypedStorage], torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if self._is_dear(op, args, kwargs):
+            plain = (t for t in _tensors_of(out) if type(t) is torch.Tensor and t.layout is torch.strided)
+            with without_dispatch():
+                for storage in {t.untyped_storage() for t in plain}:
+                    self._seen.append((self._calls, weakref.ref(storage), sums_of(storage)))
+            self._calls += 1
+        return out
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        there = ((index, ref(), sums) for index, ref, sums in self._seen if error is None)
+        with without_dispatch():
+            for index, storage, sums in there:
+                if storage is not None:
+                    self._compared.append((self._region, index, (sums_of(storage) != sums).any()))
+
+
 def _nbytes_of(out: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors_of(out))
+
+
+def _tensors_of(out: Any) -> list[torch.Tensor]:
     outputs = cast("Sequence[object]", out) if isinstance(out, tuple | list) else (out,)
-    return sum(t.numel() * t.element_size() for t in outputs if isinstance(t, torch.Tensor))
+    return [t for t in outputs if isinstance(t, torch.Tensor)]

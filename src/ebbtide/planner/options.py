@@ -88,7 +88,7 @@ def _kept(region: RegionProfile) -> Option:
 
 
 def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
-    """All saves; and the largest that make up such shares of the bytes."""
+    """All saves; and the largest that make up such shares of the bytes. Dead saves are not worth the link."""
     movable = [save for save in region.saves if save.nbytes > 0]
     total = sum(save.nbytes for save in movable)
     largest_first = sorted(movable, key=lambda save: (-save.nbytes, save.at_s))
@@ -102,7 +102,8 @@ def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
             sites = _with_sharing(region, {s.index for s in taken})
             yield _of_saves(region, Recipe("offload", sites=sites), taken)
     if movable:
-        yield _of_saves(region, Recipe("offload"), movable)
+        sites = _with_sharing(region, {s.index for s in movable}) if region.has_dead_saves else None
+        yield _of_saves(region, Recipe("offload", sites=sites), movable)
 
 
 def _with_sharing(region: RegionProfile, sites: set[int]) -> tuple[int, ...]:

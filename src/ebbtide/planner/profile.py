@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide._bytes import format_bytes
 from ebbtide._errors import PlanError
+from ebbtide._text import as_range, counts_up, plain_table
 
 FORMAT = 2
 _READABLE = (1, FORMAT)
@@ -72,7 +74,8 @@ class RegionProfile:
         grad_bytes: what its backward leaves allocated.
         moved_work_bytes: most that its backward allocates without a second run, less the saves that it has not asked
             for by then; 0 if nobody looked.
-        unasked_bytes: of what autograd saves in it, what backward does not ask for: of a branch that nobody uses.
+        unasked_bytes: of `saves`, what backward does not ask for.
+        has_dead_saves: it saves more than that, in a branch that nobody uses, which is gone when its forward ends.
     """
 
     name: str
@@ -88,6 +91,7 @@ class RegionProfile:
     grad_bytes: int
     moved_work_bytes: int = 0
     unasked_bytes: int = 0
+    has_dead_saves: bool = False
 
     @property
     def saved_bytes(self) -> int:
@@ -315,6 +319,10 @@ class Profile:
             ),
         )
 
+    def __str__(self) -> str:
+        """Memory by region: what each saves, and needs while it runs. Bytes of single saves are in `regions`."""
+        return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=range(1, len(_COLUMNS)))])
+
     def check_made_for(self, wanted: Mapping[str, str]) -> None:
         """Raises PlanError unless it was measured on what `wanted` names."""
         others = [
@@ -343,6 +351,47 @@ class Profile:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{path} is no profile that ebbtide has written: {error!r}") from error
         raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
+
+
+_COLUMNS = ("regions", "saves", "saved", "may travel", "inputs", "dear outputs", "forward", "backward", "gradients")
+
+
+def _headline(profile: Profile) -> str:
+    parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in profile.base.items() if nbytes > 0]
+    return (
+        f"profile of {profile.made_for.get('model', 'a model')}, {profile.tokens} tokens: "
+        f"{format_bytes(profile.base_bytes)} before the step ({', '.join(parts)}), "
+        f"{format_bytes(sum(region.saved_bytes for region in profile.regions))} saved in regions, "
+        f"{format_bytes(profile.around.kept_bytes + profile.around.held_bytes)} outside of them"
+    )
+
+
+def _rows(profile: Profile) -> Iterator[Sequence[str]]:
+    """One line for regions that follow each other with the same figures."""
+    run: list[str] = []
+    before: tuple[str, ...] = ()
+    for region in profile.regions:
+        cells = _cells(region)
+        if run and not (cells == before and counts_up(run[-1], region.name)):
+            yield as_range(run[0], run[-1]), *before
+            run = []
+        run.append(region.name)
+        before = cells
+    if run:
+        yield as_range(run[0], run[-1]), *before
+
+
+def _cells(region: RegionProfile) -> tuple[str, ...]:
+    sums = (
+        region.saved_bytes,
+        region.saved_bytes - region.stuck_bytes,
+        sum(save.nbytes for save in region.inputs),
+        sum(dear.nbytes for dear in region.dear),
+        region.forward_work_bytes,
+        region.backward_work_bytes,
+        region.grad_bytes,
+    )
+    return str(len(region.saves)), *map(format_bytes, sums)
 
 
 def _from_dict(data: dict[str, Any]) -> Profile:

@@ -11,6 +11,7 @@ Note [The host]
    nothing (leads.py). Where it takes longer for a step than compute does, that is used up after some.
 """
 
+import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from ebbtide._torch import OperatorMode
 from ebbtide.planner.clock import Clock
-from ebbtide.planner.measure import StepWatch
+from ebbtide.planner.measure import Place, StepWatch
 from ebbtide.planner.profile import Host, HostTime, RegionProfile
 
 # In what a bare dispatch mode takes for an operator, from steps of a ViT on the host of an H200: where that is 3 us.
@@ -91,9 +92,10 @@ def _least(times: Sequence[HostTime]) -> HostTime:
 
 def _seen_lead_s(watch: StepWatch) -> float:
     """How long after the host compute came to the step's beginning, at least: what compute had not come by when the
-    host was at a note, it came by later."""
+    host was at a note, it came by later. Until compute is held back."""
     first, lead_s = watch.notes[0], 0.0
-    for note, ahead in ((note, watch.notes[note.passed]) for note in watch.notes):
+    own = itertools.takewhile(lambda note: note.place is not Place.GOES_ON, watch.notes)
+    for note, ahead in ((note, watch.notes[note.passed]) for note in own):
         since_s = watch.device.seconds_between(first.event, ahead.event)
         lead_s = max(lead_s, note.host_s - first.host_s - since_s)
     return lead_s

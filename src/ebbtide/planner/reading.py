@@ -24,6 +24,7 @@ class Surroundings(NamedTuple):
         compiled: regions whose operators the compiler hides: none of them can be told to be held.
         device_bytes: memory of the device in all.
         graphs: forwards that are under way at once.
+        overwritten: dear outputs that cannot be held, by region and index.
         time_scale: by how much larger the batch of the detailed step was than that of the timed one.
     """
 
@@ -36,6 +37,7 @@ class Surroundings(NamedTuple):
     compiled: Collection[str]
     device_bytes: int
     graphs: int = 1
+    overwritten: Collection[tuple[str, int]] = ()
     time_scale: float = 1.0
 
 
@@ -109,16 +111,20 @@ class _Step(NamedTuple):
             saves=saves,
             stuck_bytes=looked_at.stuck_bytes,
             inputs=inputs,
-            dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in looked_at.dear),
+            dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in self._holdable(looked_at)),
             forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if second is not None else 0),
             moved_work_bytes=0 if second is None else self.memory.moved_work(k, saves, at_hand_bytes),
             unasked_bytes=self.memory.unasked(k, saves),
+            has_dead_saves=looked_at.has_dead_saves,
         )
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
         return Save(seen.index, seen.nbytes, self._between(visit.began, seen.event), seen.shares)
+
+    def _holdable(self, visit: VisitNotes) -> list[Seen]:
+        return [seen for seen in visit.dear if (visit.region, seen.index) not in self.about.overwritten]
 
     def _dear(self, seen: Seen, visit: VisitNotes) -> Dear:
         at_s, again_s = self._between(visit.began, seen.event), self._between(seen.before, seen.event)

@@ -94,14 +94,16 @@ class Frame:
         if holding is not None:
             holding.follows_draws = not is_captured
             holding.follow_saves(self._holders.__len__)
+        is_whole = False
         try:
             with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
                 output = self._call(*args, **kwargs)
+            is_whole = True
         finally:
             self._ambient.close()
             self._found.close()
             if holding is not None:
-                holding.close()
+                holding.close(is_whole)
         with numbering_paused():
             self._found.learn()
         self._check_inputs(tensors, versions)
@@ -251,14 +253,14 @@ class SecondRun:
         alias = t.detach()
         number = self.count
         self.count += 1
+        holder = self._holders[number]() if number < len(self._holders) else None
         if self.watch is not None:
-            self.watch.saved(number, t)
+            self.watch.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)
         if number < len(self._holders):
             looks = _looks(t)
             if not _fits(looks, self._looks[number]):
                 raise self._other_save(number, looks)
-            holder = self._holders[number]()
             if holder is not None and holder.value is None:
                 holder.value = alias
                 holder.version = t._version

@@ -1,4 +1,14 @@
-"""What a selective recipe holds: outputs of dear operators, taken as they come, handed out in the second run."""
+"""What a selective recipe holds: outputs of dear operators, taken as they come, handed out in the second run.
+
+Note [Overwritten outputs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+An output that the region changes in place cannot be held. Most changes count as versions, those of a kernel that is
+given an address do not (Liger rotates q and k where their projections have left them). So the first time that a call's
+output is held, its bytes are summed when it comes and when its region ends; what is seen to change is never held again.
+Until then it stays on the device, and the host waits for the sums once. Not where a planner chooses: it has looked in
+its first step (planner/measure.py), where nothing has to stay for it. Nor where a graph is captured. What is first
+overwritten in a later step, or behind the end of its region, is not seen.
+"""
 
 import contextlib
 from collections import Counter, defaultdict
@@ -7,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ebbtide._sums import sums_of
 from ebbtide._torch import (
     OperatorMode,
     counting_versions,
@@ -37,9 +48,10 @@ class Held:
         site: where the first was packed; what is learned about the call is written there.
         watched: counters of views of the outputs that count changes for themselves, and what they read.
         rng_after: of a call that drew random numbers: the device, and the generator's state behind it.
+        is_overwritten: without a change of versions, see Note [Overwritten outputs].
     """
 
-    __slots__ = ("asked", "parts", "rng_after", "sequence", "site", "watched")
+    __slots__ = ("asked", "is_overwritten", "parts", "rng_after", "sequence", "site", "watched")
 
     def __init__(self, asked: "_Asked", parts: list[Any], sequence: type | None, site: Site) -> None:
         self.asked = asked
@@ -48,6 +60,7 @@ class Held:
         self.site = site
         self.watched: list[tuple[torch.Tensor, int]] = []
         self.rng_after: RngState | None = None
+        self.is_overwritten = False
 
     @property
     def is_unmodified(self) -> bool:
@@ -102,10 +115,12 @@ class HeldOutputs:
         return {held.rng_after[0] for held in self._in_order if held.rng_after is not None}
 
     def drop_modified(self) -> None:
-        """Let go of what was changed in place since: the operator will run again instead."""
+        """Let go of what was changed in place or overwritten since: the operator will run again instead."""
         for op, calls in self.calls.items():
             for number, call in enumerate(calls):
-                if isinstance(call, Held) and not call.is_unmodified:
+                if isinstance(call, Held) and call.is_overwritten:
+                    self.let_go(op, number, Output.OVERWRITTEN)
+                elif isinstance(call, Held) and not call.is_unmodified:
                     self.let_go(op, number, Output.CHANGED)
 
     def learn_unasked(self) -> None:
@@ -150,18 +165,33 @@ def numbering_paused() -> Generator[None, None, None]:
             mode.is_paused = False
 
 
+class _Uncompared(NamedTuple):
+    """See Note [Overwritten outputs]. `call`: the operator and its number."""
+
+    held: Held
+    call: tuple[Any, int]
+    storage: torch.UntypedStorage
+    sums: torch.Tensor
+
+
 class Intake:
     """Packs outputs of operators as they come, call by call.
 
     Every call of an operator that may be held has to be counted, one that raises too: it is known by its number.
+
+    Args:
+        desk: where they are packed.
+        compares: see Note [Overwritten outputs].
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, *, compares: bool) -> None:
         self.held = HeldOutputs()
         self.saves_so_far: SavesSoFar = _unknown
         self._desk = desk
         self._pending: list[_Pending] = []
         self._by_memory: dict[int, Held] = {}
+        self._compares = compares
+        self._uncompared: list[_Uncompared] = []
 
     def count(self, op: Any) -> None:
         """A call is made: unless `take` follows, it will run again."""
@@ -194,10 +224,20 @@ class Intake:
                 for t in [out] if _sequence_type(out) is None else out:
                     held.watch(_counter(t), t._version)
 
-    def close(self) -> None:
-        """The forward has ended: from here on only `held` holds outputs, until they are handed out."""
+    def close(self, is_whole: bool) -> None:
+        """The forward has ended, or has raised: from here on only `held` holds outputs, until they are handed out."""
+        if is_whole and self._uncompared:
+            self._compare()
+        self._uncompared.clear()
         self._by_memory.clear()
         self._pending.clear()
+
+    def _compare(self) -> None:
+        with without_dispatch():
+            differ = [(sums_of(each.storage) != each.sums).any() for each in self._uncompared]
+            for each, differs in zip(self._uncompared, differ, strict=True):  # all are queued before the host waits
+                each.held.is_overwritten |= bool(differs) and each.held.is_unmodified
+                each.held.site.compared = each.call
 
     def _asked(self, args: tuple[Any, ...]) -> "_Asked":
         return _asked(self.saves_so_far(), args)
@@ -222,9 +262,19 @@ class Intake:
         for t in tensors:
             self._by_memory[_memory(t)] = held
             self.held.devices.add(t.device)
+            if site.compared != (op, number) and self._may_compare(t):
+                storage = t.untyped_storage()
+                with without_dispatch():
+                    self._uncompared.append(_Uncompared(held, (op, number), storage, sums_of(storage)))
         self.held.calls[op][number] = held
         self.held.add(held)
         return held
+
+    def _may_compare(self, t: torch.Tensor) -> bool:
+        if not self._compares:
+            return False
+        has_bytes = type(t) is torch.Tensor and t.layout is torch.strided and self._desk.visit.scope.serves(t.device)
+        return has_bytes and not self._desk.is_captured([t.device])
 
     def _note_waits(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """Hold results of collectives that somebody has waited for: by the operator, or a tensor that waits itself."""
@@ -265,7 +315,7 @@ class Holding(_Numbering):
 
     def __init__(self, desk: Desk, dear: DearOps, stays: Reason | None, sites: tuple[int, ...] | None) -> None:
         super().__init__()
-        self._intake = Intake(desk)
+        self._intake = Intake(desk, compares=desk.watch is None)
         self.held = self._intake.held
         self.close = self._intake.close
         self.inside: Counter[str] = Counter()

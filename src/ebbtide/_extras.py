@@ -1,0 +1,44 @@
+"""Packages that only one integration needs: what is said when one is not there."""
+
+import importlib.util
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from ebbtide._errors import MissingPackageError
+
+
+@contextmanager
+def extra(name: str) -> Generator[None]:
+    """Around the imports of an integration, of what `pip install 'ebbtide[name]'` brings.
+
+    Raises MissingPackageError for a package that is not installed, or that has no such module or name in this version.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not error.name:
+            raise  # a package's own words for what it could not import
+        package = error.name.partition(".")[0]
+        if is_installed(package):
+            raise MissingPackageError(
+                f"{package} {version_of(package)} has no {error.name}. Write: pip install --upgrade 'ebbtide[{name}]'"
+            ) from error
+        raise MissingPackageError(f"{package} is not installed. Write: pip install 'ebbtide[{name}]'") from error
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if "cannot import name" not in str(error) or "partially initialized" in str(error):
+            raise  # a library that does not load, or a module that imports itself
+        raise MissingPackageError(
+            f"{package} {version_of(package)}: {error.msg}. Write: pip install --upgrade 'ebbtide[{name}]'"
+        ) from error
+
+
+def is_installed(package: str) -> bool:
+    """Whether it could be imported."""
+    return package in sys.modules or bool(package and importlib.util.find_spec(package))
+
+
+def version_of(package: str) -> str:
+    """Of one that has been imported, as it says itself."""
+    return getattr(sys.modules.get(package), "__version__", "of an unknown version")

@@ -8,17 +8,26 @@ BIN := $(VENV)/bin
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
 
-test: $(VENV)/ready
-	$(BIN)/python -m pytest
+# A file is one process's. Tensors here are too small for a second core, and some tests wait for processes of their own:
+# so one more than two cores.
+JOBS ?= 3
 
-# Trainers whose pins conflict with the suite's environment: each beside it, without dependencies of its own.
-TRAINERS := torchtune axolotl
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# Trainers whose pins conflict with the suite's environment, or whose presence changes what others do there: each
+# beside it, without dependencies of its own.
+TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed
 
 test-trainers: $(TRAINERS:%=test-with-%)
 
 test-with-%: .trainers/%/ready
 	PYTHONPATH=.trainers/$* $(BIN)/python -W ignore -c "import $*"
 	PYTHONPATH=.trainers/$* $(BIN)/python -m pytest tests/trainers/test_$*.py
+
+# Where there is no CUDA, its tests have to prepare what it imports.
+test-with-fastvideo: .trainers/fastvideo/ready
+	PYTHONPATH=.trainers/fastvideo $(BIN)/python -m pytest tests/trainers/test_fastvideo.py
 
 .trainers/%/ready: tests/trainers/%.txt $(VENV)/ready
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target .trainers/$* -r $<

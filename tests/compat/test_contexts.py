@@ -1,5 +1,6 @@
 """What TRL and torchtune document of their contexts, held to an un-offloaded twin, and what theirs cannot do."""
 
+import copy
 import gc
 import inspect
 
@@ -352,3 +353,14 @@ def test_on_a_machine_without_an_accelerator_nothing_happens(monkeypatch):
         model(batch()).backward()
     assert context.stats().parcels.count == 0
     assert same(grads(model), plain_grads())
+
+
+def test_a_copy_of_a_model_has_a_head_of_its_own():
+    model = Net()
+    context = get_act_offloading_ctx_manager(model, min_offload_size=1)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        with context:
+            loss = each(batch())
+        loss.backward()
+        assert all(torch.equal(a, b) for a, b in zip(grads(each), plain_grads(), strict=True))

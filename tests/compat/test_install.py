@@ -11,7 +11,7 @@ import torch
 import trl
 from tiny_language import LANGUAGES, few_steps, language_model, losses_of, rows, tokenizer
 
-from ebbtide import ConfigError, compat
+from ebbtide import ConfigError, MissingPackageError, compat
 from ebbtide.compat import OffloadActivations
 
 
@@ -123,7 +123,7 @@ def test_an_unknown_trainer_is_an_error(trainer):
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtune") is not None, reason="it is there")
 def test_a_trainer_that_is_not_there_is_an_error_with_the_line_to_write():
-    with pytest.raises(ConfigError, match="pip install torchtune"):
+    with pytest.raises(MissingPackageError, match="pip install torchtune"):
         compat.install("torchtune")
 
 

@@ -1,5 +1,7 @@
 """transformers' own Trainer with the callback, the mixin and the arguments; and TRL's trainers that have no switch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trl
@@ -87,6 +89,8 @@ def test_figures_join_the_logs(tmp_path):
         assert entry["ebbtide/moved_gib"] > 0
         assert entry["ebbtide/stall_ms"] >= 0
         assert entry["ebbtide/host_gib"] == 0  # between steps nothing is on its way
+    assert "train_runtime" in ours.state.log_history[-1]
+    assert ours.state.log_history[-1]["ebbtide/moved_gib"] == 0  # since the log before
 
 
 def test_the_mixins_figures_are_seen_by_reporters_that_come_first(tmp_path):
@@ -130,6 +134,31 @@ def test_checkpoints_that_offload_are_refused_or_taken_over(tmp_path, name):
     ours = trained(tmp_path, callback, Reporter(), **offloading)
     assert figures[-1] > 0
     assert same(ours, trained(tmp_path, **{name: True}))
+
+
+def test_a_budget_and_checkpoints_of_the_models_own_are_refused(tmp_path):
+    class Checkpointed(Trainer):
+        def __init__(self, model, *args, **kwargs):
+            model.activation_checkpointing_enable()
+            super().__init__(model, *args, **kwargs)
+
+    with pytest.raises(ConfigError, match="the blocks of LlamaForCausalLM are checkpointed"):
+        trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), make=Checkpointed)
+    trained(tmp_path, OffloadCallback(**MOVES, budget=None, mode="all"), make=Checkpointed)
+
+
+def test_deepspeeds_offload_and_the_callback_are_refused(tmp_path):
+    """The plugin is what TrainingArguments make of `deepspeed=`, with the configuration as it was read."""
+    given = TrainingArguments(**few_steps(tmp_path))
+    model, callback = language_model(), OffloadCallback(**MOVES)
+    given.deepspeed_plugin = SimpleNamespace(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    with pytest.raises(ConfigError, match=r'"cpu_checkpointing": true .* and OffloadCallback move the same'):
+        callback.on_train_begin(given, None, None, model=model)
+    assert callback.handle is None
+    for config in ({}, {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False}}):
+        given.deepspeed_plugin = SimpleNamespace(deepspeed_config=config)
+        callback.on_train_begin(given, None, None, model=model)
+        callback.on_train_end(given, None, None)
 
 
 def test_a_budget_and_checkpoints_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scripts import ROOT, check_example
 
 from ebbtide import compat
 from ebbtide.compat import torchtune as ours
@@ -41,3 +42,7 @@ def test_an_unmodified_recipe_computes_the_same_and_moves(monkeypatch):
     assert context.stats().parcels.count > 0
     assert losses == expected
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_example_trains_and_moves(tmp_path):
+    check_example(ROOT / "examples" / "torchtune_compat.py", tmp_path)

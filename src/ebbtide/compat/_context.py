@@ -73,7 +73,9 @@ class OffloadActivations(contextlib.ContextDecorator):
         )
 
     def update_model_params(self, model: torch.nn.Module) -> None:
-        """Nothing is left to do: parameters and their views are known when they are saved, gathered ones too."""
+        """Keep the weights of `model` where they are however they are saved: detached, or what quantised ones are made
+        of. Parameters and their views are known without it, gathered ones too."""
+        self._context.know_weights(model)
 
     @staticmethod
     def is_entered() -> bool:

@@ -47,6 +47,7 @@ def get_act_offloading_ctx_manager(
     Raises ConfigError as `OffloadActivations` does.
     """
     context = OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
+    context.update_model_params(model)
     opt_out(model, warn_if_no_head)
     return context
 
@@ -108,6 +109,10 @@ class _Stays(threading.local):
 
     def __init__(self) -> None:
         self._entered: list[NoOpManager | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Stays":
+        """Of a copy of the model: its forwards are its own."""
+        return memo.setdefault(id(self), _Stays())
 
     def enter(self, *_: object) -> None:
         kept = NoOpManager() if OffloadActivations.is_entered() else None

@@ -1,21 +1,28 @@
 """Ours in the place of a trainer's own, wherever it has been imported to."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ebbtide._errors import ConfigError
-from ebbtide.compat import _context, _heads, torchtune
+from ebbtide._errors import ConfigError, MissingPackageError
+from ebbtide._extras import is_installed, version_of
+from ebbtide.compat import _context, _heads, axolotl, torchtune
 
 
 class _Home(NamedTuple):
-    """Where a trainer has its own, by name, and what takes its place."""
+    """Where a trainer has its own, by name, and what takes its place.
+
+    Attributes:
+        owner: the class that has these names, if it is not the module.
+        end: called when the trainer's own has been put back.
+    """
 
     module: str
     names: Mapping[str, Any]
+    owner: str = ""
+    end: Callable[[], None] | None = None
 
 
 _TRL = _Home(
@@ -40,14 +47,15 @@ _HOMES: Mapping[str, tuple[_Home, ...]] = {
     ),
     "axolotl": (
         _TRL,
+        _Home(axolotl.MIXINS, {"get_lora_act_offloading_ctx_manager": _heads.get_lora_act_offloading_ctx_manager}),
+        _Home(axolotl.MIXINS, {"__init__": axolotl.initialize}, owner="ActivationOffloadingMixin"),
         _Home(
-            "axolotl.core.trainers.mixins.activation_checkpointing",
+            "axolotl.monkeypatch.activation_offload_checkpoint",
             {
-                "get_lora_act_offloading_ctx_manager": _heads.get_lora_act_offloading_ctx_manager,
-                # They mend what TRL's does with streams.
-                "_patch_trl_offload_current_stream": lambda: None,
-                "_patch_trl_offload_compute_stream_clone": lambda: None,
+                "patch_hidden_states_offload": axolotl.patch_hidden_states_offload,
+                "unpatch_hidden_states_offload": axolotl.unpatch_hidden_states_offload,
             },
+            end=axolotl.unpatch_hidden_states_offload,
         ),
     ),
 }
@@ -78,55 +86,57 @@ def install(trainer: str) -> Installed:
         trainer: "trl", "axolotl" or "torchtune".
 
     Raises:
-        ConfigError: another trainer, one that is not installed, or a version of it that has nothing under these names.
+        ConfigError: another trainer, or a version of it that has nothing under these names.
+        MissingPackageError: it is not installed, or what it needs.
     """
     homes = _HOMES.get(trainer)
     if homes is None:
         raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _HOMES))}")
     found = [(home, _imported(home)) for home in homes]
     undo: list[Callable[[], None]] = []
-    for home, module in found:
+    for home, place in found:
+        if home.end is not None and any(getattr(place, name) is not ours for name, ours in home.names.items()):
+            undo.append(home.end)
         for name, ours in home.names.items():
-            undo.append(_replace(module, name, ours))
+            undo.append(_replace(place, name, ours))
     return Installed(undo)
 
 
-def _imported(home: _Home) -> ModuleType:
+def _imported(home: _Home) -> Any:
     package = home.module.partition(".")[0]
-    if not _is_there(package):
-        raise ConfigError(f"{package} is not installed here. Write: pip install {package}")
+    if not is_installed(package):
+        raise MissingPackageError(f"{package} is not installed. Write: pip install {package}")
     try:
         module = importlib.import_module(home.module)
     except ModuleNotFoundError as error:
         needed = (error.name or "").partition(".")[0]
         if needed == package:
             raise _unknown(package, f"no module {home.module}") from error
-        what = f"another version of {needed}" if _is_there(needed) else f"{needed}. Write: pip install {needed}"
-        raise ConfigError(f"{package} cannot be imported: it needs {what} ({error})") from error
-    missing = [name for name in home.names if not hasattr(module, name)]
+        what = f"another version of {needed}" if is_installed(needed) else f"{needed}. Write: pip install {needed}"
+        raise MissingPackageError(f"{package} cannot be imported: it needs {what} ({error})") from error
+    place: Any = getattr(module, home.owner, None) if home.owner else module
+    missing = [home.owner] if place is None else [name for name in home.names if not hasattr(place, name)]
     if missing:
         raise _unknown(package, f"no {', '.join(missing)} in {home.module}")
-    return module
-
-
-def _is_there(package: str) -> bool:
-    return package in sys.modules or bool(package and importlib.util.find_spec(package))
+    return place
 
 
 def _unknown(package: str, what: str) -> ConfigError:
-    version = getattr(sys.modules.get(package), "__version__", "of an unknown version")
     return ConfigError(
-        f"{package} {version} has {what}: it switches offloading on in another way than the versions that are known "
-        "here. Enter ebbtide.offload_activations() around the training step, or call ebbtide.offload(model)"
+        f"{package} {version_of(package)} has {what}: it switches offloading on in another way than the versions that "
+        "are known here. Enter ebbtide.offload_activations() around the training step, or call ebbtide.offload(model)"
     )
 
 
-def _replace(home: ModuleType, name: str, ours: object) -> Callable[[], None]:
+def _replace(home: ModuleType | type, name: str, ours: object) -> Callable[[], None]:
     """In its home, and wherever else it has been imported to under whatever name. Gives what puts it back, also where
     the trainer's own modules have found ours in between."""
     theirs = getattr(home, name)
     if theirs is ours:
         return lambda: None
+    if isinstance(home, type):
+        setattr(home, name, ours)
+        return lambda: setattr(home, name, theirs)
     places = list(_places_of(theirs))
     for namespace, key in places:
         namespace[key] = ours

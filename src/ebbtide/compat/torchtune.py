@@ -30,5 +30,6 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     context = OffloadActivations(use_streams=use_streams)
+    context.update_model_params(model)
     _heads.opt_out(model, warn_if_no_head=True)
     return context

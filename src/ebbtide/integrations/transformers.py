@@ -1,51 +1,21 @@
 """transformers' Trainer and its subclasses, those of TRL too: a callback, a mixin, and arguments for a parser."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 import ebbtide
-from ebbtide._bytes import GIB
 from ebbtide._errors import ConfigError
-from ebbtide.engine.ledger import Stats
+from ebbtide._extras import extra
+from ebbtide.integrations._alone import check_alone, check_deepspeed
+from ebbtide.integrations._arguments import OffloadArguments
+from ebbtide.integrations._figures import Figures
+
+with extra("transformers"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["ActivationOffloadingMixin", "OffloadArguments", "OffloadCallback"]
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # as of transformers 5.2x, and before
-
-
-@dataclass
-class OffloadArguments:
-    """Settings of `ebbtide.offload` for HfArgumentParser, each behind "offload_"; what is not given is left to it."""
-
-    offload_budget: str | None = field(
-        default=None, metadata={"help": "The peak of device memory to stay under: '40GiB', or a share such as 0.8."}
-    )
-    offload_mode: str | None = field(default=None, metadata={"help": "'auto', 'all' or 'off'."})
-    offload_recipe: str | None = field(
-        default=None, metadata={"help": "'keep', 'offload', 'recompute' or 'selective', for all blocks."}
-    )
-    offload_profile: str | None = field(default=None, metadata={"help": "The path of a profile's file."})
-    offload_store: str | None = field(default=None, metadata={"help": "'host', 'disk', 'disk:/folder' or 'mock'."})
-    offload_host_limit: str | None = field(default=None, metadata={"help": "Most host memory to take: '64GiB'."})
-
-    def settings(self) -> dict[str, Any]:
-        """Keywords of `ebbtide.offload`. Raises nothing: what is wrong with them is said there."""
-        names = [each.name for each in fields(OffloadArguments)]  # of a subclass the others are its own
-        values = {name.removeprefix("offload_"): getattr(self, name) for name in names}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        if "budget" in given:
-            given["budget"] = _share_or_text(given["budget"])
-        return given
-
-
-def _share_or_text(budget: str) -> float | str:
-    """A parser knows text only, and a share is a number; one that is larger is bytes."""
-    try:
-        share = float(budget)
-    except ValueError:
-        return budget
-    return share if share <= 1 else budget
 
 
 class OffloadCallback(TrainerCallback):
@@ -60,7 +30,8 @@ class OffloadCallback(TrainerCallback):
         takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves, instead of an error.
         settings: of `ebbtide.offload`.
 
-    Raises ConfigError at the beginning of a training in which something else moves the same.
+    Raises ConfigError at the beginning of a training in which something else moves the same. A training that raises
+    does not end: the next one with this callback takes the handle off, or `callback.handle.remove()` does.
     """
 
     def __init__(self, *, takes_over: bool = False, **settings: Any) -> None:
@@ -69,7 +40,7 @@ class OffloadCallback(TrainerCallback):
         self.joins_logs = True
         self._takes_over = takes_over
         self._settings = settings
-        self._before = Stats()
+        self._figures = Figures([])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -77,7 +48,7 @@ class OffloadCallback(TrainerCallback):
         self._remove()  # of a training that failed
         self._check_alone(args, given["model"])
         self.handle = ebbtide.offload(given["model"], **self._settings)
-        self._before = self.handle.stats()
+        self._figures = Figures([self.handle])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._remove()
@@ -97,16 +68,7 @@ class OffloadCallback(TrainerCallback):
 
     def figures(self) -> dict[str, float]:
         """Since they were asked for last; none outside of a training."""
-        if self.handle is None:
-            return {}
-        before, now = self._before, self.handle.stats()
-        self._before = now
-        stall_s = now.stall_forward_s + now.stall_backward_s - before.stall_forward_s - before.stall_backward_s
-        return {
-            "ebbtide/moved_gib": (now.out.nbytes - before.out.nbytes) / GIB,
-            "ebbtide/stall_ms": stall_s * 1e3,
-            "ebbtide/host_gib": now.host_bytes / GIB,
-        }
+        return {} if self.handle is None else self._figures.read()
 
     def _remove(self) -> None:
         if self.handle is not None:
@@ -116,8 +78,9 @@ class OffloadCallback(TrainerCallback):
     def _check_alone(self, args: TrainingArguments, model: Any) -> None:
         if getattr(args, "activation_offloading", False):
             raise ConfigError("activation_offloading= and OffloadCallback move the same: leave one of them out")
+        check_deepspeed(getattr(args, "deepspeed_plugin", None), "OffloadCallback")
         checkpoints = any(getattr(args, name, False) for name in _CHECKPOINTING)
-        if checkpoints and "budget" in self._settings:
+        if checkpoints and self._settings.get("budget") is not None:
             raise ConfigError(
                 "a budget decides what runs again, and checkpointing does too: leave activation_checkpointing= (or "
                 "gradient_checkpointing=) out"
@@ -130,6 +93,7 @@ class OffloadCallback(TrainerCallback):
                     "them out, or write takes_over=True here"
                 )
             _without_offload(model, kwargs)
+        check_alone(model, self._settings, "OffloadCallback")  # what was switched on beside the arguments
 
 
 def _checkpointing_kwargs(args: TrainingArguments) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""Diffusion transformers as diffusers and FastVideo train them: one call, and flags for a training script.
+
+Neither package is imported: what is given are modules, and pipelines of either.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import ebbtide
+from ebbtide._errors import ConfigError, EbbtideError, ModuleError
+from ebbtide._regions import called, find_regions
+from ebbtide.engine.ledger import Stats
+from ebbtide.integrations._alone import check_alone
+from ebbtide.integrations._arguments import OffloadArguments
+
+__all__ = ["OffloadArguments", "OffloadedTransformers", "add_arguments", "offload_transformers", "settings_of"]
+
+_FLAG = "activation-offloading"
+_HELD_BY = ("trainable_transformer_modules", "components")  # by pipelines of FastVideo, of diffusers
+
+
+class OffloadedTransformers:
+    """What `offload_transformers` returns: a handle for each transformer, all of them at once."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, ebbtide.OffloadHandle] = {}
+        """By the name that a pipeline has for it, else by its class."""
+
+    def stats(self) -> dict[str, Stats]:
+        """Totals since `offload_transformers`, by transformer."""
+        return {name: handle.stats() for name, handle in self.handles.items()}
+
+    def report(self) -> str:
+        """The figures of `stats` as tables."""
+        return "\n".join(f"{name}: {handle.report()}" for name, handle in self.handles.items())
+
+    def profiles(self) -> dict[str, ebbtide.Profile]:
+        """What a step was measured to do, of the transformers that have been measured: bytes and seconds of each block
+        and each save. Nothing is measured where settings (`mode`, `recipe`, ...) leave nothing to the planner:
+        `ebbtide.measure(model, batch)` does it there."""
+        profiles = {name: handle.profile for name, handle in self.handles.items()}
+        return {name: profile for name, profile in profiles.items() if profile is not None}
+
+    def memory_profile(self) -> str:
+        """Tables of what blocks save and need, and of the plans with the peaks they predict; see `profiles`."""
+        tables = (f"{name}: {profile}\n{self.handles[name].plan}" for name, profile in self.profiles().items())
+        return "\n".join(tables) or "no profile: the planner measures the first three steps, if it is asked to plan"
+
+    def remove(self) -> None:
+        """Undo `offload_transformers`. Graphs under way still run backward."""
+        for handle in self.handles.values():
+            handle.remove()
+
+
+def offload_transformers(*given: Any, **settings: Any) -> OffloadedTransformers:
+    """`ebbtide.offload` for every transformer that trains, each once::
+
+        offloaded = offload_transformers(transformer)               # what the link carries with no slower step
+        offloaded = offload_transformers(pipeline, budget="40GiB")  # all of it that trains
+        ...  # train as before
+        print(offloaded.report(), offloaded.memory_profile())
+        offloaded.remove()
+
+    Call it once it is settled what trains (`requires_grad_()`, `add_adapter()`, FastVideo's `set_trainable()`), before
+    or after checkpointing is switched on and before or after DDP, FSDP2 or compile(). What is frozen is left alone.
+
+    Args:
+        given: transformers, modules that only hold some (a ModuleDict, FastVideo's TrainingMethod), and pipelines of
+            diffusers or FastVideo.
+        settings: of `ebbtide.offload`, for each of them.
+
+    Returns:
+        The handles, by name.
+
+    Raises:
+        ConfigError: what is given is something else, a budget where blocks are checkpointed, blocks in torch's
+            offload_wrapper, one file of a profile for several transformers, or a setting that cannot be.
+        ModuleError: nothing that is given trains, one that does has no repeated blocks, or has a handle already. None
+            of the transformers is offloaded then.
+        PlanError, DeviceError: as `ebbtide.offload` does.
+    """
+    found = _without_nested([each for one in given for each in _found_in(one)])
+    trained = _by_name([(name, module) for name, module in found if any(p.requires_grad for p in module.parameters())])
+    if settings.get("mode") != "off":
+        _check(trained, [name for name, _ in found], settings)
+    offloaded = OffloadedTransformers()
+    try:
+        for name, module in trained.items():
+            offloaded.handles[name] = ebbtide.offload(module, **settings)
+    except EbbtideError:
+        offloaded.remove()
+        raise
+    return offloaded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--activation-offloading` and settings, `--offload-budget 40GiB` and those that `OffloadArguments` has, with
+    dashes or underscores. `settings_of` reads them."""
+    group = parser.add_argument_group("activation offloading")
+    group.add_argument(*_spellings(_FLAG), action="store_true", help="Move activations out of device memory.")
+    for each in fields(OffloadArguments):
+        group.add_argument(*_spellings(each.name.replace("_", "-")), help=each.metadata["help"])
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of `offload_transformers` as a parser with `add_arguments` has read them; `{"mode": "off"}` without the
+    flag. Raises ConfigError for settings without the flag."""
+    names = [each.name for each in fields(OffloadArguments)]
+    settings = OffloadArguments(**{name: getattr(args, name) for name in names}).settings()
+    if args.activation_offloading:
+        return settings
+    if settings:
+        raise ConfigError(f"--offload-{next(iter(settings)).replace('_', '-')} does nothing without --{_FLAG}: add it")
+    return {"mode": "off"}
+
+
+def _spellings(option: str) -> list[str]:
+    return [f"--{option}", f"--{option.replace('-', '_')}"]
+
+
+def _found_in(given: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that `given` stands for, with their names in it."""
+    if isinstance(given, torch.nn.Module):
+        for name, module in called(given, ""):
+            yield name.strip(".") or type(module).__name__, module
+        return
+    held: list[Any] = [getattr(given, name) for name in _HELD_BY if isinstance(getattr(given, name, None), Mapping)]
+    if not held:
+        raise ConfigError(
+            f"{type(given).__name__} is no module and no pipeline of diffusers or FastVideo: give the transformers"
+        )
+    for name, module in cast("Mapping[str, Any]", held[0]).items():
+        if isinstance(module, torch.nn.Module):
+            yield name, module
+
+
+def _without_nested(found: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+    """Each module once, and none that is inside of another: DDP(model) stands for model too."""
+    once = {module: name for name, module in reversed(found)}
+    inside = {inner for module in once for inner in module.modules() if inner is not module}
+    return [(name, module) for module, name in reversed(once.items()) if module not in inside]
+
+
+def _by_name(found: list[tuple[str, torch.nn.Module]]) -> dict[str, torch.nn.Module]:
+    """Two of one class are told apart by a number."""
+    named: dict[str, torch.nn.Module] = {}
+    for name, module in found:
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        named[next(free for free in itertools.chain([name], numbered) if free not in named)] = module
+    return named
+
+
+def _check(trained: Mapping[str, torch.nn.Module], found: list[str], settings: Mapping[str, Any]) -> None:
+    if not trained:
+        raise ModuleError(
+            f"nothing of what is given ({', '.join(found) or 'no module'}) trains: call offload_transformers() after "
+            "requires_grad_(), add_adapter() or set_trainable()"
+        )
+    if len(trained) > 1 and isinstance(settings.get("profile"), str | Path):
+        raise ConfigError(
+            f"profile={str(settings['profile'])!r} is the file of one transformer, and {len(trained)} train "
+            f"({', '.join(trained)}): call offload_transformers() for each of them, with a file of its own"
+        )
+    for name, module in trained.items():
+        if not find_regions(module):
+            raise ModuleError(
+                f"{name} ({type(module).__name__}) trains and has no repeated blocks (a ModuleList of two or more of "
+                "one class): freeze it if it is not to be trained, or use ebbtide.offload_activations() around its "
+                "forward"
+            )
+        check_alone(module, settings, "offload_transformers()")

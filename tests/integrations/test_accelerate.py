@@ -1,0 +1,95 @@
+"""accelerate's own loop on one process; on several see test_sharded.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from cases import Transformer, make, tokens
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+from ebbtide import ConfigError, ModuleError
+from ebbtide.integrations.accelerate import offload
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
+
+CPU = torch.device("cpu")
+ALL = {"store": "mock", "min_bytes": 1, "mode": "all", "window": "1KiB"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained(order=None, settings=ALL, **about):
+    """Losses and weights of a loop that accumulates two batches; `order`: offloaded before or after it is prepared."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **about)
+    model = make(Transformer, CPU)
+    handle = offload(accelerator, model, **settings) if order == "before" else None
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    if order == "after":
+        handle = offload(accelerator, model, **settings)
+    losses = []
+    for step in range(8):
+        with accelerator.accumulate(model):
+            loss = model(tokens(CPU, step))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, list(accelerator.unwrap_model(model).parameters()), handle
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("about", [{}, {"mixed_precision": "bf16"}], ids=str)
+def test_a_loop_computes_the_same(order, about):
+    expected, weights, _ = trained(**about)
+    losses, ours, handle = trained(order, **about)
+    assert losses == expected
+    assert len(set(losses)) > 1
+    assert all(torch.equal(p, q) for p, q in zip(ours, weights, strict=True))
+    assert handle.stats().out.nbytes > 0
+
+
+def test_with_a_budget():
+    expected, weights, _ = trained()
+    losses, ours, handle = trained("after", {"store": "mock", "min_bytes": 1, "budget": "64GiB"})
+    assert losses == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours, weights, strict=True))
+    assert handle.plan.predicted is not None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings", "message"),
+    [
+        ({"activation_checkpointing_offload": True}, {}, "activation_checkpointing_offload=True .* move the same"),
+        ({"activation_checkpointing": True}, {"budget": "8GiB"}, "activation_checkpointing=True of the FSDP plugin"),
+    ],
+)
+def test_plugins_that_do_the_same_are_refused(plugin, settings, message):
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin)))
+    with pytest.raises(ConfigError, match=message):
+        offload(accelerator, make(Transformer, CPU), **settings)
+
+
+def test_deepspeeds_offload_is_refused():
+    plugin = SimpleNamespace(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ConfigError, match=r'"cpu_checkpointing": true .* move the same'):
+        offload(accelerator, make(Transformer, CPU))
+
+
+def test_blocks_that_offload_and_a_second_time_are_refused():
+    accelerator = Accelerator(cpu=True)
+    model = make(Transformer, CPU)
+    offload(accelerator, model, **ALL)
+    with pytest.raises(ModuleError, match="already applied"):
+        offload(accelerator, model, **ALL)
+    model = make(Transformer, CPU)
+    model.layers[0] = offload_wrapper(model.layers[0])
+    with pytest.raises(ConfigError, match="in offload_wrapper"):
+        offload(accelerator, model, **ALL)

@@ -1,0 +1,158 @@
+"""Two processes on gloo: accelerate's DDP and FSDP2, and transformers' Trainer with `fsdp`, against a twin."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = 2
+ALL = {"store": "mock", "min_bytes": 1, "mode": "all", "window": "1KiB"}
+
+
+def shard_on_the_cpu():
+    """accelerate shards on accelerators only: where processes are on CPUs it leaves the FSDP plugin out, silently."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def accelerated(is_offloaded, folder, kind):
+    """Losses, weights and what was moved, of accelerate's own loop."""
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from cases import Transformer, make, tokens
+
+    from ebbtide.integrations.accelerate import offload
+
+    plugin = None
+    if kind == "fsdp2":
+        shard_on_the_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    model = make(Transformer, torch.device("cpu"))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    handle = offload(accelerator, model, **ALL) if is_offloaded else None
+    losses = []
+    for step in range(6):
+        with accelerator.accumulate(model):
+            loss = model(tokens(torch.device("cpu"), 10 * step + accelerator.process_index))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    sharded = sum(type(p).__name__ == "DTensor" for p in model.parameters())
+    return losses, weights_of(model), 0 if handle is None else handle.stats().out.nbytes, sharded
+
+
+def transformers_trainer(is_offloaded, folder, kind):
+    import torch
+    from tiny_language import few_steps, language_model, losses_of, rows, tokenizer
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+
+    from ebbtide.integrations.transformers import OffloadCallback
+
+    callback = OffloadCallback(**ALL)
+    seen = [0]
+
+    class Watcher(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(0 if callback.handle is None else callback.handle.stats().out.nbytes)
+
+    words = tokenizer()
+    given = TrainingArguments(
+        **few_steps(folder),
+        gradient_accumulation_steps=2,
+        fsdp=True,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    )
+    shard_on_the_cpu()
+    trainer = Trainer(
+        language_model(),
+        given,
+        train_dataset=rows("text").map(lambda row: words(row["text"]), remove_columns=["text"]),
+        data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+        callbacks=[callback, Watcher()] if is_offloaded else [],
+    )
+    torch.manual_seed(0)
+    trainer.train()
+    sharded = sum(type(p).__name__ == "DTensor" for p in trainer.model.parameters())
+    return losses_of(trainer), weights_of(trainer.model), seen[-1], sharded
+
+
+def weights_of(model):
+    """The rank's own part of each, bit for bit."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return [p.detach().contiguous().numpy().tobytes().hex() for p in local]
+
+
+def main(run, kind, is_offloaded, folder):
+    import torch
+
+    torch.set_num_threads(1)
+    result = globals()[run](is_offloaded == "True", folder, kind)
+    Path(f"{folder}/{is_offloaded}{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    os._exit(0)  # threads of gloo do not always end in good order with the interpreter
+
+
+def launched(run, kind, is_offloaded, folder, port):
+    """What each rank writes down, of processes as torchrun starts them."""
+    paths = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        **({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if kind == "fsdp2" else {}),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, run, kind, str(is_offloaded), str(folder)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        errors = [process.communicate(timeout=400)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * RANKS, errors
+    return [json.loads((folder / f"{is_offloaded}{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def a_free_port():
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"), [("accelerated", "ddp"), ("accelerated", "fsdp2"), ("transformers_trainer", "fsdp2")]
+)
+def test_two_processes_compute_the_same(tmp_path, run, kind):
+    ours = launched(run, kind, True, tmp_path, a_free_port())
+    twin = launched(run, kind, False, tmp_path, a_free_port())
+    for (losses, weights, moved, sharded), (expected, same, _, _) in zip(ours, twin, strict=True):
+        assert losses == expected
+        assert weights == same
+        assert moved > 0
+        assert (sharded == len(weights)) == (kind == "fsdp2")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

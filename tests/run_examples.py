@@ -1,0 +1,50 @@
+"""Runs examples one after the other, each in a fork of one process that has imported what takes long.
+
+python run_examples.py < lines of JSON: where it runs, the script, its arguments. What it prints is in `out` there, and
+how it ended in `code`.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+PACKAGES = ("accelerate", "diffusers", "lightning.pytorch", "peft", "transformers", "trl")
+
+
+def run(folder, script, arguments):
+    """In this process, which ends with it."""
+    code = 1
+    try:
+        os.chdir(folder)
+        out = os.open("out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except BaseException:  # a SystemExit with a code is a failure too
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main():
+    for package in PACKAGES:
+        importlib.import_module(package)
+    for line in sys.stdin:
+        folder, script, arguments = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            run(folder, script, arguments)
+        _, status = os.waitpid(child, 0)
+        (Path(folder) / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Examples, run as their docstrings say."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def check_example(path, folder):
+    """In `folder`, by the first such line of its docstring: it prints losses that differ, and that bytes moved. Gives
+    what it prints."""
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments_of(path)],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    check_output(done.returncode, done.stdout)
+    return done.stdout
+
+
+def arguments_of(path):
+    described = ast.get_docstring(ast.parse(path.read_text()))
+    line = re.search(rf"^python examples/{re.escape(path.name)}(.*)$", described, re.MULTILINE)
+    assert line is not None, f"{path.name} does not say how to run it"
+    return shlex.split(line[1])
+
+
+def environment():
+    search = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, search)), "OMP_NUM_THREADS": "1"}
+
+
+def check_output(code, printed):
+    assert code == 0, printed[-4000:]
+    assert "EbbtideWarning" not in printed
+    losses = re.findall(r"loss:? +(-?\d+\.\d+)", printed)
+    assert len(set(losses)) > 2, printed
+    moved = re.findall(r"([\d.]+) [KMG]iB moved out", printed)
+    assert moved, printed
+    assert all(float(each) > 0 for each in moved)

@@ -140,6 +140,31 @@ def _predictions(name: str, result: dict[str, Any]) -> Iterator[Bar]:
         yield Bar(f"P6-{name}-{what.partition('_')[0]}", max(errors), most, f"largest error of the {unit}, {name}")
 
 
+def _sft(result: dict[str, Any]) -> Iterator[Bar]:
+    modes = result["modes"]
+    ours, trls = modes["checkpoint, ebbtide"], modes["checkpoint, TRL's offloading"]
+    yield Bar(
+        "T1", _time_ratio(ours, modes["checkpoint"]), 1.02, "x checkpointing's step, TRL's switch through install"
+    )
+    yield Bar("T1-peak", ours["peak_gib"] / trls["peak_gib"], 1.0, "x the peak of TRL's own")
+    unequal = result["steps_compared"] - result["equal_losses"]
+    yield Bar("T1-bits", unequal, 0, "losses that differ from checkpointing's, of 20 steps")
+
+
+def _sft_adapter(result: dict[str, Any]) -> Iterator[Bar]:
+    ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
+    yield Bar("T2", _time_ratio(ours, plain), 1.005, "x plain step, LoRA: no budget")
+    yield Bar("T2-moved", ours["moved_bytes_in_a_step"], 1, "bytes moved in a step", is_floor=True)
+
+
+def _wan(result: dict[str, Any]) -> Iterator[Bar]:
+    """The peaks are the device's, with parameters and gradients."""
+    ours, plain = result["modes"]["three quarters"], result["modes"]["nothing"]
+    peaks = [result["base_gib"] + mode["act_peak_gib"] for mode in (ours, plain)]
+    yield Bar("T3", _time_ratio(ours, plain), 1.02, "x plain step: budget of three quarters of its peak")
+    yield Bar("T3-peak", 1 - peaks[0] / peaks[1], 0.25, "of the plain peak saved", is_floor=True)
+
+
 def _time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
     return mode["step_ms"]["median"] / base["step_ms"]["median"]
 
@@ -162,6 +187,9 @@ _JUDGES = {
     "B-32k-plans": lambda result: (*_long_plans(result), *_predictions("B", result)),
     "MoE-plans": lambda result: _predictions("MoE", result),
     "ViT-plans": lambda result: _predictions("ViT", result),
+    "T1": _sft,
+    "T2": _sft_adapter,
+    "T3": _wan,
     "host-cost": _host_cost,
     "races": _races,
     "demo": _demo,

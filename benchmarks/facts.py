@@ -5,7 +5,7 @@ import importlib.metadata
 import subprocess
 import sys
 
-PACKAGES = ("torch", "transformers", "trl", "triton")
+PACKAGES = ("torch", "transformers", "trl", "triton", "diffusers")
 
 
 def facts(command: str, device: str, commit: str | None = None) -> dict[str, object]:

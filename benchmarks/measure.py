@@ -58,21 +58,46 @@ def one_step(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], contex
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    forward_start, forward_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start = time.perf_counter()
-    forward_start.record()
+    clock = _Clock()
     with context():
         loss = loss_of()
-    forward_end.record()
+    clock.forward_ends()
     loss.backward()
-    issued_ms = (time.perf_counter() - start) * 1e3
-    torch.cuda.synchronize()
-    step_ms = (time.perf_counter() - start) * 1e3
-    peak = torch.cuda.max_memory_allocated() - before
-    return Step(step_ms, forward_start.elapsed_time(forward_end), issued_ms, peak, loss.item())
+    return clock.step_ends(loss)
+
+
+class _Clock:
+    """Starts with a step. Without an accelerator it is the host's, and no bytes are counted."""
+
+    def __init__(self) -> None:
+        self._has_device = torch.cuda.is_available()
+        self._before = 0
+        self._forward: list[torch.cuda.Event] = []
+        if self._has_device:
+            torch.cuda.synchronize()
+            self._before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._forward = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._start = time.perf_counter()
+        if self._has_device:
+            self._forward[0].record()
+
+    def forward_ends(self) -> None:
+        self._forward_ms = self._ms()
+        if self._has_device:
+            self._forward[1].record()
+
+    def step_ends(self, loss: torch.Tensor) -> Step:
+        issued_ms = self._ms()
+        if not self._has_device:
+            return Step(issued_ms, self._forward_ms, issued_ms, 0, loss.item())
+        torch.cuda.synchronize()
+        step_ms = self._ms()
+        peak = torch.cuda.max_memory_allocated() - self._before
+        return Step(step_ms, self._forward[0].elapsed_time(self._forward[1]), issued_ms, peak, loss.item())
+
+    def _ms(self) -> float:
+        return (time.perf_counter() - self._start) * 1e3
 
 
 def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context, count: int) -> Measured:

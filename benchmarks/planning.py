@@ -40,11 +40,11 @@ def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str
     first = _first_figures(model, loss_of, workload)
     budgets = {"checkpoint's peak": base_bytes + first["checkpoint"]}
     budgets |= {f"{gib} GiB": base_bytes + gib * GIB for gib in workload.budgets_gib}
-    plans = {key: _settled(model, loss_of, nbytes) for key, nbytes in budgets.items()}
+    plans = {key: settle(model, loss_of, nbytes) for key, nbytes in budgets.items()}
     if workload.fits_plain:
-        plans["auto"] = _settled(model, loss_of, None)
+        plans["auto"] = settle(model, loss_of, None)
     modes: dict[str, Callable[[], contextlib.AbstractContextManager[Context]]] = {
-        key: functools.partial(_planned, model, settled.plan) for key, settled in plans.items()
+        key: functools.partial(planned, model, settled.plan) for key, settled in plans.items()
     }
     modes = {key: functools.partial(prepared, key, model) for key in first} | modes
     parts: dict[str, list[Measured]] = {key: [] for key in modes}
@@ -52,9 +52,9 @@ def measure_plans(name: str, device: torch.device, count: int) -> tuple[dict[str
         for key, mode in modes.items():
             with mode() as context:
                 parts[key].append(steps(model, loss_of, context, -(-2 * count // workload.rounds)))
-            _tidy()
+            tidy()
     result: dict[str, object] = {"modes": {key: merged(measured).summary() for key, measured in parts.items()}}
-    result["plans"] = {key: _about(settled, base_bytes) for key, settled in plans.items()}
+    result["plans"] = {key: about(settled, base_bytes) for key, settled in plans.items()}
     result["budgets_gib"] = {key: (nbytes - base_bytes) / GIB for key, nbytes in budgets.items()}
     result["steady"] = {key: _steady(model, loss_of, settled.plan, count) for key, settled in plans.items()}
     if "auto" in plans:
@@ -73,7 +73,7 @@ def _base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], wor
     mode = "nothing" if workload.fits_plain else "checkpoint"
     with prepared(mode, model) as context:
         one_step(model, loss_of, context)
-    _tidy()
+    tidy()
     return torch.cuda.memory_allocated()
 
 
@@ -85,13 +85,15 @@ def _first_figures(
     for mode in workload.neighbours:
         with prepared(mode, model) as context:
             peaks[mode] = max(step.act_peak_bytes for step in steps(model, loss_of, context, 2).steps)
-        _tidy()
+        tidy()
     return peaks
 
 
-def _settled(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget_bytes: int | None) -> Settled:
+def settle(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget_bytes: int | None, **settings: object
+) -> Settled:
     """After the steps that a user's run would begin with."""
-    handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT)
+    handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT, **settings)
     settling: list[dict[str, float]] = []
     try:
         for _ in range(SETTLING):
@@ -109,19 +111,19 @@ def _settled(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget
         return Settled(handle.plan, profile, settling)
     finally:
         handle.remove()
-        _tidy()
+        tidy()
 
 
 @contextlib.contextmanager
-def _planned(model: torch.nn.Module, plan: ebbtide.Plan) -> Iterator[Context]:
-    handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
+def planned(model: torch.nn.Module, plan: ebbtide.Plan, **settings: object) -> Iterator[Context]:
+    handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT, **settings)
     try:
         yield contextlib.nullcontext
     finally:
         handle.remove()
 
 
-def _about(settled: Settled, base_bytes: int) -> dict[str, object]:
+def about(settled: Settled, base_bytes: int) -> dict[str, object]:
     plan = settled.plan
     predicted = plan.predicted
     assert predicted is not None
@@ -157,7 +159,7 @@ def _steady(
         after = handle.stats()
     finally:
         handle.remove()
-        _tidy()
+        tidy()
     return {
         "released_bytes": sum(released),
         "forward_s": forward_ms / 1e3,
@@ -171,11 +173,11 @@ def _kernels(
 ) -> dict[str, dict[str, float]]:
     found = {"nothing": kernel_times(model, loss_of, contextlib.nullcontext)}
     for key, settled in plans.items():
-        with _planned(model, settled.plan) as context:
+        with planned(model, settled.plan) as context:
             for _ in range(3):
                 one_step(model, loss_of, context)
             found[key] = kernel_times(model, loss_of, context)
-        _tidy()
+        tidy()
     return found
 
 
@@ -210,9 +212,9 @@ def _timed(model: torch.nn.Module, batches: list[Callable[[], torch.Tensor]]) ->
 def _predicted(
     model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan, base_bytes: int, count: int
 ) -> dict[str, float]:
-    with _planned(model, plan) as context:
+    with planned(model, plan) as context:
         measured: list[Step] = steps(model, loss_of, context, max(2, count)).steps
-    _tidy()
+    tidy()
     predicted = plan.predicted
     assert predicted is not None
     return {
@@ -223,6 +225,6 @@ def _predicted(
     }
 
 
-def _tidy() -> None:
+def tidy() -> None:
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
 
     python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--plans A A-compiled B-32k MoE ViT]
-        [--steps 5] [--out benchmarks/results] [--commit HASH]
+        [--trainers T1 T2 T3] [--beside A] [--steps 5] [--out benchmarks/results] [--commit HASH]
 
 All modes of a workload run in one process on one model, so that their ratios mean something.
 """
@@ -12,12 +12,15 @@ import json
 import statistics
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 import ebbtide
 from benchmarks import bars
+from benchmarks.beside import measure_beside
 from benchmarks.facts import facts
 from benchmarks.host_cost import host_cost_us
 from benchmarks.measure import link_rate, one_step, steps
@@ -25,6 +28,7 @@ from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifie
 from benchmarks.planning import measure_plans
 from benchmarks.recipes import measure_recipes
 from benchmarks.steady import steady_state
+from benchmarks.trainers import TRAINERS
 from benchmarks.workloads import PLANNED, WORKLOADS, Workload, build
 
 
@@ -48,9 +52,15 @@ def main() -> None:
     for name in options.plans:
         measured, profile = measure_plans(name, device, options.steps)
         results[f"{name}-plans"] = {**about, "link": link, **measured}
+        _write(options.out, results, {name: profile})
+        _clean()
+    for name in options.trainers:
+        results[name] = {**about, "link": link, **TRAINERS[name].measure(device, options.steps)}
         _write(options.out, results)
-        (options.out / "profiles").mkdir(exist_ok=True)
-        profile.save(options.out / "profiles" / f"{name}.json")  # for `ebbtide plan`, which needs no accelerator
+        _clean()
+    for name in options.beside:
+        results[f"{name}-beside"] = {**about, "link": link, **measure_beside(WORKLOADS[name], device, options.steps)}
+        _write(options.out, results)
         _clean()
 
 
@@ -67,6 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="*", default=["A", "B-32k"], choices=sorted(WORKLOADS))
     plans = ["A", "A-compiled", "B-32k", "MoE", "ViT"]
     parser.add_argument("--plans", nargs="*", default=plans, choices=sorted(PLANNED))
+    trainers = [name for name, trainer in TRAINERS.items() if trainer.is_available]
+    parser.add_argument("--trainers", nargs="*", default=trainers, choices=sorted(TRAINERS))
+    parser.add_argument("--beside", nargs="*", default=["A"], choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")
@@ -134,10 +147,15 @@ def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 40) -> float:
     return statistics.median(times["hooked"][2:]) / statistics.median(times["plain"][2:])
 
 
-def _write(folder: Path, results: dict[str, dict[str, object]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def _write(
+    folder: Path, results: dict[str, dict[str, object]], profiles: Mapping[str, ebbtide.Profile] = MappingProxyType({})
+) -> None:
+    """Profiles are for `ebbtide plan`, which needs no accelerator."""
+    (folder / "profiles").mkdir(parents=True, exist_ok=True)
     for name, result in results.items():
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name, profile in profiles.items():
+        profile.save(folder / "profiles" / f"{name}.json")
     (folder / "bars.json").write_text(json.dumps(bars.judge(folder), indent=1) + "\n")
 
 

@@ -57,7 +57,7 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
         attn_implementation="sdpa",
         use_cache=False,
     )
-    model = _training(lambda: LlamaForCausalLM(config), device)
+    model = training(lambda: LlamaForCausalLM(config), device)
     if workload.is_compiled:
         for layer in model.model.layers:
             layer.compile()
@@ -65,7 +65,7 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
     return model, lambda: model(input_ids=ids, labels=ids).loss
 
 
-def _training(make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
+def training(make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
     """In bf16, the same random weights every time."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -129,7 +129,7 @@ def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    model = _training(lambda: MixtralForCausalLM(config), device)
+    model = training(lambda: MixtralForCausalLM(config), device)
     return model, _token_losses(model, 32000, 4, 4096, device)
 
 
@@ -145,7 +145,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
         num_labels=1000,
         attn_implementation="sdpa",
     )
-    model = _training(lambda: ViTForImageClassification(config), device)
+    model = training(lambda: ViTForImageClassification(config), device)
 
     def loss_of(share: float) -> Callable[[], torch.Tensor]:
         count = int(128 * share)

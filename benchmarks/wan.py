@@ -1,0 +1,102 @@
+"""Training a video transformer with Wan 1.3B's shapes: plain, planned without a budget, and planned for a budget of three
+quarters of the plain peak. All modes in one process on one model."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.measure import Measured, merged, steps
+from benchmarks.modes import prepared
+from benchmarks.planning import about, planned, settle, tidy
+from benchmarks.workloads import training
+from ebbtide._bytes import GIB
+
+_ROUNDS = 4
+_BUDGET = 0.74  # of the plain peak, parameters and gradients with it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a video transformer and its latents; patches are 1 x 2 x 2."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    ffn: int
+    text_dim: int
+    text_tokens: int
+    frames: int
+    height: int
+    width: int
+
+
+WAN_1B = Shape(30, 12, 128, 8960, 4096, 512, frames=16, height=64, width=64)  # 16384 tokens
+TINY = Shape(3, 2, 16, 64, 32, 8, frames=2, height=8, width=8)
+_CHANNELS = 16
+
+
+def _wan(shape: Shape, device: torch.device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """Flow matching on Wan's transformer in diffusers: nothing of a pipeline is needed."""
+    from diffusers import WanTransformer3DModel
+
+    make = functools.partial(
+        WanTransformer3DModel,
+        num_attention_heads=shape.heads,
+        attention_head_dim=shape.head_dim,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        text_dim=shape.text_dim,
+        freq_dim=256,
+        ffn_dim=shape.ffn,
+        num_layers=shape.layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
+    model = training(make, device)
+    like = {"device": device, "dtype": torch.bfloat16}
+    size = (1, _CHANNELS, shape.frames, shape.height, shape.width)
+    latents, noise = torch.randn(size, **like), torch.randn(size, **like)
+    sigma = torch.full((1,), 0.7, **like)
+    noisy, target = (1 - sigma) * latents + sigma * noise, (noise - latents).float()
+    text = torch.randn(1, shape.text_tokens, shape.text_dim, **like)
+
+    def loss_of() -> torch.Tensor:
+        told = model(hidden_states=noisy, timestep=sigma * 1000, encoder_hidden_states=text, return_dict=False)[0]
+        return torch.nn.functional.mse_loss(told.float(), target)
+
+    return model, loss_of
+
+
+def measure_wan(shape: Shape, device: torch.device, count: int, **settings: object) -> dict[str, object]:
+    """Its modes in turns, and what the planner settled on.
+
+    Args:
+        count: half of the steps of each mode that are timed.
+        settings: of `ebbtide.offload`.
+    """
+    model, loss_of = _wan(shape, device)
+    with prepared("nothing", model) as context:
+        steps(model, loss_of, context, 1)  # gradients are there from here on
+        plain_bytes = steps(model, loss_of, context, 1).steps[0].act_peak_bytes
+    plans = {"auto": settle(model, loss_of, None, **settings)}
+    base_bytes = plans["auto"].profile.base_bytes
+    if plain_bytes > 0:
+        plans["three quarters"] = settle(model, loss_of, int(_BUDGET * (base_bytes + plain_bytes)), **settings)
+    modes = {"nothing": functools.partial(prepared, "nothing", model)}
+    modes |= {key: functools.partial(planned, model, settled.plan, **settings) for key, settled in plans.items()}
+    parts: dict[str, list[Measured]] = {mode: [] for mode in modes}
+    for _ in range(_ROUNDS):
+        for mode, prepare in modes.items():
+            with prepare() as context:
+                parts[mode].append(steps(model, loss_of, context, -(-2 * count // _ROUNDS)))
+            tidy()
+    for key, settled in plans.items():
+        print("Wan", key, settled.plan, flush=True)
+    return {
+        "modes": {mode: merged(measured).summary() for mode, measured in parts.items()},
+        "base_gib": base_bytes / GIB,
+        "plans": {key: about(settled, base_bytes) for key, settled in plans.items()},
+        "memory": str(plans["auto"].profile).splitlines(),
+    }

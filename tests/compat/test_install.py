@@ -101,6 +101,21 @@ def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():
         del sys.modules["a_users_script"]
 
 
+def test_ours_stays_until_the_last_install_is_removed():
+    from trl.models import activation_offloading as home
+
+    theirs = home.OffloadActivations
+    first, second = compat.install("trl"), compat.install("trl")
+    first.remove()
+    first.remove()
+    assert home.OffloadActivations is OffloadActivations
+    second.remove()
+    assert home.OffloadActivations is theirs
+    with compat.install("trl"):
+        assert home.OffloadActivations is OffloadActivations
+    assert home.OffloadActivations is theirs
+
+
 def test_trainers_that_are_imported_afterwards_find_ours():
     code = """
 import ebbtide.compat

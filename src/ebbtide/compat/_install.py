@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ class _Home(NamedTuple):
     names: Mapping[str, Any]
     owner: str = ""
     end: Callable[[], None] | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.module, self.owner, *self.names
 
 
 _TRL = _Home(
@@ -61,16 +66,34 @@ _HOMES: Mapping[str, tuple[_Home, ...]] = {
 }
 
 
+@dataclass
+class _Ours:
+    """Ours in one home: by how many installs, and what puts the trainer's own back."""
+
+    count: int = 0
+    undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+_ours: dict[tuple[str, ...], _Ours] = {}
+
+
 class Installed:
     """What was put in place of a trainer's own. `remove` puts that back; as a context, at its end."""
 
-    def __init__(self, undo: list[Callable[[], None]]) -> None:
-        self._undo = undo
+    def __init__(self, homes: Sequence[_Home]) -> None:
+        self._homes = list(homes)
 
     def remove(self) -> None:
-        """Put the trainer's own back. What has been made of ours by then stays ours."""
-        while self._undo:
-            self._undo.pop()()
+        """Put the trainer's own back, unless another install still wants ours. What has been made of ours by then stays
+        ours."""
+        while self._homes:
+            key = self._homes.pop().key
+            ours = _ours[key]
+            ours.count -= 1
+            if ours.count == 0:
+                del _ours[key]
+                while ours.undo:
+                    ours.undo.pop()()
 
     def __enter__(self) -> "Installed":
         return self
@@ -92,14 +115,13 @@ def install(trainer: str) -> Installed:
     homes = _HOMES.get(trainer)
     if homes is None:
         raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _HOMES))}")
-    found = [(home, _imported(home)) for home in homes]
-    undo: list[Callable[[], None]] = []
-    for home, place in found:
-        if home.end is not None and any(getattr(place, name) is not ours for name, ours in home.names.items()):
-            undo.append(home.end)
-        for name, ours in home.names.items():
-            undo.append(_replace(place, name, ours))
-    return Installed(undo)
+    for home, place in [(home, _imported(home)) for home in homes]:
+        ours = _ours.setdefault(home.key, _Ours())
+        if home.end is not None and ours.count == 0:
+            ours.undo.append(home.end)
+        ours.undo += [_replace(place, name, thing) for name, thing in home.names.items()]
+        ours.count += 1
+    return Installed(homes)
 
 
 def _imported(home: _Home) -> Any:

@@ -17,7 +17,7 @@ test: $(VENV)/ready
 
 # Trainers whose pins conflict with the suite's environment, or whose presence changes what others do there: each
 # beside it, without dependencies of its own.
-TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed
+TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed xformers
 
 test-trainers: $(TRAINERS:%=test-with-%)
 

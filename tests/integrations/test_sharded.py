@@ -1,4 +1,5 @@
-"""Two processes on gloo: accelerate's DDP and FSDP2, and transformers' Trainer with `fsdp`, against a twin."""
+"""Two processes on gloo against a twin: accelerate and Fabric with DDP and FSDP2, and the Trainers of transformers and
+Lightning with FSDP2."""
 
 import json
 import os
@@ -85,6 +86,86 @@ def transformers_trainer(is_offloaded, folder, kind):
     return losses_of(trainer), weights_of(trainer.model), seen[-1], sharded
 
 
+def sharded_by_block(model, mesh):
+    """As a strategy is told by its user. The mesh has a place for tensor parallelism too, of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=mesh["data_parallel"])
+    return model
+
+
+def fabric(is_offloaded, folder, kind):
+    import lightning
+    import torch
+    from cases import Transformer, make, tokens
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    import ebbtide
+
+    strategy = "ddp" if kind == "ddp" else ModelParallelStrategy(sharded_by_block)
+    runs = lightning.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    runs.launch()
+    model = runs.setup_module(make(Transformer, torch.device("cpu")))
+    optimizer = runs.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5))
+    handle = ebbtide.offload(model, **ALL) if is_offloaded else None
+    losses = []
+    for step in range(4):
+        loss = model(tokens(torch.device("cpu"), 10 * step + runs.global_rank))
+        runs.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sharded = sum(type(p).__name__ == "DTensor" for p in model.parameters())
+    return losses, weights_of(model), 0 if handle is None else handle.stats().out.nbytes, sharded
+
+
+def lightning_trainer(is_offloaded, folder, kind):
+    import lightning.pytorch
+    import torch
+    from cases import Transformer, make, tokens
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from ebbtide.integrations.lightning import OffloadCallback
+
+    losses = []
+
+    class Task(lightning.pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make(Transformer, torch.device("cpu"))
+
+        def configure_model(self):
+            sharded_by_block(self.model, self.device_mesh)
+
+        def training_step(self, batch, index):
+            loss = self.model(batch[0])
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    task = Task()
+    trainer = lightning.pytorch.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=ModelParallelStrategy(),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[OffloadCallback(**ALL)] if is_offloaded else [],
+    )
+    batches = [tokens(torch.device("cpu"), seed) for seed in range(4 * RANKS)]
+    trainer.fit(task, torch.utils.data.DataLoader(batches))
+    moved = trainer.callback_metrics.get("ebbtide/moved_gib", 0)
+    sharded = sum(type(p).__name__ == "DTensor" for p in task.parameters())
+    return losses, weights_of(task), float(moved), sharded
+
+
 def weights_of(model):
     """The rank's own part of each, bit for bit."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
@@ -142,7 +223,15 @@ def a_free_port():
 
 
 @pytest.mark.parametrize(
-    ("run", "kind"), [("accelerated", "ddp"), ("accelerated", "fsdp2"), ("transformers_trainer", "fsdp2")]
+    ("run", "kind"),
+    [
+        ("accelerated", "ddp"),
+        ("accelerated", "fsdp2"),
+        ("transformers_trainer", "fsdp2"),
+        ("fabric", "ddp"),
+        ("fabric", "fsdp2"),
+        ("lightning_trainer", "fsdp2"),
+    ],
 )
 def test_two_processes_compute_the_same(tmp_path, run, kind):
     ours = launched(run, kind, True, tmp_path, a_free_port())

@@ -402,3 +402,18 @@ def test_what_blocks_share_comes_early_alone():
         run.step()
     assert [units for name, units in run.ahead if name == 2] == [0, 2, 2, 2]  # fetched by its second run
     assert run.of(What.FETCHED) == ["layers.1#0.0", "layers.0#0.1", "layers.0#0.0"]
+
+
+def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
+    """Block 0 alone moves: it is the last that backward asks for, and the first that is expected in the next step."""
+    stays = Recipe("selective", ops=EVERY_SINE.ops, inputs="keep", outputs="keep")
+    regions = {"layers.0": (EVERY_SINE, MANY), "layers.1": (stays, MANY), "layers.2": (stays, 1)}
+    plan = Plan(
+        {name: RegionPlan(recipe, ((0, 0),), room) for name, (recipe, room) in regions.items()},
+        outside=RegionPlan("keep"),
+    )
+    run = Run(plan, window=1, prefetch=1)
+    for _ in range(4):
+        run.step()
+        assert {units for name, units in run.ahead if name == 2} == {0}
+        assert run.of(What.FETCHED) == [f"layers.0#0.{index}" for index in range(4)]

@@ -20,6 +20,7 @@ from ebbtide.types import Memory
 WIDTH = 64
 TOKENS = 1024
 SCALARS = 64  # bytes: the loss, and its gradient
+TABLE = 4 * TOKENS  # bytes of what blocks share: it is there twice where one block keeps it and another has it back
 
 
 class Counted(TorchDispatchMode):
@@ -108,6 +109,37 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(self.body(tokens)).float(), tokens)
 
 
+class Gated(nn.Module):
+    """Its product saves two at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Flat(nn.Module):
+    """One forward down to the loss: what it has made on the way is there until then."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.layers = nn.ModuleList(Gated() for _ in range(5))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(self.norm(x)).float(), tokens)
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """The CPU as a device that knows what is allocated; what waits on its way out is little, as on a large model."""
@@ -142,10 +174,11 @@ def peak_of_step(model, tokens, counted):
     return counted.peak
 
 
-@pytest.mark.parametrize("vocabulary", [32, 2048])  # the peak is in the blocks' backward, or at the loss
-def test_peaks_are_as_predicted_all_along_the_front(counted, vocabulary):
+# The peak is in the blocks' backward, or at the loss.
+@pytest.mark.parametrize(("make", "vocabulary"), [(Model, 32), (Model, 2048), (Flat, 32), (Flat, 2048)])
+def test_peaks_are_as_predicted_all_along_the_front(counted, make, vocabulary):
     torch.manual_seed(0)
-    model, tokens = Model(vocabulary), torch.randint(vocabulary, (TOKENS,))
+    model, tokens = make(vocabulary), torch.randint(vocabulary, (TOKENS,))
     for t in (*model.parameters(), tokens):
         counted.count(t.untyped_storage())
     peak_of_step(model, tokens, counted)  # the gradients are there from here on
@@ -154,16 +187,17 @@ def test_peaks_are_as_predicted_all_along_the_front(counted, vocabulary):
         peak_of_step(model, tokens, counted)
     profile = handle.profile
     handle.remove()
-    assert all(region.has_dead_saves for region in profile.regions[:-1])
+    assert all(region.has_dead_saves == (make is Model) for region in profile.regions[:-1])
     actions = set()
+    beyond = SCALARS + (TABLE if make is Model else 0)
     for link in (profile.link, profile.link.times(0.01, 0.01)):  # over a slow one little is moved, and much runs again
         for point in Solver(replace(profile, link=link)).front(5):
             handle = ebbtide.offload(model, plan=point.plan, store="mock", min_bytes=1)
             peaks = [peak_of_step(model, tokens, counted) for _ in range(3)]
             handle.remove()
             predicted = point.plan.predicted.peak_bytes
-            assert max(peaks) <= point.budget_bytes + SCALARS
-            assert 0.8 * predicted <= peaks[-1] <= predicted + SCALARS
+            assert max(peaks) <= point.budget_bytes + beyond
+            assert 0.8 * predicted <= peaks[-1] <= predicted + beyond
             actions |= {region.recipe.action for region in point.plan.regions.values()}
     assert actions >= {"keep", "offload"}
     assert actions & {"recompute", "selective"}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.planner.measure import Note, Place, Seen, VisitNotes
+from ebbtide.planner.measure import Note, OutsideSave, Place, Seen, VisitNotes
 from ebbtide.planner.profile import Save
 from ebbtide.planner.reading import _Curve, _slowdown
 from ebbtide.types import Memory
@@ -28,7 +28,19 @@ def notes_of(places):
 
 
 def curve_of(places):
-    return _Curve(SimpleNamespace(notes=notes_of(places), visits=[], outside=[], freed_behind_bytes=0), ("a", "b"))
+    return _Curve(watched(notes_of(places)), ("a", "b"), 0)
+
+
+def watched(notes, visits=(), outside=(), waiting_bytes=0, freed_common_bytes=0):
+    device = SimpleNamespace(seconds_between=lambda start, end: 0.0)
+    return SimpleNamespace(
+        notes=notes,
+        visits=list(visits),
+        outside=list(outside),
+        waiting_bytes=waiting_bytes,
+        freed_common_bytes=freed_common_bytes,
+        device=device,
+    )
 
 
 def moved_work(places, saves, at_hand_bytes=50):
@@ -103,5 +115,27 @@ def test_what_a_backward_leaves_behind_is_what_the_next_one_begins_with():
     for common_bytes, expected in ((800, 700), (600, 600), (0, 0)):  # no more than what was given to several
         visits = [VisitNotes("a", inputs=[Seen(0, 50, None)])]
         visits.append(VisitNotes("b", inputs=[Seen(0, 100, None)], common_bytes=common_bytes))
-        curve = _Curve(SimpleNamespace(notes=notes, visits=visits, outside=[], freed_behind_bytes=0), ("a", "b"))
+        curve = _Curve(watched(notes, visits), ("a", "b"), 0)
         assert curve.left_bytes == [0, expected]
+
+
+def test_what_is_there_behind_the_regions_is_all_but_what_plans_decide():
+    """At its peaks: 40 that were there before the step, 60 in front of the regions, 300 that these keep, 70 on their
+    way out. The caller has let go of 20 that two regions share, and each plan may have one that keeps them."""
+    notes = notes_of(
+        [
+            (Place.BEGAN, "", 40, 40, -1),
+            (Place.ENTERED, "a", 100, 100, -1),
+            (Place.LEFT, "a", 200, 900, -1),
+            (Place.ENTERED, "b", 200, 200, -1),
+            (Place.LEFT, "b", 500, 900, -1),
+            (Place.FORWARD, "", 480, 700, -1),
+            (Place.READ, "b", 480, 800, -1),
+            (Place.ENDED, "", 40, 900, -1),
+        ]
+    )
+    outside = [OutsideSave(3, 0, Memory(490, 510)), OutsideSave(5, 0, Memory(600, 650))]
+    curve = _Curve(watched(notes, (), outside, 70, 20), ("a", "b"), 300)
+    assert [(turn.save, turn.peak_bytes) for turn in curve.turns] == [(-1, 60), (3, 200), (5, 350)]
+    assert curve.held_bytes == 30
+    assert (curve.base_bytes, curve.kept_bytes) == (40, 60)

@@ -317,7 +317,7 @@ class Engine:
             claim = None if following.live is None else following.live()
             if claim is not None and self._may_fetch(claim.parcel, home):
                 room -= claim.parcel.nbytes
-                if room < 0 and not at.is_asked_with(following):
+                if room < 0 and not (at.is_asked_with(following) and _is_at_hand(at)):
                     break
                 claim.parcel.is_ahead = True
                 batch.append(claim)
@@ -424,6 +424,13 @@ class Engine:
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
+    def waiting_bytes(self, but: str) -> int:
+        """What waits on its way out and is still on the device, without what was saved in the region `but`."""
+        with self.lock:
+            if self._deaths:
+                self._settle_deaths()
+            return self._outbound.waiting_bytes(but)
+
     def store_stats(self) -> StoreStats:
         with self.lock:
             return self.store.stats()
@@ -449,6 +456,15 @@ def _tell(what: What, parcel: Parcel) -> None:
     listeners = parcel.ledger.listeners
     if listeners.all:
         listeners.tell(what, parcel.site, parcel.nbytes)
+
+
+def _is_at_hand(site: Site) -> bool:
+    """Whether what was last made there is on the device, or about to be, and not needed yet.
+
+    The site may be where the step before has ended: then its company has not been begun with.
+    """
+    claim = None if site.live is None else site.live()
+    return claim is not None and not claim.parcel.is_needed and (claim.parcel.is_ahead or claim.parcel.is_resident)
 
 
 def _note_company(sites: list[Site]) -> None:

@@ -176,6 +176,12 @@ class Outbound:
             for home in self._homes:
                 self._device.retire(parcel.source, parcel.landed, home)
 
+    def waiting_bytes(self, but: str) -> int:
+        """What waits with its memory still on the device, without what was saved in the region `but`."""
+        claims = (ref() for ref in self._queue)
+        waiting = (claim.parcel for claim in claims if claim is not None and claim.parcel.is_resident)
+        return sum(parcel.nbytes for parcel in waiting if parcel.site.region != but)
+
     def await_all(self, stream: Stream) -> None:
         """`stream` waits for every copy so far."""
         if self._last is not None:

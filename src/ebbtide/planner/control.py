@@ -233,7 +233,7 @@ class Control:
             self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         watch = StepWatch(
-            engine.device, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
+            engine, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             is_dear=self._is_dear if self.runs_again else None, is_first=self.phase is Phase.WARM,
         )  # fmt: skip
         watch.graphs = 1 + self._under_way()

@@ -28,6 +28,7 @@ import torch
 
 from ebbtide._sums import sums_of
 from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id, without_dispatch
+from ebbtide.engine.engine import Engine
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
@@ -101,6 +102,7 @@ class VisitNotes:
 
     Attributes:
         common_bytes: of its inputs, what others were given before it.
+        freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
     """
 
@@ -112,6 +114,7 @@ class VisitNotes:
     stuck_bytes: int = 0
     common_bytes: int = 0
     ops: int = 0
+    freed_bytes: int = 0
     has_dead_saves: bool = False
 
 
@@ -152,7 +155,7 @@ class StepWatch(_UntilBackwardEnds):
     """One step, watched.
 
     Args:
-        device: where the model computes.
+        engine: of the device that the model computes on.
         scope: of the door, by which saves are judged.
         is_detailed: look at saves, operators and memory too.
         runs_again: all regions run again; else all keep.
@@ -162,7 +165,7 @@ class StepWatch(_UntilBackwardEnds):
 
     def __init__(
         self,
-        device: Device,
+        engine: Engine,
         scope: Scope,
         *,
         is_detailed: bool,
@@ -171,7 +174,7 @@ class StepWatch(_UntilBackwardEnds):
         is_first: bool = False,
     ) -> None:
         super().__init__()
-        self.device = device
+        self.device = engine.device
         self.notes: list[Note] = []
         self.visits: list[VisitNotes] = []
         self.outside: list[OutsideSave] = []
@@ -179,15 +182,19 @@ class StepWatch(_UntilBackwardEnds):
         self.again: list[VisitNotes] = []
         self.graphs = 1
         """Under way at once, while this one is. For whoever begins forwards to count."""
+        self._engine = engine
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
         self._is_dear = is_dear
         self._is_first = is_first
         self._compared: list[tuple[str, int, torch.Tensor]] = []
-        self.freed_behind_bytes = 0
-        """What was still there when the last region was left and is not when something is saved behind it: the caller
-        held it until then, such as the embeddings, or what it gave that region."""
+        self.waiting_bytes = 0
+        """What was on its way out and still there when the last region was left, without what the first region was
+        given: that is the caller's, who is believed to hold it as long as it was there."""
+        self.freed_common_bytes = 0
+        """What several regions are given and the caller lets go of in forward: it stays where one keeps it."""
+        self._common: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._storages: dict[tuple[int, bool], _First] = {}
         self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._region_read: str | None = None
@@ -206,16 +213,18 @@ class StepWatch(_UntilBackwardEnds):
     def entered(self, region: str) -> None:
         self._note(Place.ENTERED, region)
         self.visits.append(VisitNotes(region, self.notes[-1].event))
-
-    def left(self, region: str) -> None:
-        self._note(Place.LEFT, region)
-        self.outside.clear()
-        self.freed_behind_bytes = 0
         known = ((first.storage, first.storage()) for first in self._storages.values())
         self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
 
+    def left(self, region: str) -> None:
+        self._note(Place.LEFT, region)
+        self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
+        self.outside.clear()
+        self.waiting_bytes = self._engine.waiting_bytes(but=self.visits[0].region)
+
     def forward_ended(self) -> None:
         self._note(Place.FORWARD, "")
+        self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common if ref() is None)
 
     def read(self, region: str) -> None:
         """Backward reads what was saved in `region`."""
@@ -259,8 +268,6 @@ class StepWatch(_UntilBackwardEnds):
         if not self._is_detailed or not self._scope.serves(t.device):
             return
         if not region:
-            if not self.outside:
-                self.freed_behind_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
             point = self.device.record(self.device.current_stream())
             self.outside.append(OutsideSave(index, point, self.device.memory()))
             self.device.forget_peak()
@@ -296,6 +303,7 @@ class StepWatch(_UntilBackwardEnds):
         first = self._first_of(storage, seen is visit.inputs, visit, index)
         if first == _ELSEWHERE and seen is visit.inputs:
             visit.common_bytes += nbytes
+            self._note_common(storage, nbytes)
         point = self.device.record(self.device.current_stream())
         seen.append(Seen(index, nbytes if first is None else 0, point, shares=-1 if first is None else first))
 
@@ -303,6 +311,10 @@ class StepWatch(_UntilBackwardEnds):
         if type(t) is torch.Tensor:  # a leaf is what a region was given, cut off for its second run
             return why_never(t.detach() if t.is_leaf and self._runs_again else t, self._scope)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
+
+    def _note_common(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if all(ref() is not storage for ref, _ in self._common):
+            self._common.append((weakref.ref(storage), nbytes))
 
     def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, index: int) -> int | None:
         """The save that `storage` was seen at before; None at the first one, _ELSEWHERE if that was in another visit.

@@ -107,8 +107,9 @@ def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
 
 
 def _with_sharing(region: RegionProfile, sites: set[int]) -> tuple[int, ...]:
-    """With the saves that share their memory: one that stays would keep it on the device."""
-    return tuple(sorted(sites | {save.index for save in region.saves if save.shares in sites}))
+    """With the saves that share their memory, or that of another region's save: one that stays would keep it there."""
+    sharing = {save.index for save in region.saves if save.shares in sites or save.is_of_another_region}
+    return tuple(sorted(sites | sharing))
 
 
 def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> Option:
@@ -131,11 +132,11 @@ def _work_bytes(region: RegionProfile, moved: Sequence[Save]) -> int:
     short_lived = region.short_lived_bytes
     if not moved:
         return short_lived
+    if region.moved_work_bytes > 0:
+        return region.moved_work_bytes  # counts everything that is at hand, what stays too
     # With the largest comes its gradient: where a region was measured, with everything still there, the peak may have
-    # been at another time.
-    at_hand = short_lived + 2 * max(save.nbytes for save in moved)
-    # What was seen counts everything that is at hand, what stays too.
-    return min(at_hand, region.moved_work_bytes) if region.moved_work_bytes > 0 else at_hand
+    # been at another time. (A node that asks for two at once needs more.)
+    return short_lived + 2 * max(save.nbytes for save in moved)
 
 
 def _recomputed(region: RegionProfile) -> Iterator[Option]:

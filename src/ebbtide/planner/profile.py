@@ -26,16 +26,21 @@ class Save:
 
     Attributes:
         index: of the save in its region, as `Recipe.sites` counts.
-        nbytes: that travel for it; 0 if a save before it takes the same memory along.
+        nbytes: that travel for it; 0 if another save takes the same memory along.
         at_s: when it is there, after its region's forward began.
         shares: index of the save of this region whose memory it shares, and without which it frees nothing; -1 if it
-            has memory of its own.
+            has memory of its own, or another region's save has it.
     """
 
     index: int
     nbytes: int
     at_s: float
     shares: int = -1
+
+    @property
+    def is_of_another_region(self) -> bool:
+        """Its memory travels for a save there."""
+        return self.nbytes == 0 and self.shares < 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Turn:
             last region's forward, where there is none.
         at_s: when forward comes by, after the last region's has ended.
         peak_bytes: most that is allocated from here to the next of these places (or the last region's backward), beyond
-            what was there when its forward ended.
+            what was there before the first region, what regions keep and what is on its way.
     """
 
     save: int

@@ -48,8 +48,8 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
     if not (_is_one_by_one(times, names) and _is_one_by_one(details, names)):
         return None
     clock = Clock(times.notes, names, lambda start, end: about.time_scale * _seconds(times, start, end))
-    memory = _Curve(details, names)
     visits = [visit for visit in details.visits if visit.region in names]
+    memory = _Curve(details, names, sum(map(_saved_bytes, visits)))
     if not visits or clock.regions != [v.region for v in visits] or memory.regions != clock.regions:
         return None
     again = by_forward(((visit.region, visit) for visit in details.again), clock.regions)
@@ -71,6 +71,11 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
         graphs=about.graphs,
     )
     return with_host(profile, host_of(times, names, regions, ops))
+
+
+def _saved_bytes(visit: VisitNotes) -> int:
+    """What a pass saved that keeps; one that runs again saves its inputs alone."""
+    return sum(seen.nbytes for seen in visit.saves) + (visit.stuck_bytes if visit.saves else 0)
 
 
 def _seconds(watch: StepWatch, start: Note, end: Note) -> float:
@@ -112,7 +117,8 @@ class _Step(NamedTuple):
             stuck_bytes=looked_at.stuck_bytes,
             inputs=inputs,
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in self._holdable(looked_at)),
-            forward_work_bytes=max(0, self.memory.forward_work[k] - kept_bytes),
+            # What leaves meanwhile makes room that is no room of the region's own.
+            forward_work_bytes=max(0, self.memory.forward_work[k] + visit.freed_bytes - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if second is not None else 0),
             moved_work_bytes=0 if second is None else self.memory.moved_work(k, saves, at_hand_bytes),
@@ -156,9 +162,13 @@ def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:
 
 
 class _Curve:
-    """Bytes per region, from the notes of a detailed step, in order of forward."""
+    """Bytes per region, from the notes of a detailed step, in order of forward.
 
-    def __init__(self, watch: StepWatch, names: Collection[str]) -> None:
+    Args:
+        regions_bytes: what the regions kept on the device in it.
+    """
+
+    def __init__(self, watch: StepWatch, names: Collection[str], regions_bytes: int) -> None:
         notes = [note for note in watch.notes if not note.region or note.region in names]
         self.base_bytes = notes[0].memory.allocated_bytes
         entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
@@ -167,11 +177,13 @@ class _Curve:
         self.kept_bytes = _more(notes[entered[0]], notes[0]) if entered else 0
         self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
         forward_end = next(note for note in notes if note.place is Place.FORWARD)
-        since = _without(notes[left[-1]], watch.freed_behind_bytes) if left else notes[0]
-        self.held_bytes = _more(forward_end, since) if left else 0
+        # What a simulated step has there anyway, and what the measured one had instead of what is simulated.
+        known_bytes = self.base_bytes + self.kept_bytes + regions_bytes + watch.waiting_bytes - watch.freed_common_bytes
+        self.held_bytes = max(0, forward_end.memory.allocated_bytes - known_bytes)
         spans = list(backward_spans(notes))
         first = spans[0].at if spans else len(notes) - 1
-        self.turns = list(_turns(watch, since, _peak(notes[left[-1] + 1 : first + 1], since) if left else 0))
+        behind = [note.memory.peak_bytes for note in notes[left[-1] + 1 : first + 1]] if left else []
+        self.turns = list(_turns(watch, notes[left[-1]] if left else notes[0], known_bytes, max(behind, default=0)))
         self._spans = by_forward(((span.region, span) for span in spans), self.regions)
         self.backward_work = [0 if span is None else _peak(span.notes, span.begin) for span in self._spans]
         self.left_bytes = self._left(spans, [visit for visit in watch.visits if visit.region in names])
@@ -226,11 +238,6 @@ def _owner(saves: Sequence[Save], index: int) -> int:
     return next((save.shares for save in saves if save.index == index and save.shares >= 0), index)
 
 
-def _without(note: Note, nbytes: int) -> Note:
-    memory = note.memory
-    return note._replace(memory=memory._replace(allocated_bytes=memory.allocated_bytes - nbytes))
-
-
 def _more(note: Note, since: Note) -> int:
     """What is allocated at `note` and was not at `since`."""
     return max(0, note.memory.allocated_bytes - since.memory.allocated_bytes)
@@ -241,13 +248,14 @@ def _peak(notes: Sequence[Note], since: Note) -> int:
     return max(0, max((note.memory.peak_bytes for note in notes), default=0) - since.memory.allocated_bytes)
 
 
-def _turns(watch: StepWatch, since: Note, last_peak_bytes: int) -> Iterator[Turn]:
-    """Where what is on its way could leave behind the last region, and the most that is allocated from there on."""
-    peaks = [max(0, seen.memory.peak_bytes - since.memory.allocated_bytes) for seen in watch.outside]
-    yield Turn(-1, 0.0, peaks[0] if peaks else last_peak_bytes)
-    for seen, peak_bytes in zip(watch.outside, [*peaks[1:], last_peak_bytes][: len(peaks)], strict=True):
-        at_s = max(0.0, watch.device.seconds_between(since.event, seen.event))
-        yield Turn(seen.save, at_s, peak_bytes)
+def _turns(watch: StepWatch, left: Note, known_bytes: int, last_peak_bytes: int) -> Iterator[Turn]:
+    """Where what is on its way could leave behind the last region, which was `left` then, and the most that is
+    allocated from there on, beyond the bytes that are `known`."""
+    peaks = [*(seen.memory.peak_bytes for seen in watch.outside), last_peak_bytes]
+    times = [max(0.0, watch.device.seconds_between(left.event, seen.event)) for seen in watch.outside]
+    places = [(-1, 0.0), *zip((seen.save for seen in watch.outside), times, strict=True)]
+    for (save, at_s), peak_bytes in zip(places, peaks, strict=True):
+        yield Turn(save, at_s, max(0, peak_bytes - known_bytes))
 
 
 def _around(clock: Clock, memory: _Curve) -> Around:

@@ -804,7 +804,7 @@ def arenas(door):
         ({"window": "6MiB", "prefetch": "4MiB"}, {What.RELEASED}),
         ({"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}, {What.RELEASED, What.FETCHED}),
     ],
-    ids=str,
+    ids=["as it comes", "nothing ahead", "some waits", "small ones too"],
 )
 @pytest.mark.parametrize("kind", ["context", "handle"])
 def test_a_whole_step_in_one_graph(kind, sizes, happens):

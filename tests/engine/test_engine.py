@@ -334,6 +334,61 @@ def test_nothing_is_fetched_on_top_of_a_large_activation():
     assert rig.stats.forwarded.count == 4
 
 
+def long_chain(rig, run):
+    """A hundred parcels of 400 bytes; `run(number)` once the backward of each is through."""
+    x = Data(CPU).leaf(10, 10)
+    with rig.context:
+        y = x * 1.5
+        for number in range(100):
+            y = y.sin()
+            y.register_hook(lambda _, number=number: run(number))
+        loss = y.sum()
+        del y
+    loss.backward()
+
+
+def test_looking_ahead_goes_by_all_that_has_not_left():
+    """Most may wait on its way out when backward begins. What has left is fetched as soon as there is room."""
+    rig = Rig(window=80 * 400, prefetch=90 * 400)
+    seen = []
+    for _ in range(4):
+        before = rig.stats.inbound.count
+        seen.clear()
+        long_chain(rig, lambda _, before=before: seen.append(rig.stats.inbound.count - before))
+    assert seen[1] == 10
+    # And what is needed meanwhile makes room for more, by a few goes: of what may be ahead, not of the whole window.
+    assert seen[6] > 10
+    assert seen[20] == 20
+    assert rig.stats.misses.count == 20  # of the first step
+
+
+def test_what_leaves_between_two_backwards_is_looked_at_again():
+    """Looking ahead has gone by what had not left then, and another forward has it leave."""
+    rig = Rig(window=60 * 400, prefetch=120 * 400)
+
+    def forward(length, first=0):
+        x = Data(CPU).leaf(10, 10)
+        with rig.context:
+            for _ in range(first):
+                x.sin()  # its saves have other numbers than those of the second forward, and so are other sites
+            y = x * 1.5
+            for _ in range(length):
+                y = y.sin()
+            return x, y
+
+    for _ in range(4):
+        misses = rig.stats.misses.count
+        _, early = forward(60)
+        start, late = forward(30)
+        late.sum().backward()
+        _, other = forward(45, first=30)
+        early.backward(start.grad)
+        other.sum().backward()
+        del early, late, other
+    assert rig.stats.forwarded.count > 0
+    assert rig.stats.misses.count == misses
+
+
 def _explode(rig, x):
     with rig.context:
         y = x * 1.5

@@ -16,8 +16,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -30,14 +30,24 @@ from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 
-# How far a look ahead goes: at the end of backward the habit wraps into the next step, where nothing is live yet.
+# How many sites a look ahead goes by in vain: at the end of backward the habit wraps into the next step, where nothing
+# is live yet.
 _MOST_HOPS = 64
-# In how many goes the window is filled again, at least.
+# In how many goes what may be ahead is filled again, at least.
 _BATCHES = 4
 
 
 _Death: TypeAlias = tuple[int, int, int, int]
 """What a parcel's end changes in the engine's books: key of its storage, bytes resident, ahead and retained."""
+
+
+class _Farthest(NamedTuple):
+    """How far looking ahead has come: the last site whose parcel is still to be needed, fetched or never gone; the site
+    before it; and the parcel's claim, as one that the site makes later has not been looked at."""
+
+    before: Site
+    site: Site
+    claim: weakref.ref[Claim]
 
 
 class Engine:
@@ -65,7 +75,7 @@ class Engine:
         self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._has_held = False  # spares most models a look into the set at every save
         self._ahead_bytes = 0
-        self._farthest: tuple[Site | None, Site] | None = None  # the last site fetched ahead, and the one before it
+        self._farthest: _Farthest | None = None
         self._retained: deque[weakref.ref[Claim]] = deque()
         self._retained_bytes = 0
         # Filled by finalisers of any thread, so neither a lock nor a plain counter will do.
@@ -176,6 +186,7 @@ class Engine:
             self._make_room(window_bytes, spared=0)
 
     def _make_room(self, window_bytes: int, spared: int) -> None:
+        self._farthest = None  # what it went by because it had not left may leave now
         for stuck in self._outbound.make_room(window_bytes, spared):
             stuck.ledger.stats.failed.add(stuck.nbytes)
             _tell(What.STUCK, stuck)
@@ -284,7 +295,7 @@ class Engine:
         if parcel.is_ahead:
             parcel.is_ahead = False
             self._ahead_bytes -= parcel.nbytes
-        else:
+        elif parcel.source is None:
             self._farthest = None  # not what was expected: look ahead from here again
 
     def _note_freed(self, parcel: Parcel) -> None:
@@ -305,25 +316,35 @@ class Engine:
     def _fetch_ahead(self, home: Stream, limits: Limits, at_hand_bytes: int) -> StreamEvent | None:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
         room = limits.prefetch_bytes - at_hand_bytes - self._ahead_bytes - self._outbound.resident_bytes
-        # Not for every little room: a few small parcels at once need one wait, and most of the window is filled anyway.
-        if room <= 0 or (room < limits.prefetch_bytes // _BATCHES and self._ahead_bytes > 0):
+        # Not for every little room: a few small parcels at once need one wait, and most of it is filled anyway.
+        if room <= 0 or room < (room + self._ahead_bytes) // _BATCHES:
             return None
         batch: list[Claim] = []
-        before, at = self._look_from()
-        for _ in range(_MOST_HOPS):
-            following = None if at is None else at.expected_after(before)
-            if at is None or following is None:
-                break
-            claim = None if following.live is None else following.live()
-            if claim is not None and self._may_fetch(claim.parcel, home):
+        for before, site, claim in self._to_come():
+            if self._may_fetch(claim.parcel, home):
                 room -= claim.parcel.nbytes
-                if room < 0 and not (at.is_asked_with(following) and _is_at_hand(at)):
+                if room < 0 and not (before.is_asked_with(site) and _is_at_hand(before)):
                     break
                 claim.parcel.is_ahead = True
                 batch.append(claim)
-                self._farthest = (at, following)
-            before, at = at, following
+            assert site.live is not None
+            self._farthest = _Farthest(before, site, site.live)
         return self._fetch_guessed(batch) if batch else None
+
+    def _to_come(self) -> Iterator[tuple[Site, Site, Claim]]:
+        """What is expected to be needed and has not been looked at yet, in order: the site before it, it, its claim."""
+        before, at = self._look_from()
+        in_vain = 0
+        for _ in range(_MOST_HOPS + len(self._refs)):  # a habit may go in circles
+            following = None if at is None else at.expected_after(before)
+            if at is None or following is None or following is self._timetable.last:
+                return
+            claim = None if following.live is None else following.live()
+            if claim is not None and not claim.parcel.is_needed:
+                yield at, following, claim
+            elif (in_vain := in_vain + 1) == _MOST_HOPS:
+                return
+            before, at = at, following
 
     def _may_fetch(self, parcel: Parcel, home: Stream) -> bool:
         # A site outlives captures: the parcel last made there may be another engine's.
@@ -345,14 +366,12 @@ class Engine:
                     _tell(What.FETCHED, parcel)
 
     def _look_from(self) -> tuple[Site | None, Site | None]:
-        """Where to look ahead from: the last site fetched ahead while backward is still on its way there."""
-        table = self._timetable
-        if self._farthest is not None:
-            live = self._farthest[1].live
-            claim = None if live is None else live()
-            if claim is not None and claim.parcel.is_ahead:
-                return self._farthest
-        return table.before_last, table.last
+        """Where to look ahead from: as far as it has come while backward is still on its way there."""
+        table, farthest = self._timetable, self._farthest
+        claim = None if farthest is None else farthest.claim()
+        if farthest is None or claim is None or claim.parcel.is_needed:
+            return table.before_last, table.last
+        return farthest.before, farthest.site
 
     def _bound_retained(self, parcel: Parcel) -> None:
         """A graph that is kept would collect all its parcels on the device again: only the last ones read stay.

@@ -224,8 +224,9 @@ def test_only_moves_never_runs_anything_again():
 # -- without a budget --------------------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_it_moves_what_the_link_hides(solver_a):
+def test_without_a_budget_it_moves_what_the_link_hides():
     """4.5 to 4.8 GiB of 27.7 fit beside the forward pass; that is what measuring found too."""
+    solver_a = Solver(_undisturbed(workload_a()))
     plan = solver_a.solve(None)
     predicted = plan.predicted
     assert plan.budget_bytes is None
@@ -240,9 +241,31 @@ def test_without_a_budget_the_link_is_full_to_the_last_parcels():
     # Counting goes by quarters of what a region saves, here of 1.1 GiB: half of one more than that has room.
     step = workload_a(8)
     step = replace(step, link=replace(step.link, out=20e9, back=20e9, out_duplex=18e9, back_duplex=18e9))
+    step = _undisturbed(step)
     forward_s = step.around.before_s + step.around.after_s + sum(region.forward_s for region in step.regions)
     carried = forward_s * step.link.out
     assert 0.9 * carried < solve(step, None).predicted.moved_bytes < carried
+
+
+def _undisturbed(step):
+    """As if copies cost compute nothing."""
+    return replace(step, link=replace(step.link, interference=0.0))
+
+
+def test_without_a_budget_copies_slow_the_step_by_very_little(solver_a):
+    """Compute loses some time beside every copy. What that comes to bounds the bytes where the link does not."""
+    predicted = solver_a.solve(None).predicted
+    assert predicted.stall_forward_s == predicted.stall_backward_s == 0
+    assert 1.003 < predicted.step_s / solver_a.profile.plain_s <= 1.004
+    slow = Solver(replace(solver_a.profile, link=replace(solver_a.profile.link, interference=0.02)))
+    fewer = slow.solve(None).predicted
+    assert (
+        0
+        < fewer.moved_bytes
+        < predicted.moved_bytes
+        < Solver(_undisturbed(slow.profile)).solve(None).predicted.moved_bytes
+    )
+    assert fewer.step_s / slow.profile.plain_s <= 1.004
 
 
 def test_without_a_budget_a_slow_link_moves_nothing():
@@ -265,7 +288,7 @@ def test_without_a_budget_nothing_gets_worse(step):
     kept = uniform(step, Recipe("keep"))
     assert predicted.peak_bytes <= least_budget(step, kept)
     waits = predicted.stall_forward_s + predicted.stall_backward_s > 0
-    assert predicted.step_s <= step.plain_s * (1.002 if waits else 1.02) + EXACT
+    assert predicted.step_s <= step.plain_s * (1.002 if waits else 1.004) + EXACT
 
 
 # -- the time against the memory ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ebbtide.planner.simulate import Outcome, Pace, fixed_bytes, pace_within, si
 from ebbtide.plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
-_BESIDE = 1.02  # the same, if compute never waits and is only slowed by the copies beside it
+_BESIDE = 1.004  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
 _TRIFLE = 0.05  # of the memory that moving frees
 _TINY_S = 1e-6  # of waiting for the host: sums of the same times differ in the last digits

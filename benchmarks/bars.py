@@ -159,7 +159,7 @@ def _sft_adapter(result: dict[str, Any]) -> Iterator[Bar]:
 
 def _wan(result: dict[str, Any]) -> Iterator[Bar]:
     """The peaks are the device's, with parameters and gradients."""
-    ours, plain = result["modes"]["three quarters"], result["modes"]["nothing"]
+    ours, plain = result["modes"]["three quarters, by parts"], result["modes"]["nothing"]
     peaks = [result["base_gib"] + mode["act_peak_gib"] for mode in (ours, plain)]
     yield Bar("T3", _time_ratio(ours, plain), 1.02, "x plain step: budget of three quarters of its peak")
     yield Bar("T3-peak", 1 - peaks[0] / peaks[1], 0.25, "of the plain peak saved", is_floor=True)

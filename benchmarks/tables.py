@@ -34,6 +34,7 @@ NAMES = {
     "40 GiB": "**a plan** for 40 GiB of activations: all fits",
     "auto": "**a plan** without a budget",
     "three quarters": "**a plan** for three quarters of the plain peak",
+    "three quarters, by parts": "**a plan** for as much, regions: attention and feed-forwards",
     "checkpoint, TRL's offloading": "the same with TRL's `activation_offloading=True`",
     "checkpoint, ebbtide": '**the same after `ebbtide.compat.install("trl")`**',
     "bare copies": "nothing, and bare copies of as much as that plan moves",

@@ -1,5 +1,5 @@
 """Training a video transformer with Wan 1.3B's shapes: plain, planned without a budget, and planned for a budget of three
-quarters of the plain peak. All modes in one process on one model."""
+quarters of the plain peak, by blocks and by parts of blocks. All modes in one process on one model."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from benchmarks.workloads import training
 from ebbtide._bytes import GIB
 
 _ROUNDS = 4
-_BUDGET = 0.74  # of the plain peak, parameters and gradients with it
+_BUDGET = 0.745  # of the plain peak, parameters and gradients with it
+# What is cheap to run again is a few operators of a block: as regions of their own they run without the rest of it.
+_PARTS = ("blocks.*.attn1", "blocks.*.ffn")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def measure_wan(shape: Shape, device: torch.device, count: int, **settings: obje
     plans = {"auto": settle(model, loss_of, None, **settings)}
     base_bytes = plans["auto"].profile.base_bytes
     if plain_bytes > 0:
-        plans["three quarters"] = settle(model, loss_of, int(_BUDGET * (base_bytes + plain_bytes)), **settings)
+        budget_bytes = int(_BUDGET * (base_bytes + plain_bytes))
+        plans["three quarters"] = settle(model, loss_of, budget_bytes, **settings)
+        plans["three quarters, by parts"] = settle(model, loss_of, budget_bytes, regions=_PARTS, **settings)
     modes = {"nothing": functools.partial(prepared, "nothing", model)}
     modes |= {key: functools.partial(planned, model, settled.plan, **settings) for key, settled in plans.items()}
     parts: dict[str, list[Measured]] = {mode: [] for mode in modes}

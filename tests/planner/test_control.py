@@ -462,6 +462,8 @@ def test_what_a_block_saves_outside_of_its_planned_parts_stays():
     follow(model, 8)
     assert handle._control.phase is Phase.PLANNED
     assert seen <= {f"layers.{k}.up" for k in range(3)}
+    assert all(region.behind_bytes > 0 for region in handle.profile.regions[:-1])
+    assert handle.profile.regions[-1].behind_bytes == 0  # what is behind the last one is around all of them
 
 
 @pytest.mark.parametrize("names", ["layers.[01]", ["layers.0", "layers.1"], ("layers.[01]",)])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ebbtide.planner.clock import Clock
 from ebbtide.planner.measure import Note, OutsideSave, Place, Seen, VisitNotes
 from ebbtide.planner.profile import Save
 from ebbtide.planner.reading import _Curve, _slowdown
@@ -117,6 +118,39 @@ def test_what_a_backward_leaves_behind_is_what_the_next_one_begins_with():
         visits.append(VisitNotes("b", inputs=[Seen(0, 100, None)], common_bytes=common_bytes))
         curve = _Curve(watched(notes, visits), ("a", "b"), 0)
         assert curve.left_bytes == [0, expected]
+
+
+def test_what_runs_between_two_regions_is_part_of_the_one_before_it():
+    """In forward and in backward, or it would be part of nothing, and plans would be for a shorter step."""
+    places = [
+        (Place.BEGAN, ""), (Place.ENTERED, "a"), (Place.LEFT, "a"), (Place.ENTERED, "b"), (Place.LEFT, "b"),
+        (Place.FORWARD, ""), (Place.READ, ""), (Place.AGAIN, "b"), (Place.AGAIN_ENDED, "b"), (Place.READ, ""),
+        (Place.AGAIN, "a"), (Place.AGAIN_ENDED, "a"), (Place.READ, ""), (Place.ENDED, ""),
+    ]  # fmt: skip
+    notes = [Note(place, region, 2**k, Memory(0, 0)) for k, (place, region) in enumerate(places)]
+    clock = Clock(notes, ("a", "b"), lambda start, end: end.event - start.event)
+    assert clock.forward_s == [2**3 - 2**1, 2**4 - 2**3]
+    assert clock.again_s == [2**11 - 2**10, 2**8 - 2**7]
+    assert clock.backward_s == [2**12 - 2**11, 2**10 - 2**8]
+    around = [clock.before_s, clock.after_s, clock.turn_s, clock.end_s]
+    assert around == [2**1 - 2**0, 2**5 - 2**4, 2**7 - 2**5, 2**13 - 2**12]
+    assert sum(around) + sum(clock.forward_s + clock.again_s + clock.backward_s) == 2**13 - 2**0
+
+
+def test_what_a_region_works_with_includes_what_runs_behind_it():
+    """Of 900 at the peak behind it 300 stay; 500 is the most inside of it."""
+    places = [
+        (Place.BEGAN, "", 0, 0, -1),
+        (Place.ENTERED, "a", 100, 100, -1),
+        (Place.LEFT, "a", 200, 600, -1),
+        (Place.ENTERED, "b", 500, 1000, -1),
+        (Place.LEFT, "b", 600, 700, -1),
+        (Place.FORWARD, "", 600, 600, -1),
+        (Place.ENDED, "", 0, 600, -1),
+    ]
+    curve = curve_of(places)
+    assert curve.forward_work == [500, 200]
+    assert curve.behind_work == [900, 0]
 
 
 def test_what_is_there_behind_the_regions_is_all_but_what_plans_decide():

@@ -62,8 +62,8 @@ class Span(NamedTuple):
         at: how many notes are before `begin`.
         begin: its second run begins or, without one, something of it is read first.
         again: where its second run ended, if it had one.
-        notes: all behind `begin`, up to the end, which is where the next one's part begins, or something outside of all
-            regions is read.
+        notes: all behind `begin`, up to the end, which is where the next one's part begins. What is outside of all
+            regions between the two is part of it. Behind the last, the end is where something outside is read.
     """
 
     region: str
@@ -87,16 +87,17 @@ def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
     """In order of backward."""
     has_second_runs = any(note.place is Place.AGAIN for note in notes)
     starts = Place.AGAIN if has_second_runs else Place.READ
-    begin, again = 0, None
+    begin, again, outside = 0, None, 0
     for k, note in enumerate(notes):
         if note.place is Place.AGAIN_ENDED:
             again = note
-        is_outside = note.place is Place.READ and not note.region
-        if note.place is not starts and note.place is not Place.ENDED and not is_outside:
-            continue
-        if notes[begin].region:
-            yield Span(notes[begin].region, begin, notes[begin], again, notes[begin + 1 : k + 1])
-        begin, again = k, None
+        if note.place is Place.READ and not note.region:
+            outside = outside or k
+        elif note.place in (starts, Place.ENDED):
+            end = k if note.region else outside or k
+            if notes[begin].region:
+                yield Span(notes[begin].region, begin, notes[begin], again, notes[begin + 1 : end + 1])
+            begin, again, outside = k, None, 0
 
 
 def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:

@@ -175,7 +175,7 @@ def _shape(region: RegionProfile) -> tuple[object, ...]:
 def _sizes(region: RegionProfile) -> list[int]:
     rows = [*region.saves, *region.inputs, *region.dear]
     work = [region.forward_work_bytes, region.backward_work_bytes, region.grad_bytes]
-    return [region.stuck_bytes, *work, *(row.nbytes for row in rows)]
+    return [region.stuck_bytes, region.behind_bytes, *work, *(row.nbytes for row in rows)]
 
 
 def _near(a: float, b: float, share: float) -> bool:

@@ -103,6 +103,7 @@ class VisitNotes:
     Attributes:
         common_bytes: of its inputs, what others were given before it.
         freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
+        behind_bytes: saved outside of all regions between it and the next one.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
     """
 
@@ -115,6 +116,7 @@ class VisitNotes:
     common_bytes: int = 0
     ops: int = 0
     freed_bytes: int = 0
+    behind_bytes: int = 0
     has_dead_saves: bool = False
 
 
@@ -197,6 +199,7 @@ class StepWatch(_UntilBackwardEnds):
         self._common: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._storages: dict[tuple[int, bool], _First] = {}
         self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self._behind: VisitNotes | None = None  # what is saved outside of all regions since one was left
         self._region_read: str | None = None
         self._passed = 0
 
@@ -212,6 +215,9 @@ class StepWatch(_UntilBackwardEnds):
 
     def entered(self, region: str) -> None:
         self._note(Place.ENTERED, region)
+        if self._behind is not None:
+            self.visits[-1].behind_bytes = sum(seen.nbytes for seen in self._behind.saves) + self._behind.stuck_bytes
+            self._behind = None
         self.visits.append(VisitNotes(region, self.notes[-1].event))
         known = ((first.storage, first.storage()) for first in self._storages.values())
         self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
@@ -220,6 +226,7 @@ class StepWatch(_UntilBackwardEnds):
         self._note(Place.LEFT, region)
         self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
         self.outside.clear()
+        self._behind = VisitNotes("")
         self.waiting_bytes = self._engine.waiting_bytes(but=self.visits[0].region)
 
     def forward_ended(self) -> None:
@@ -268,6 +275,8 @@ class StepWatch(_UntilBackwardEnds):
         if not self._is_detailed or not self._scope.serves(t.device):
             return
         if not region:
+            if self._behind is not None:
+                self._look_behind(self._behind, index, t)
             point = self.device.record(self.device.current_stream())
             self.outside.append(OutsideSave(index, point, self.device.memory()))
             self.device.forget_peak()
@@ -306,6 +315,11 @@ class StepWatch(_UntilBackwardEnds):
             self._note_common(storage, nbytes)
         point = self.device.record(self.device.current_stream())
         seen.append(Seen(index, nbytes if first is None else 0, point, shares=-1 if first is None else first))
+
+    def _look_behind(self, behind: VisitNotes, index: int, t: torch.Tensor) -> None:
+        self._look_at(behind.saves, behind, index, t)
+        if behind.saves and behind.saves[-1].index == index:
+            self._first_of(t.untyped_storage(), True, behind, index)  # it stays, also where a region is given it
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:  # a leaf is what a region was given, cut off for its second run

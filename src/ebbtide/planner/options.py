@@ -119,7 +119,7 @@ def _of_saves(region: RegionProfile, recipe: Recipe, moved: Sequence[Save]) -> O
     parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
     return Option(
         recipe=recipe,
-        kept_bytes=region.saved_bytes - moved_bytes,
+        kept_bytes=region.saved_bytes + region.behind_bytes - moved_bytes,
         moved=tuple(parcels),
         again_s=0.0,
         backward_work_bytes=_work_bytes(region, moved),
@@ -166,7 +166,7 @@ def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) 
     kept_bytes = sum(parcel.nbytes for parcel in kept)
     return Option(
         recipe=recipe,
-        kept_bytes=kept_bytes,
+        kept_bytes=kept_bytes + region.behind_bytes,
         moved=tuple(moved),
         again_s=max(0.0, region.again_s - sum(dear.again_s for dear in held)),  # measured apart, so not to the digit
         backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
@@ -208,7 +208,7 @@ def why(option: Option, region: RegionProfile) -> str:
     if recipe.action == "offload":
         return f"the link carries {format_bytes(option.moved_bytes)} of {format_bytes(region.saved_bytes)} meanwhile"
     spared = region.again_s - option.again_s
-    freed = format_bytes(region.saved_bytes - option.kept_bytes)
+    freed = format_bytes(region.saved_bytes + region.behind_bytes - option.kept_bytes)
     if recipe.action == "recompute":
         return f"{freed} freed for {option.again_s * 1e3:.1f} ms again; inputs {_place(recipe.inputs)}"
     return (

@@ -68,7 +68,8 @@ class RegionProfile:
 
     Attributes:
         name: FQN of the region's module.
-        forward_s, backward_s: its forward, and its backward without a second run.
+        forward_s, backward_s: its forward, and its backward without a second run; each with what follows it outside of
+            all regions, up to the next one.
         again_s: its second run, with nothing held.
         saves: what autograd saves in it, as far as it may travel.
         stuck_bytes: what autograd saves in it and cannot travel (small, of an unknown kind). A second run spares it.
@@ -80,6 +81,7 @@ class RegionProfile:
         moved_work_bytes: most that its backward allocates without a second run, less the saves that it has not asked
             for by then; 0 if nobody looked.
         unasked_bytes: of `saves`, what backward does not ask for.
+        behind_bytes: saved outside of all regions between it and the next one. It stays, whatever is done.
         has_dead_saves: it saves more than that, in a branch that nobody uses, which is gone when its forward ends.
     """
 
@@ -96,6 +98,7 @@ class RegionProfile:
     grad_bytes: int
     moved_work_bytes: int = 0
     unasked_bytes: int = 0
+    behind_bytes: int = 0
     has_dead_saves: bool = False
 
     @property
@@ -362,12 +365,14 @@ _COLUMNS = ("regions", "saves", "saved", "may travel", "inputs", "dear outputs",
 
 
 def _headline(profile: Profile) -> str:
+    behind_bytes = sum(region.behind_bytes for region in profile.regions)
+    outside_bytes = profile.around.kept_bytes + behind_bytes + profile.around.held_bytes
     parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in profile.base.items() if nbytes > 0]
     return (
         f"profile of {profile.made_for.get('model', 'a model')}, {profile.tokens} tokens: "
         f"{format_bytes(profile.base_bytes)} before the step ({', '.join(parts)}), "
         f"{format_bytes(sum(region.saved_bytes for region in profile.regions))} saved in regions, "
-        f"{format_bytes(profile.around.kept_bytes + profile.around.held_bytes)} outside of them"
+        f"{format_bytes(outside_bytes)} outside of them"
     )
 
 

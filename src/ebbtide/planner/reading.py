@@ -74,8 +74,8 @@ def profile_of(times: StepWatch, details: StepWatch, names: Collection[str], abo
 
 
 def _saved_bytes(visit: VisitNotes) -> int:
-    """What a pass saved that keeps; one that runs again saves its inputs alone."""
-    return sum(seen.nbytes for seen in visit.saves) + (visit.stuck_bytes if visit.saves else 0)
+    """What a pass saved that keeps, with what is behind it; one that runs again saves its inputs alone."""
+    return sum(seen.nbytes for seen in visit.saves) + (visit.stuck_bytes if visit.saves else 0) + visit.behind_bytes
 
 
 def _seconds(watch: StepWatch, start: Note, end: Note) -> float:
@@ -118,13 +118,18 @@ class _Step(NamedTuple):
             inputs=inputs,
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in self._holdable(looked_at)),
             # What leaves meanwhile makes room that is no room of the region's own.
-            forward_work_bytes=max(0, self.memory.forward_work[k] + visit.freed_bytes - kept_bytes),
+            forward_work_bytes=max(0, self._forward_work(k, visit) + visit.freed_bytes - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if second is not None else 0),
             moved_work_bytes=0 if second is None else self.memory.moved_work(k, saves, at_hand_bytes),
             unasked_bytes=self.memory.unasked(k, saves),
+            behind_bytes=visit.behind_bytes,
             has_dead_saves=looked_at.has_dead_saves,
         )
+
+    def _forward_work(self, k: int, visit: VisitNotes) -> int:
+        """With what runs behind it, up to the next region."""
+        return max(self.memory.forward_work[k], self.memory.behind_work[k] - visit.behind_bytes)
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
         return Save(seen.index, seen.nbytes, self._between(visit.began, seen.event), seen.shares)
@@ -176,6 +181,8 @@ class _Curve:
         left = [k for k, note in enumerate(notes) if note.place is Place.LEFT]
         self.kept_bytes = _more(notes[entered[0]], notes[0]) if entered else 0
         self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
+        ends = [*entered[1:], *left[-1:]]
+        self.behind_work = [_peak(notes[b + 1 : c + 1], notes[a]) for a, b, c in zip(entered, left, ends, strict=True)]
         forward_end = next(note for note in notes if note.place is Place.FORWARD)
         # What a simulated step has there anyway, and what the measured one had instead of what is simulated.
         known_bytes = self.base_bytes + self.kept_bytes + regions_bytes + watch.waiting_bytes - watch.freed_common_bytes

@@ -13,7 +13,7 @@ from benchmarks.planning import about, planned, settle, tidy
 from benchmarks.workloads import training
 from ebbtide._bytes import GIB
 
-_ROUNDS = 4
+_ROUNDS = 2
 _BUDGET = 0.745  # of the plain peak, parameters and gradients with it
 # What is cheap to run again is a few operators of a block: as regions of their own they run without the rest of it.
 _PARTS = ("blocks.*.attn1", "blocks.*.ffn")

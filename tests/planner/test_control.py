@@ -466,6 +466,17 @@ def test_what_a_block_saves_outside_of_its_planned_parts_stays():
     assert handle.profile.regions[-1].behind_bytes == 0  # what is behind the last one is around all of them
 
 
+def test_a_view_of_what_a_region_is_given_is_one_of_its_saves():
+    """In its second run that is a view of a leaf, as the views of parameters are."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model.add_module("part", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    handle = ebbtide.offload(model, budget=a_large_budget(), regions=["part"], **SETTINGS)
+    for _ in range(4):
+        model(torch.randn(2, ROWS, WIDTH)).sum().backward()
+    (region,) = handle.profile.regions
+    assert [save.nbytes for save in region.saves] == [2 * ROWS * WIDTH * 4] * 2
+
+
 @pytest.mark.parametrize("names", ["layers.[01]", ["layers.0", "layers.1"], ("layers.[01]",)])
 @pytest.mark.parametrize("settings", [{}, {"mode": "auto"}, {"budget": "64GiB", "on_oom": "replan"}])
 def test_regions_are_what_is_planned(names, settings):

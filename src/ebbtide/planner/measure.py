@@ -322,8 +322,8 @@ class StepWatch(_UntilBackwardEnds):
             self._first_of(t.untyped_storage(), True, behind, index)  # it stays, also where a region is given it
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
-        if type(t) is torch.Tensor:  # a leaf is what a region was given, cut off for its second run
-            return why_never(t.detach() if t.is_leaf and self._runs_again else t, self._scope)
+        if type(t) is torch.Tensor:
+            return why_never(t.detach() if self._runs_again and _is_cut_off(t) else t, self._scope)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
 
     def _note_common(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -520,6 +520,12 @@ class _Comparing(OperatorMode):
             for index, storage, sums in there:
                 if storage is not None:
                     self._compared.append((self._region, index, (sums_of(storage) != sums).any()))
+
+
+def _is_cut_off(t: torch.Tensor) -> bool:
+    """Whether `t` is what a region was given, or a view of it: a leaf in its second run."""
+    base = t if t._base is None else t._base
+    return base.is_leaf and type(base) is torch.Tensor
 
 
 def _nbytes_of(out: Any) -> int:

@@ -30,9 +30,10 @@ from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 
-# How many sites a look ahead goes by in vain: at the end of backward the habit wraps into the next step, where nothing
-# is live yet.
-_MOST_HOPS = 64
+# How many sites one look ahead goes by, and how many of them in vain: at the end of backward the habit wraps into the
+# next step, where nothing is live yet.
+_MOST_SITES = 512
+_MOST_IN_VAIN = 64
 # In how many goes what may be ahead is filled again, at least.
 _BATCHES = 4
 
@@ -76,6 +77,7 @@ class Engine:
         self._has_held = False  # spares most models a look into the set at every save
         self._ahead_bytes = 0
         self._farthest: _Farthest | None = None
+        self._is_through = False  # nothing more is expected that could be fetched, until something leaves
         self._retained: deque[weakref.ref[Claim]] = deque()
         self._retained_bytes = 0
         # Filled by finalisers of any thread, so neither a lock nor a plain counter will do.
@@ -186,7 +188,7 @@ class Engine:
             self._make_room(window_bytes, spared=0)
 
     def _make_room(self, window_bytes: int, spared: int) -> None:
-        self._farthest = None  # what it went by because it had not left may leave now
+        self._look_anew()  # what it went by because it had not left may leave now
         for stuck in self._outbound.make_room(window_bytes, spared):
             stuck.ledger.stats.failed.add(stuck.nbytes)
             _tell(What.STUCK, stuck)
@@ -284,7 +286,8 @@ class Engine:
         """Learn from the first time backward asks for `parcel`."""
         parcel.is_needed = True
         stats = parcel.ledger.stats
-        self._timetable.needed(parcel.site)
+        if not self._timetable.needed(parcel.site):
+            self._look_anew()
         parcel.site.is_tail = parcel.source is not None
         if parcel.source is not None:
             stats.forwarded.add(parcel.nbytes)
@@ -296,7 +299,7 @@ class Engine:
             parcel.is_ahead = False
             self._ahead_bytes -= parcel.nbytes
         elif parcel.source is None:
-            self._farthest = None  # not what was expected: look ahead from here again
+            self._look_anew()
 
     def _note_freed(self, parcel: Parcel) -> None:
         """Learn whether the release of `parcel` gave its memory back."""
@@ -317,34 +320,46 @@ class Engine:
         """Fetch what is expected next, as far as the window reaches; the point home has reached if anything was."""
         room = limits.prefetch_bytes - at_hand_bytes - self._ahead_bytes - self._outbound.resident_bytes
         # Not for every little room: a few small parcels at once need one wait, and most of it is filled anyway.
-        if room <= 0 or room < (room + self._ahead_bytes) // _BATCHES:
+        if self._is_through or room <= 0 or room < (room + self._ahead_bytes) // _BATCHES:
             return None
         batch: list[Claim] = []
+        is_whole = True
         for before, site, claim in self._to_come():
-            if self._may_fetch(claim.parcel, home):
-                room -= claim.parcel.nbytes
+            parcel = claim.parcel
+            if self._may_fetch(parcel, home):
+                room -= parcel.nbytes
                 if room < 0 and not (before.is_asked_with(site) and _is_at_hand(before)):
                     break
-                claim.parcel.is_ahead = True
+                parcel.is_ahead = True
                 batch.append(claim)
-            assert site.live is not None
-            self._farthest = _Farthest(before, site, site.live)
+            elif parcel.may_be_fetched:
+                is_whole = False  # by the backward of another stream: it is not to be gone by for good
+            if is_whole:
+                assert site.live is not None
+                self._farthest = _Farthest(before, site, site.live)
+        self._is_through = self._is_through and is_whole
         return self._fetch_guessed(batch) if batch else None
 
     def _to_come(self) -> Iterator[tuple[Site, Site, Claim]]:
         """What is expected to be needed and has not been looked at yet, in order: the site before it, it, its claim."""
         before, at = self._look_from()
         in_vain = 0
-        for _ in range(_MOST_HOPS + len(self._refs)):  # a habit may go in circles
+        for _ in range(_MOST_SITES):
             following = None if at is None else at.expected_after(before)
-            if at is None or following is None or following is self._timetable.last:
+            if at is None or following is None or following is self._timetable.last or in_vain == _MOST_IN_VAIN:
+                self._is_through = True
                 return
             claim = None if following.live is None else following.live()
-            if claim is not None and not claim.parcel.is_needed:
+            if claim is None or claim.parcel.is_needed:
+                in_vain += 1
+            else:
                 yield at, following, claim
-            elif (in_vain := in_vain + 1) == _MOST_HOPS:
-                return
             before, at = at, following
+
+    def _look_anew(self) -> None:
+        """What comes next is not what looking ahead went by: the next look begins where backward is."""
+        self._farthest = None
+        self._is_through = False
 
     def _may_fetch(self, parcel: Parcel, home: Stream) -> bool:
         # A site outlives captures: the parcel last made there may be another engine's.
@@ -356,7 +371,7 @@ class Engine:
         try:
             return self._inbound.fetch(parcels)
         except (StoreError, torch.OutOfMemoryError):
-            self._farthest = None
+            self._look_anew()
             return None
         finally:
             for parcel in parcels:

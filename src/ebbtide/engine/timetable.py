@@ -122,8 +122,10 @@ class Timetable:
         self.last: Site | None = None
         self.before_last: Site | None = None
 
-    def needed(self, site: Site) -> None:
-        """Backward asked for `site`: learn it."""
+    def needed(self, site: Site) -> bool:
+        """Backward asked for `site`: learn it. Whether it was expected."""
+        was_expected = self.last is not None and self.last.expected_after(self.before_last) is site
         if self.last is not None:
             self.last.follow_with(self.before_last, site)
         self.before_last, self.last = self.last, site
+        return was_expected

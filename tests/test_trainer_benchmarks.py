@@ -36,10 +36,12 @@ def test_a_tiny_one_is_measured(name, monkeypatch):
 def test_bars_say_the_step_and_the_peak(tmp_path, ours_ms, ours_gib, holds):
     modes = {
         "nothing": {"step_ms": {"median": 100.0}, "act_peak_gib": 25.0},
+        "three quarters": {"step_ms": {"median": 104.0}, "act_peak_gib": 16.0},
         "three quarters, by parts": {"step_ms": {"median": ours_ms}, "act_peak_gib": ours_gib},
     }
     (tmp_path / "T3.json").write_text(json.dumps({**FACTS, "modes": modes, "base_gib": 5.0}))
     bars = judge(tmp_path)
     assert bars["T3"]["figure"] == ours_ms / 100
     assert bars["T3-peak"]["figure"] == round(1 - (5 + ours_gib) / 30, 4)
+    assert (bars["T3-blocks"]["figure"], bars["T3-blocks-peak"]["figure"]) == (1.04, 0.3)
     assert (bars["T3"]["holds"] and bars["T3-peak"]["holds"]) == holds

@@ -12,6 +12,7 @@ from torch import nn
 from ebbtide import Plan, Recipe, RegionPlan
 from ebbtide._events import What
 from ebbtide.devices.sim import SimDevice
+from ebbtide.engine.engine import Engine
 from ebbtide.types import Wait
 
 CPU = torch.device("cpu")
@@ -417,3 +418,44 @@ def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
         run.step()
         assert {units for name, units in run.ahead if name == 2} == {0}
         assert run.of(What.FETCHED) == [f"layers.0#0.{index}" for index in range(4)]
+
+
+class Net(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_a_graph_that_is_seldom_needed_first_is_looked_ahead_in_too(monkeypatch):
+    """Before the graph that is needed first as a rule, whose regions have not left, comes now and then an older one,
+    whose regions have: each but its first is on its way when its region runs again."""
+    nbytes = 25 * 16 * 4
+    rig = HandleRig(window=11 * nbytes, prefetch=40 * nbytes)
+    torch.manual_seed(0)
+    often, seldom = Net(12), Net(13)
+    for net in (often, seldom):
+        rig.offload(net).set_recipe("recompute")
+    late = []
+    expect = Engine.expect
+
+    def noted(engine, tickets, limits):
+        home = engine.device.current_stream()
+        late.append(any(engine._may_fetch(ticket.parcel, home) for ticket in tickets))
+        expect(engine, tickets, limits)
+
+    monkeypatch.setattr(Engine, "expect", noted)
+    for number in range(9):
+        is_first = number % 3 == 2
+        older = seldom(torch.randn(25, 16, requires_grad=True)) if is_first else None
+        newer = often(torch.randn(25, 16, requires_grad=True))
+        late.clear()
+        if older is not None:
+            older.backward()
+            assert len(late) == 13
+            assert number == 2 or sum(late) == 1
+        newer.backward()

@@ -137,20 +137,15 @@ def test_what_runs_between_two_regions_is_part_of_the_one_before_it():
     assert sum(around) + sum(clock.forward_s + clock.again_s + clock.backward_s) == 2**13 - 2**0
 
 
-def test_what_a_region_works_with_includes_what_runs_behind_it():
-    """Of 900 at the peak behind it 300 stay; 500 is the most inside of it."""
+def test_what_is_read_in_the_midst_of_a_region_is_inside_of_its_backward():
     places = [
-        (Place.BEGAN, "", 0, 0, -1),
-        (Place.ENTERED, "a", 100, 100, -1),
-        (Place.LEFT, "a", 200, 600, -1),
-        (Place.ENTERED, "b", 500, 1000, -1),
-        (Place.LEFT, "b", 600, 700, -1),
-        (Place.FORWARD, "", 600, 600, -1),
-        (Place.ENDED, "", 0, 600, -1),
-    ]
-    curve = curve_of(places)
-    assert curve.forward_work == [500, 200]
-    assert curve.behind_work == [900, 0]
+        (Place.BEGAN, ""), (Place.ENTERED, "a"), (Place.LEFT, "a"), (Place.FORWARD, ""), (Place.READ, "a"),
+        (Place.READ, ""), (Place.READ, "a"), (Place.READ, ""), (Place.ENDED, ""),
+    ]  # fmt: skip
+    notes = [Note(place, region, 2**k, Memory(0, 0)) for k, (place, region) in enumerate(places)]
+    clock = Clock(notes, ("a",), lambda start, end: end.event - start.event)
+    assert clock.backward_s == [2**7 - 2**4]
+    assert clock.end_s == 2**8 - 2**7
 
 
 def test_what_is_there_behind_the_regions_is_all_but_what_plans_decide():

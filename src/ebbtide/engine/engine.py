@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -458,12 +458,13 @@ class Engine:
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
-    def waiting_bytes(self, but: str) -> int:
-        """What waits on its way out and is still on the device, without what was saved in the region `but`."""
+    def waiting_bytes(self, but: str, staying: Container[torch.UntypedStorage]) -> int:
+        """What waits on its way out and is still on the device, without what was saved in the region `but`, and without
+        what is of a storage that stays."""
         with self.lock:
             if self._deaths:
                 self._settle_deaths()
-            return self._outbound.waiting_bytes(but)
+            return self._outbound.waiting_bytes(but, staying)
 
     def store_stats(self) -> StoreStats:
         with self.lock:

@@ -22,7 +22,7 @@ A capture (engine/captures.py) has no times: there the same waits are made, and 
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -176,11 +176,13 @@ class Outbound:
             for home in self._homes:
                 self._device.retire(parcel.source, parcel.landed, home)
 
-    def waiting_bytes(self, but: str) -> int:
-        """What waits with its memory still on the device, without what was saved in the region `but`."""
+    def waiting_bytes(self, but: str, staying: Container[torch.UntypedStorage]) -> int:
+        """What waits with its memory still on the device, without what was saved in the region `but`, and without what
+        is of a storage that stays."""
         claims = (ref() for ref in self._queue)
         waiting = (claim.parcel for claim in claims if claim is not None and claim.parcel.is_resident)
-        return sum(parcel.nbytes for parcel in waiting if parcel.site.region != but)
+        leaving = (parcel for parcel in waiting if parcel.site.region != but)
+        return sum(parcel.nbytes for parcel in leaving if parcel.source is not None and parcel.source not in staying)
 
     def await_all(self, stream: Stream) -> None:
         """`stream` waits for every copy so far."""

@@ -3,6 +3,7 @@
 Two clocks stand in a note: when compute was there, and when the host was that queued it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -85,6 +86,7 @@ class Span(NamedTuple):
 
 def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
     """In order of backward."""
+    passes = Counter(note.region for note in notes if note.place is Place.ENTERED)
     has_second_runs = any(note.place is Place.AGAIN for note in notes)
     starts = Place.AGAIN if has_second_runs else Place.READ
     begin, again, outside = 0, None, 0
@@ -93,6 +95,8 @@ def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
             again = note
         if note.place is Place.READ and not note.region:
             outside = outside or k
+        elif note.place is Place.READ and note.region == notes[begin].region and passes[note.region] == 1:
+            outside = 0  # what was read in between is inside of its backward
         elif note.place in (starts, Place.ENDED):
             end = k if note.region else outside or k
             if notes[begin].region:

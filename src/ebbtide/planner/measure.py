@@ -103,7 +103,8 @@ class VisitNotes:
     Attributes:
         common_bytes: of its inputs, what others were given before it.
         freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
-        behind_bytes: saved outside of all regions between it and the next one.
+        behind_bytes: saved outside of all regions between it and the next one, and still there then.
+        behind_peak_bytes: most that was allocated in between.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
     """
 
@@ -117,6 +118,7 @@ class VisitNotes:
     ops: int = 0
     freed_bytes: int = 0
     behind_bytes: int = 0
+    behind_peak_bytes: int = 0
     has_dead_saves: bool = False
 
 
@@ -125,7 +127,7 @@ class _First(NamedTuple):
 
     storage: "weakref.ref[torch.UntypedStorage]"
     visit: VisitNotes
-    save: int
+    seen: Seen
 
 
 class _UntilBackwardEnds(abc.ABC):
@@ -199,7 +201,9 @@ class StepWatch(_UntilBackwardEnds):
         self._common: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._storages: dict[tuple[int, bool], _First] = {}
         self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._behind: VisitNotes | None = None  # what is saved outside of all regions since one was left
+        self._behind: list[tuple[VisitNotes, weakref.ref[torch.UntypedStorage]]] = []
+        """What is saved outside of all regions, and behind which."""
+        self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._region_read: str | None = None
         self._passed = 0
 
@@ -215,9 +219,9 @@ class StepWatch(_UntilBackwardEnds):
 
     def entered(self, region: str) -> None:
         self._note(Place.ENTERED, region)
-        if self._behind is not None:
-            self.visits[-1].behind_bytes = sum(seen.nbytes for seen in self._behind.saves) + self._behind.stuck_bytes
-            self._behind = None
+        if self.visits:
+            last = self.visits[-1]
+            last.behind_peak_bytes = max(last.behind_peak_bytes, self.notes[-1].memory.peak_bytes)
         self.visits.append(VisitNotes(region, self.notes[-1].event))
         known = ((first.storage, first.storage()) for first in self._storages.values())
         self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
@@ -226,11 +230,11 @@ class StepWatch(_UntilBackwardEnds):
         self._note(Place.LEFT, region)
         self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
         self.outside.clear()
-        self._behind = VisitNotes("")
-        self.waiting_bytes = self._engine.waiting_bytes(but=self.visits[0].region)
+        self.waiting_bytes = self._engine.waiting_bytes(self.visits[0].region, self._staying)
 
     def forward_ended(self) -> None:
         self._note(Place.FORWARD, "")
+        self._count_behind()
         self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common if ref() is None)
 
     def read(self, region: str) -> None:
@@ -275,8 +279,8 @@ class StepWatch(_UntilBackwardEnds):
         if not self._is_detailed or not self._scope.serves(t.device):
             return
         if not region:
-            if self._behind is not None:
-                self._look_behind(self._behind, index, t)
+            if self.visits:
+                self._look_behind(t)
             point = self.device.record(self.device.current_stream())
             self.outside.append(OutsideSave(index, point, self.device.memory()))
             self.device.forget_peak()
@@ -309,17 +313,38 @@ class StepWatch(_UntilBackwardEnds):
         if storage is None:
             visit.stuck_bytes += nbytes
             return
-        first = self._first_of(storage, seen is visit.inputs, visit, index)
+        own = Seen(index, nbytes, self.device.record(self.device.current_stream()))
+        first = self._first_of(storage, seen is visit.inputs, visit, own)
         if first == _ELSEWHERE and seen is visit.inputs:
             visit.common_bytes += nbytes
             self._note_common(storage, nbytes)
-        point = self.device.record(self.device.current_stream())
-        seen.append(Seen(index, nbytes if first is None else 0, point, shares=-1 if first is None else first))
+        if first is not None:
+            own.nbytes, own.shares = 0, first
+        seen.append(own)
 
-    def _look_behind(self, behind: VisitNotes, index: int, t: torch.Tensor) -> None:
-        self._look_at(behind.saves, behind, index, t)
-        if behind.saves and behind.saves[-1].index == index:
-            self._first_of(t.untyped_storage(), True, behind, index)  # it stays, also where a region is given it
+    def _look_behind(self, t: torch.Tensor) -> None:
+        memory = self.device.memory()
+        self.visits[-1].behind_peak_bytes = max(self.visits[-1].behind_peak_bytes, memory.peak_bytes)
+        if type(t) is torch.Tensor and t.layout is torch.strided and why_never(t, self._scope) not in _NOBODYS:
+            storage = t.untyped_storage()
+            if storage not in self._staying:
+                self._staying.add(storage)
+                self._behind.append((self.visits[-1], weakref.ref(storage)))
+
+    def _count_behind(self) -> None:
+        """All of its memory stays, whatever is done: regions that were given it, or saved it too, cannot move it. What
+        is gone by now was saved in a branch that nobody uses, and what is behind the last region is around all."""
+        for visit, ref in self._behind:
+            storage = ref()
+            if storage is None or visit is self.visits[-1]:
+                continue
+            known = [self._storages.get((storage._cdata, is_input)) for is_input in (False, True)]
+            known = [first for first in known if first is not None and first.storage() is storage]
+            if any(first.visit is self.visits[0] and first.seen in first.visit.inputs for first in known):
+                continue  # the caller's, and there before the regions
+            visit.behind_bytes += storage.nbytes()
+            for first in known:
+                first.seen.nbytes = 0
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
@@ -330,7 +355,7 @@ class StepWatch(_UntilBackwardEnds):
         if all(ref() is not storage for ref, _ in self._common):
             self._common.append((weakref.ref(storage), nbytes))
 
-    def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, index: int) -> int | None:
+    def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, seen: Seen) -> int | None:
         """The save that `storage` was seen at before; None at the first one, _ELSEWHERE if that was in another visit.
 
         A region's input is one of its saves too, should it keep them: those are told apart.
@@ -338,8 +363,8 @@ class StepWatch(_UntilBackwardEnds):
         key = storage._cdata, is_input
         known = self._storages.get(key)
         if known is not None and known.storage() is storage:
-            return known.save if known.visit is visit else _ELSEWHERE
-        self._storages[key] = _First(weakref.ref(storage), visit, index)
+            return known.seen.index if known.visit is visit else _ELSEWHERE
+        self._storages[key] = _First(weakref.ref(storage), visit, seen)
         return None
 
     def _backward_began(self) -> None:

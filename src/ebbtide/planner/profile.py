@@ -12,8 +12,8 @@ from ebbtide._bytes import format_bytes
 from ebbtide._errors import PlanError
 from ebbtide._text import as_range, counts_up, plain_table
 
-FORMAT = 2
-_READABLE = (1, FORMAT)
+FORMAT = 3
+_READABLE = (1, 2, FORMAT)
 
 
 class OtherVersionError(PlanError):

@@ -118,7 +118,7 @@ class _Step(NamedTuple):
             inputs=inputs,
             dear=() if is_hidden else tuple(self._dear(seen, looked_at) for seen in self._holdable(looked_at)),
             # What leaves meanwhile makes room that is no room of the region's own.
-            forward_work_bytes=max(0, self._forward_work(k, visit) + visit.freed_bytes - kept_bytes),
+            forward_work_bytes=max(0, self._forward_work(k, visit, saves) + visit.freed_bytes - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + at_hand_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if second is not None else 0),
             moved_work_bytes=0 if second is None else self.memory.moved_work(k, saves, at_hand_bytes),
@@ -127,9 +127,13 @@ class _Step(NamedTuple):
             has_dead_saves=looked_at.has_dead_saves,
         )
 
-    def _forward_work(self, k: int, visit: VisitNotes) -> int:
-        """With what runs behind it, up to the next region."""
-        return max(self.memory.forward_work[k], self.memory.behind_work[k] - visit.behind_bytes)
+    def _forward_work(self, k: int, visit: VisitNotes, saves: Sequence[Save]) -> int:
+        """With what runs behind it, up to the next region: there what it saved last may still wait to leave."""
+        if visit.behind_peak_bytes <= self.memory.when_left_bytes[k]:
+            return self.memory.forward_work[k]
+        newest_bytes = next((save.nbytes for save in reversed(saves) if save.nbytes > 0), 0)
+        behind_bytes = visit.behind_peak_bytes - visit.behind_bytes - self.memory.when_entered_bytes[k]
+        return max(self.memory.forward_work[k], behind_bytes + newest_bytes)
 
     def _save(self, seen: Seen, visit: VisitNotes) -> Save:
         return Save(seen.index, seen.nbytes, self._between(visit.began, seen.event), seen.shares)
@@ -181,8 +185,8 @@ class _Curve:
         left = [k for k, note in enumerate(notes) if note.place is Place.LEFT]
         self.kept_bytes = _more(notes[entered[0]], notes[0]) if entered else 0
         self.forward_work = [_peak(notes[a + 1 : b + 1], notes[a]) for a, b in zip(entered, left, strict=True)]
-        ends = [*entered[1:], *left[-1:]]
-        self.behind_work = [_peak(notes[b + 1 : c + 1], notes[a]) for a, b, c in zip(entered, left, ends, strict=True)]
+        self.when_entered_bytes = [notes[k].memory.allocated_bytes for k in entered]
+        self.when_left_bytes = [notes[k].memory.allocated_bytes for k in left]
         forward_end = next(note for note in notes if note.place is Place.FORWARD)
         # What a simulated step has there anyway, and what the measured one had instead of what is simulated.
         known_bytes = self.base_bytes + self.kept_bytes + regions_bytes + watch.waiting_bytes - watch.freed_common_bytes
@@ -199,13 +203,14 @@ class _Curve:
         """What the backward of each pass leaves allocated of the gradient of what several regions are given, which
         stays to the end: by what is there when the next one begins. With its inputs a second run has begun."""
         inputs = [sum(seen.nbytes for seen in visit.inputs) for visit in visits]
+        behind = [visit.behind_bytes for visit in visits]
         most = max((visit.common_bytes for visit in visits), default=0)
         passes = {span.at: k for k, span in enumerate(self._spans) if span is not None}
         left = [0] * len(self._spans)
         for span, following in pairwise(span for span in spans if span.at in passes):
             own, other = passes[span.at], passes[following.at]
             more = following.begin.memory.allocated_bytes - span.begin.memory.allocated_bytes
-            left[own] = min(max(0, more + inputs[own] - inputs[other]), most)
+            left[own] = min(max(0, more + inputs[own] - inputs[other] + behind[other]), most)
         return left
 
     def unasked(self, k: int, saves: Sequence[Save]) -> int:

@@ -152,7 +152,7 @@ def _sft(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _sft_adapter(result: dict[str, Any]) -> Iterator[Bar]:
-    ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
+    ours, plain = result["modes"]["auto"], result["modes"]["nothing"]
     yield Bar("T2", _time_ratio(ours, plain), 1.005, "x plain step, LoRA: no budget")
     yield Bar("T2-moved", ours["moved_bytes_in_a_step"], 1, "bytes moved in a step", is_floor=True)
 

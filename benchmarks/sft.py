@@ -95,7 +95,7 @@ def measure_adapter(sizes: Sizes, device: torch.device, count: int, **settings: 
         for _ in range(_ROUNDS):
             plain.append(_train(sizes, model, _WARM_UP + count, _NO_CHECKPOINTS))
             ours.append(_train(sizes, model, _WARM_UP + count, _NO_CHECKPOINTS, OffloadCallback(**settings)))
-    return {"modes": {"nothing": _summary(plain), "ebbtide": _summary(ours)}}
+    return {"modes": {"nothing": _summary(plain), "auto": _summary(ours)}}
 
 
 class _Watch(TrainerCallback):

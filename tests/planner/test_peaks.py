@@ -223,6 +223,8 @@ def test_peaks_are_as_predicted_all_along_the_front(counted, make, named, vocabu
     profile = handle.profile
     handle.remove()
     assert any(region.behind_bytes > 0 for region in profile.regions) == bool(named)
+    last = profile.regions[-1]  # the logits are no part of it
+    assert last.forward_work_bytes <= max(region.forward_work_bytes for region in profile.regions[:-1])
     if not named:
         assert all(region.has_dead_saves == (make is Model) for region in profile.regions[:-1])
     actions = set()

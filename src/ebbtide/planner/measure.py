@@ -104,7 +104,7 @@ class VisitNotes:
         common_bytes: of its inputs, what others were given before it.
         freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
         behind_bytes: saved outside of all regions between it and the next one, and still there then.
-        behind_peak_bytes: most that was allocated in between.
+        behind_peak_bytes: most that was allocated in between; 0 for the last one.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
     """
 
@@ -203,6 +203,7 @@ class StepWatch(_UntilBackwardEnds):
         self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._behind: list[tuple[VisitNotes, weakref.ref[torch.UntypedStorage]]] = []
         """What is saved outside of all regions, and behind which."""
+        self._peak_bytes = 0  # at saves outside of all regions since one was left
         self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._region_read: str | None = None
         self._passed = 0
@@ -220,8 +221,7 @@ class StepWatch(_UntilBackwardEnds):
     def entered(self, region: str) -> None:
         self._note(Place.ENTERED, region)
         if self.visits:
-            last = self.visits[-1]
-            last.behind_peak_bytes = max(last.behind_peak_bytes, self.notes[-1].memory.peak_bytes)
+            self.visits[-1].behind_peak_bytes = max(self._peak_bytes, self.notes[-1].memory.peak_bytes)
         self.visits.append(VisitNotes(region, self.notes[-1].event))
         known = ((first.storage, first.storage()) for first in self._storages.values())
         self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
@@ -230,6 +230,7 @@ class StepWatch(_UntilBackwardEnds):
         self._note(Place.LEFT, region)
         self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
         self.outside.clear()
+        self._peak_bytes = 0
         self.waiting_bytes = self._engine.waiting_bytes(self.visits[0].region, self._staying)
 
     def forward_ended(self) -> None:
@@ -323,8 +324,7 @@ class StepWatch(_UntilBackwardEnds):
         seen.append(own)
 
     def _look_behind(self, t: torch.Tensor) -> None:
-        memory = self.device.memory()
-        self.visits[-1].behind_peak_bytes = max(self.visits[-1].behind_peak_bytes, memory.peak_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.device.memory().peak_bytes)
         if type(t) is torch.Tensor and t.layout is torch.strided and why_never(t, self._scope) not in _NOBODYS:
             storage = t.untyped_storage()
             if storage not in self._staying:

@@ -32,6 +32,12 @@ def curve_of(places):
     return _Curve(watched(notes_of(places)), ("a", "b"), 0)
 
 
+def clock_of(places, names):
+    """Compute comes by the k-th of them at 2**k: a difference says which two it is of."""
+    notes = [Note(place, region, 2**k, Memory(0, 0)) for k, (place, region) in enumerate(places)]
+    return Clock(notes, names, lambda start, end: end.event - start.event)
+
+
 def watched(notes, visits=(), outside=(), waiting_bytes=0, freed_common_bytes=0):
     device = SimpleNamespace(seconds_between=lambda start, end: 0.0)
     return SimpleNamespace(
@@ -127,8 +133,7 @@ def test_what_runs_between_two_regions_is_part_of_the_one_before_it():
         (Place.FORWARD, ""), (Place.READ, ""), (Place.AGAIN, "b"), (Place.AGAIN_ENDED, "b"), (Place.READ, ""),
         (Place.AGAIN, "a"), (Place.AGAIN_ENDED, "a"), (Place.READ, ""), (Place.ENDED, ""),
     ]  # fmt: skip
-    notes = [Note(place, region, 2**k, Memory(0, 0)) for k, (place, region) in enumerate(places)]
-    clock = Clock(notes, ("a", "b"), lambda start, end: end.event - start.event)
+    clock = clock_of(places, ("a", "b"))
     assert clock.forward_s == [2**3 - 2**1, 2**4 - 2**3]
     assert clock.again_s == [2**11 - 2**10, 2**8 - 2**7]
     assert clock.backward_s == [2**12 - 2**11, 2**10 - 2**8]
@@ -142,8 +147,7 @@ def test_what_is_read_in_the_midst_of_a_region_is_inside_of_its_backward():
         (Place.BEGAN, ""), (Place.ENTERED, "a"), (Place.LEFT, "a"), (Place.FORWARD, ""), (Place.READ, "a"),
         (Place.READ, ""), (Place.READ, "a"), (Place.READ, ""), (Place.ENDED, ""),
     ]  # fmt: skip
-    notes = [Note(place, region, 2**k, Memory(0, 0)) for k, (place, region) in enumerate(places)]
-    clock = Clock(notes, ("a",), lambda start, end: end.event - start.event)
+    clock = clock_of(places, ("a",))
     assert clock.backward_s == [2**7 - 2**4]
     assert clock.end_s == 2**8 - 2**7
 

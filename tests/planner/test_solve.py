@@ -226,14 +226,14 @@ def test_only_moves_never_runs_anything_again():
 
 def test_without_a_budget_it_moves_what_the_link_hides():
     """4.5 to 4.8 GiB of 27.7 fit beside the forward pass; that is what measuring found too."""
-    solver_a = Solver(_undisturbed(workload_a()))
-    plan = solver_a.solve(None)
+    step = _undisturbed(workload_a())
+    plan = solve(step, None)
     predicted = plan.predicted
     assert plan.budget_bytes is None
     assert not any(planned.recipe.runs_again for planned in plan.regions.values())
     assert predicted.stall_forward_s == predicted.stall_backward_s == 0
     assert 4.4 * GIB < predicted.moved_bytes < 4.9 * GIB
-    everything = least_budget(solver_a.profile, uniform(solver_a.profile, Recipe("keep")))
+    everything = least_budget(step, uniform(step, Recipe("keep")))
     assert everything - predicted.peak_bytes > 4.4 * GIB
 
 

@@ -94,7 +94,7 @@ def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
         if note.place is Place.AGAIN_ENDED:
             again = note
         if note.place is Place.READ and not note.region:
-            outside = outside or k
+            outside = outside or k  # where the part at hand ends, should no other region's follow
         elif note.place is Place.READ and note.region == notes[begin].region and passes[note.region] == 1:
             outside = 0  # what was read in between is inside of its backward
         elif note.place in (starts, Place.ENDED):

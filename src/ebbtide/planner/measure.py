@@ -103,7 +103,7 @@ class VisitNotes:
     Attributes:
         common_bytes: of its inputs, what others were given before it.
         freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
-        behind_bytes: saved outside of all regions between it and the next one, and still there then.
+        behind_bytes: saved outside of all regions between it and the next one, and still there when forward ends.
         behind_peak_bytes: most that was allocated in between; 0 for the last one.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
     """

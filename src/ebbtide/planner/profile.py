@@ -26,10 +26,11 @@ class Save:
 
     Attributes:
         index: of the save in its region, as `Recipe.sites` counts.
-        nbytes: that travel for it; 0 if another save takes the same memory along.
+        nbytes: that travel for it; 0 if another save takes the same memory along, or what is saved outside of the
+            regions has it stay.
         at_s: when it is there, after its region's forward began.
         shares: index of the save of this region whose memory it shares, and without which it frees nothing; -1 if it
-            has memory of its own, or another region's save has it.
+            has memory of its own, or what has it is no save of this region.
     """
 
     index: int
@@ -39,7 +40,7 @@ class Save:
 
     @property
     def is_of_another_region(self) -> bool:
-        """Its memory travels for a save there."""
+        """Its memory travels for a save there, or stays for one outside of all regions."""
         return self.nbytes == 0 and self.shares < 0
 
 

@@ -6,7 +6,8 @@ Note [How a plan is found]
    windows that its memory leaves, and the fastest that holds the budget wins. Wider windows never make a step slower,
    so a larger budget never does.
 2. Where the ways to choose are few, all are candidates: then nothing is faster, in the simulator's eyes.
-3. Without a budget only what moves is considered, and the plan with the smallest peak is taken that does not wait.
+3. Without a budget only what moves is considered, and the plan with the smallest peak is taken that slows the step by
+   next to nothing: _NO_SLOWER where compute waits, _BESIDE where copies beside it are all.
 """
 
 from collections.abc import Mapping

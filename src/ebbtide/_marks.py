@@ -96,6 +96,14 @@ class Session:
             self.pack_hook, self.packs_here, self.holding = before
 
 
+@contextlib.contextmanager
+def _watched(
+    inside: contextlib.AbstractContextManager[AgainWatch | None], running: contextlib.AbstractContextManager[None]
+) -> Generator[AgainWatch | None, None, None]:
+    with inside as watch, running:
+        yield watch
+
+
 class Owner(Protocol):
     """The handle, as its marks see it."""
 
@@ -339,7 +347,8 @@ class InnerMark(Mark):
         def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[AgainWatch | None]:
             if is_second_run:
                 return self._handle.second_run(visit, plan, pack_hook, watch)
-            return session.inside(pack_hook, holding)
+            inside = session.inside(pack_hook, holding)
+            return inside if watch is None else _watched(inside, watch.running(visit.region))
 
         return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
 

@@ -178,6 +178,10 @@ class Watch(Protocol):
         """The desk is asked for something that was saved in the region."""
         ...
 
+    def running(self, region: str) -> "AbstractContextManager[None]":
+        """Around the first run of a region that is to run again, without what prepares it for that."""
+        ...
+
     def running_again(self, region: str) -> "AbstractContextManager[AgainWatch | None]":
         """Around a region's second run; gives what follows that, if anything does."""
         ...

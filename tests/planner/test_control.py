@@ -85,6 +85,18 @@ def a_large_budget():
     return psutil.Process().memory_info().rss + 2**34
 
 
+def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all_again(monkeypatch):
+    """As if the device had a queue. Nothing is timed apart from the step then."""
+    monkeypatch.setattr("ebbtide.devices.cpu.CpuDevice.has_queue", True)
+    monkeypatch.setattr("ebbtide.planner.queueing._timed_unit_s", lambda: pytest.fail("timed apart"))
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    follow(model)
+    host = handle.profile.host
+    assert host.frame_s > host.held_s > host.op_s > 0
+    assert all(times.forward_s > 0 and times.ops > 0 for times in host.regions)
+
+
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"budget": 1.0}])
 def test_the_first_steps_are_watched_and_all_equal_the_twin(settings):
     model = make()

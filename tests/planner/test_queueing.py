@@ -46,12 +46,15 @@ def step_of_two():
     )
 
 
-def step_of_one(forward_ms, again_ms, backward_ms):
-    """A region that runs again: what the host takes for it; compute takes 10, 10 and 20 ms."""
+def step_of_one(forward_ms, again_ms, backward_ms, prepared_ms=0):
+    """A region that runs again: what the host takes for it, half of what prepares that before and half of it after its
+    own code; compute takes 10, 10 and 20 ms."""
     again = forward_ms + again_ms
     return watch(
         (Place.BEGAN, "", 0, 0, 0),
         (Place.ENTERED, "a", 0, 0, 0),
+        (Place.RUNS, "a", 0, prepared_ms / 2, 0),
+        (Place.RAN, "a", 10, forward_ms - prepared_ms / 2, 0),
         (Place.LEFT, "a", 10, forward_ms, 0),
         (Place.FORWARD, "", 10, forward_ms, 0),
         (Place.AGAIN, "a", 10, forward_ms, 0),
@@ -67,7 +70,7 @@ def two_regions():
 
 def test_what_the_host_took_is_read_by_its_own_clock():
     host = host_of(step_of_two(), ("a", "b"), two_regions(), (7, 7))
-    assert [times.forward_s for times in host.regions] == pytest.approx([3 * MS, 3 * MS])
+    assert [times.forward_s for times in host.regions] == pytest.approx([4 * MS, 4 * MS])
     assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
     assert (host.before_s, host.after_s, host.turn_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
@@ -81,11 +84,31 @@ def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
 
 
 def test_a_region_that_was_watched_running_again_has_that_taken_off():
-    host = host_of(step_of_one(100, 50, 20), ("a",), [region("a")], (7,))
-    own_s = host.frame_s + host.moved_s  # one input
-    assert host.regions[0].forward_s == pytest.approx(100 * MS - own_s)
-    assert host.regions[0].again_s == pytest.approx(50 * MS - own_s)
-    assert host.regions[0].backward_s == pytest.approx(20 * MS)
+    host = host_of(step_of_one(100, 50, 20, prepared_ms=6), ("a",), [region("a")], (7,))
+    assert host.frame_s + host.moved_s == pytest.approx(6 * MS)  # one input
+    assert host.regions[0].forward_s == pytest.approx(94 * MS)
+    assert host.regions[0].again_s == pytest.approx(50 * MS)
+    assert host.regions[0].backward_s == pytest.approx(14 * MS)  # the next region is prepared in it
+
+
+def test_what_recipes_add_goes_by_what_it_took_to_prepare_the_regions():
+    """A host that is twice as slow is so with operators, outputs and parcels too."""
+    quick, slow = (host_of(step_of_one(100, 50, 20, prepared_ms=ms), ("a",), [region("a")], (7,)) for ms in (0.5, 1.0))
+    for name in ("frame_s", "op_s", "held_s", "moved_s"):
+        assert getattr(slow, name) == pytest.approx(2 * getattr(quick, name))
+    assert 0 < quick.op_s < quick.moved_s < quick.held_s < quick.frame_s
+
+
+def test_one_region_that_took_the_host_long_says_nothing_of_the_others():
+    """Three alike: 3, 4 and 40 ms."""
+    notes = [(Place.BEGAN, "", 0, 0, 0)]
+    for name, at, until in (("a", 0, 3), ("b", 3, 7), ("c", 7, 47)):
+        notes += [(Place.ENTERED, name, at, at, 0), (Place.LEFT, name, until, until, 0)]
+    notes += [(Place.FORWARD, "", 47, 47, 0)]
+    notes += [(Place.READ, name, at, at, 0) for name, at in (("c", 47), ("b", 48), ("a", 49))]
+    regions = [region(name, again_s=0.0, inputs=(), dear=()) for name in "abc"]
+    host = host_of(watch(*notes, (Place.ENDED, "", 50, 50, 0)), tuple("abc"), regions, (7, 7, 7))
+    assert [times.forward_s for times in host.regions] == pytest.approx([4 * MS] * 3)
 
 
 @pytest.mark.parametrize(("passed", "lead_ms"), [(1, 0), (0, 32)])

@@ -27,6 +27,7 @@ class Clock:
     Attributes:
         regions: their names, one per pass.
         forward_s, again_s, backward_s: of each pass.
+        prepared_s: what it takes of `forward_s` to prepare the pass to run again; 0 where that was not seen.
         before_s, after_s, turn_s, end_s: outside of them, as `Around` says.
     """
 
@@ -38,6 +39,7 @@ class Clock:
         forward_end = next(k for k, note in enumerate(notes) if note.place is Place.FORWARD)
         self.regions = [notes[k].region for k in entered]
         self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
+        self.prepared_s = [self._prepared_s(notes[a : b + 1]) for a, b in zip(entered, ends, strict=True)]
         self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
         self.after_s = self._between(notes[ends[-1]], notes[forward_end])
         spans = list(backward_spans(notes))
@@ -47,6 +49,13 @@ class Clock:
         in_order = by_forward(((span.region, span) for span in spans), self.regions)
         self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
         self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
+
+    def _prepared_s(self, notes: Sequence[Note]) -> float:
+        """Of a pass, from where it was entered on: what is before its own code, and between that and its end."""
+        at = {note.place: note for note in notes[1:] if note.region == notes[0].region}
+        if not {Place.RUNS, Place.RAN, Place.LEFT} <= at.keys():
+            return 0.0
+        return self._between(notes[0], at[Place.RUNS]) + self._between(at[Place.RAN], at[Place.LEFT])
 
     def _held_s(self, notes: Sequence[Note]) -> float:
         """Of what was measured only, and no part of a step."""

@@ -42,6 +42,8 @@ class Place(enum.Enum):
 
     BEGAN = "the step begins"
     ENTERED = "forward enters a region"
+    RUNS = "the first run of a region that runs again begins, all being prepared"
+    RAN = "that run has ended"
     LEFT = "forward leaves a region"
     FORWARD = "forward has ended"
     READ = "backward reads what was saved in a region, and read of another one before"
@@ -245,6 +247,16 @@ class StepWatch(_UntilBackwardEnds):
         self._backward_began()
         self._region_read = region
         self._note(Place.READ, region)
+
+    @contextlib.contextmanager
+    def running(self, region: str) -> Generator[None, None, None]:
+        """Around a first run. In a backward it is part of what runs again."""
+        is_noted = not self._is_detailed and graph_task_id() == -1
+        if is_noted:
+            self._note(Place.RUNS, region)
+        yield
+        if is_noted:
+            self._note(Place.RAN, region)
 
     @contextlib.contextmanager
     def running_again(self, region: str) -> "Generator[_AgainNotes | None, None, None]":
@@ -457,6 +469,9 @@ class Pulse(_UntilBackwardEnds):
     def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
         if graph_task_id() != -1:
             self._backward_began()
+
+    def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
+        return contextlib.nullcontext()
 
     def running_again(self, region: str) -> contextlib.AbstractContextManager[AgainWatch | None]:
         self.read(region)

@@ -5,13 +5,16 @@ Note [The host]
 1. What recipes make the host do, beyond the model's own code, matters where it is hardly ahead of compute: many small
    kernels, and a loop that looks at each loss. There a selective recipe of a region may take longer to queue than to
    run.
-2. The model's own share is measured; what recipes add is reckoned by operators, outputs and parcels. The unit is what
-   a dispatch mode takes for an operator: it is timed here, as all of this is Python on one core, fast or slow.
+2. The model's own share is measured, and so is what prepares a region to run again. What else recipes add is reckoned
+   by operators, outputs and parcels, in a unit: what a bare dispatch mode takes for an operator. All of this is Python
+   on one core, so the unit is what fits the measured preparation. A core is half as fast while its other thread is
+   busy: what is timed at another time fits less, and is left to steps in which no region runs again.
 3. The host is as far ahead of compute as it was seen to be, and far enough that a step with everything kept waits for
    nothing (leads.py). Where it takes longer for a step than compute does, that is used up after some.
 """
 
 import itertools
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -23,11 +26,12 @@ from ebbtide.planner.clock import Clock
 from ebbtide.planner.measure import Place, StepWatch
 from ebbtide.planner.profile import Host, HostTime, RegionProfile
 
-# In what a bare dispatch mode takes for an operator, from steps of a ViT on the host of an H200: where that is 3 us.
+# In what a bare dispatch mode takes for an operator: from steps of a ViT on the host of an H200, where that is 3.8 us,
+# with batches so small that all of it is the host's.
 _FRAME = 130.0
 _LOOKED_AT = 2.4
-_HELD = 19.0
-_MOVED = 15.0
+_HELD = 15.0
+_MOVED = 11.0
 _MOST_AGAIN = 1.5  # times the forward
 _MOST_BACKWARD = 2.5
 _CALLS = 64
@@ -46,14 +50,15 @@ def host_of(
     if not watch.device.has_queue:
         return None
     clock = Clock(watch.notes, names, lambda start, end: end.host_s - start.host_s)
-    unit_s = _unit_s()
+    unit_s = _unit_s(clock.prepared_s, regions)
     frame_s, moved_s = _FRAME * unit_s, _MOVED * unit_s
     times: list[HostTime] = []
     for k, region in enumerate(regions):
-        runs_again = region.again_s > 0  # with its inputs moved, as it was watched
-        own_s = moved_s * len(region.inputs) + frame_s if runs_again else 0.0
-        again_s = max(0.0, clock.again_s[k] - own_s)
-        times.append(HostTime(max(0.0, clock.forward_s[k] - own_s), clock.backward_s[k], again_s, ops[k]))
+        prepared_s = clock.prepared_s[k]
+        # Backward prepares the pass that is next there, which is taken to be alike.
+        own_s = frame_s + moved_s * len(region.inputs) if prepared_s > 0 else 0.0
+        forward_s, backward_s = clock.forward_s[k] - prepared_s, max(0.0, clock.backward_s[k] - own_s)
+        times.append(HostTime(forward_s, backward_s, clock.again_s[k], ops[k]))
     times = _steadied(times, regions)
     return Host(
         regions=tuple(times),
@@ -70,22 +75,22 @@ def host_of(
 
 
 def _steadied(times: Sequence[HostTime], regions: Sequence[RegionProfile]) -> list[HostTime]:
-    """Regions that are made alike take the host the same: the least of them, for what comes in between only adds."""
+    """Regions that are made alike take the host the same: the middle of what they took."""
     alike: dict[tuple[int, ...], list[HostTime]] = {}
     keys = [(t.ops, len(r.saves), len(r.inputs), len(r.dear)) for t, r in zip(times, regions, strict=True)]
     for key, own in zip(keys, times, strict=True):
         alike.setdefault(key, []).append(own)
-    return [_least(alike[key]) for key in keys]
+    return [_middle(alike[key]) for key in keys]
 
 
-def _least(times: Sequence[HostTime]) -> HostTime:
+def _middle(times: Sequence[HostTime]) -> HostTime:
     """A host that is far ahead is held back where it launches more: that is none of its own time, and as it was not yet
     so in forward, this bounds the others."""
-    forward_s = min(own.forward_s for own in times)
+    forward_s = statistics.median(own.forward_s for own in times)
     return HostTime(
         forward_s=forward_s,
-        backward_s=min(_MOST_BACKWARD * forward_s, *(own.backward_s for own in times)),
-        again_s=min(_MOST_AGAIN * forward_s, *(own.again_s for own in times)),
+        backward_s=min(_MOST_BACKWARD * forward_s, statistics.median(own.backward_s for own in times)),
+        again_s=min(_MOST_AGAIN * forward_s, statistics.median(own.again_s for own in times)),
         ops=times[0].ops,
     )
 
@@ -101,7 +106,14 @@ def _seen_lead_s(watch: StepWatch) -> float:
     return lead_s
 
 
-def _unit_s() -> float:
+def _unit_s(prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> float:
+    """By what it took to prepare the passes to run again, with their inputs moved; without any, timed here."""
+    seen = zip(prepared_s, regions, strict=True)
+    units = [seconds / (_FRAME + _MOVED * len(region.inputs)) for seconds, region in seen if seconds > 0]
+    return statistics.median(units) if units else _timed_unit_s()
+
+
+def _timed_unit_s() -> float:
     """What an operator takes the host longer where a dispatch mode looks at it."""
     t = torch.empty(1)
     with _Looking():

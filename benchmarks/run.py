@@ -1,7 +1,8 @@
 """Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
 
     python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--plans A A-compiled B-32k MoE ViT]
-        [--trainers T1 T2 T3] [--beside A] [--steps 5] [--out benchmarks/results] [--commit HASH]
+        [--unslowed A] [--predictions A B-32k MoE ViT] [--trainers T1 T2 T3] [--steps 5] [--out benchmarks/results]
+        [--commit HASH]
 
 All modes of a workload run in one process on one model, so that their ratios mean something.
 """
@@ -20,15 +21,16 @@ import torch
 
 import ebbtide
 from benchmarks import bars
-from benchmarks.beside import measure_beside
 from benchmarks.facts import facts
 from benchmarks.host_cost import host_cost_us
 from benchmarks.measure import link_rate, one_step, steps
 from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
 from benchmarks.planning import measure_plans
+from benchmarks.predictions import measure_predictions
 from benchmarks.recipes import measure_recipes
 from benchmarks.steady import steady_state
 from benchmarks.trainers import TRAINERS
+from benchmarks.unslowed import measure_unslowed
 from benchmarks.workloads import PLANNED, WORKLOADS, Workload, build
 
 
@@ -50,16 +52,21 @@ def main() -> None:
         _write(options.out, results)
         _clean()
     for name in options.plans:
-        measured, profile = measure_plans(name, device, options.steps)
-        results[f"{name}-plans"] = {**about, "link": link, **measured}
+        results[f"{name}-plans"] = {**about, "link": link, **measure_plans(name, device, options.steps)}
+        _write(options.out, results)
+        _clean()
+    for name in options.unslowed:
+        measured, profile = measure_unslowed(name, device, options.steps, link["out_gb_per_s"])
+        results[f"{name}-unslowed"] = {**about, "link": link, **measured}
+        _write(options.out, results, {f"{name}-unslowed": profile})
+        _clean()
+    for name in options.predictions:
+        rows, profile = measure_predictions(name, device, options.steps)
+        results[f"{name}-predictions"] = {**about, "link": link, "predictions": rows}
         _write(options.out, results, {name: profile})
         _clean()
     for name in options.trainers:
         results[name] = {**about, "link": link, **TRAINERS[name].measure(device, options.steps)}
-        _write(options.out, results)
-        _clean()
-    for name in options.beside:
-        results[f"{name}-beside"] = {**about, "link": link, **measure_beside(WORKLOADS[name], device, options.steps)}
         _write(options.out, results)
         _clean()
 
@@ -79,7 +86,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plans", nargs="*", default=plans, choices=sorted(PLANNED))
     trainers = [name for name, trainer in TRAINERS.items() if trainer.is_available]
     parser.add_argument("--trainers", nargs="*", default=trainers, choices=sorted(TRAINERS))
-    parser.add_argument("--beside", nargs="*", default=["A"], choices=sorted(WORKLOADS))
+    parser.add_argument("--unslowed", nargs="*", default=["A"], choices=sorted(PLANNED))
+    parser.add_argument("--predictions", nargs="*", default=["A", "B-32k", "MoE", "ViT"], choices=sorted(PLANNED))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")

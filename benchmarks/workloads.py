@@ -82,7 +82,7 @@ class PlannedWorkload:
 
     Attributes:
         build: the model in training mode on a device, and the losses of its batches.
-        neighbours: modes without us that fit the device, by which budgets are set.
+        neighbours: modes without us that fit the device.
         budgets_gib: of activations, besides checkpointing's own peak.
         predictions: how many plans all along the front are compared with what comes of them.
         rounds: in which the modes take turns.
@@ -158,7 +158,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
 
 PLANNED = {
     "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40)),
-    "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED), predictions=0),
+    "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED)),
     "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",), predictions=5, rounds=3),
     "MoE": PlannedWorkload(_moe),
     "ViT": PlannedWorkload(_vit),

@@ -97,6 +97,23 @@ def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all
     assert all(times.forward_s > 0 and times.ops > 0 for times in host.regions)
 
 
+@pytest.mark.parametrize(("is_busy", "holds"), [(False, 2), (True, 1)])
+def test_compute_is_held_back_where_the_watched_step_begins_unless_something_was_queued_before(
+    monkeypatch, is_busy, holds
+):
+    """And where its backward does."""
+    held = []
+    device = "ebbtide.devices.cpu.CpuDevice"
+    monkeypatch.setattr(f"{device}.has_queue", True)
+    monkeypatch.setattr(f"{device}.hold", lambda self, stream, seconds: held.append((handle._control.phase, seconds)))
+    if is_busy:
+        monkeypatch.setattr("ebbtide.planner.measure.StepWatch._is_idle", lambda watch: False)
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    follow(model)
+    assert [seconds > 0 for phase, seconds in held if phase is Phase.TIMES] == [True] * holds
+
+
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"budget": 1.0}])
 def test_the_first_steps_are_watched_and_all_equal_the_twin(settings):
     model = make()

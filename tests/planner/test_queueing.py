@@ -147,20 +147,21 @@ def test_a_compute_that_is_held_back_says_nothing_of_the_lead_nor_of_the_turn():
     assert seen.lead_s == 0.0
 
 
-def test_a_hold_before_forward_has_ended_is_no_part_of_the_turn():
-    """A backward inside of forward: none is made there, and one would not be taken off what comes behind."""
+def test_a_hold_where_the_step_begins_is_no_part_of_it():
+    """Compute is held back for 15 ms of the 17 before the first region. The host is ahead by that, and would not be."""
     notes = watch(
         (Place.BEGAN, "", 0, 0, 0),
-        (Place.HELD, "", 0, 0, 0),
-        (Place.GOES_ON, "", 15, 0, 0),
-        (Place.ENTERED, "a", 15, 1, 0),
-        (Place.LEFT, "a", 25, 4, 0),
-        (Place.FORWARD, "", 25, 4, 0),
-        (Place.READ, "a", 31, 24, 0),
-        (Place.ENDED, "", 41, 30, 0),
+        (Place.HELD, "", 0, 0, 1),
+        (Place.GOES_ON, "", 15, 0, 1),
+        (Place.ENTERED, "a", 17, 1, 1),
+        (Place.LEFT, "a", 27, 4, 1),
+        (Place.FORWARD, "", 27, 4, 1),
+        (Place.READ, "a", 33, 24, 7),
+        (Place.ENDED, "", 43, 30, 7),
     )
     clock = Clock(notes.notes, ("a",), lambda start, end: end.event - start.event)
-    assert clock.turn_s == pytest.approx(6 * MS)
+    assert (clock.before_s, *clock.forward_s, clock.turn_s) == pytest.approx((2 * MS, 10 * MS, 6 * MS))
+    assert host_of(notes, ("a",), [region("a", again_s=0.0, inputs=())], (0,)).lead_s == 0.0
 
 
 def host(count, forward_ms, backward_ms=1.0, **changes):

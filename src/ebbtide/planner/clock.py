@@ -40,7 +40,8 @@ class Clock:
         self.regions = [notes[k].region for k in entered]
         self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
         self.prepared_s = [self._prepared_s(notes[a : b + 1]) for a, b in zip(entered, ends, strict=True)]
-        self.before_s = self._between(notes[0], notes[entered[0]]) if entered else 0.0
+        first = entered[0] if entered else 0
+        self.before_s = max(0.0, self._between(notes[0], notes[first]) - self._held_s(notes[:first]))
         self.after_s = self._between(notes[ends[-1]], notes[forward_end])
         spans = list(backward_spans(notes))
         turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0

@@ -127,6 +127,7 @@ class Control:
         self._failures = 0
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
+        self._host_forward_s = 0.0  # in the step that warms up
         self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
         self.upkeep: Upkeep | None = None
         """Of the plans, once there is a profile."""
@@ -235,6 +236,7 @@ class Control:
         watch = StepWatch(
             engine, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             is_dear=self._is_dear if self.runs_again else None, is_first=self.phase is Phase.WARM,
+            host_forward_s=self._host_forward_s,
         )  # fmt: skip
         watch.graphs = 1 + self._under_way()
         self._watched = Flight(watch)
@@ -283,6 +285,7 @@ class Control:
         """To the next phase; true if there is a plan now."""
         if self.phase is Phase.WARM:
             self.phase, self._overwritten = Phase.TIMES, watch.overwritten()
+            self._host_forward_s = watch.host_forward_s
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, watch
         else:

@@ -9,7 +9,8 @@ Note [How a step is measured]
    operator takes, is seen while it runs again, one region at a time. Where every region keeps, both are seen in
    forward, and second runs are not known.
 4. Where compute waits for the host that queues it, times are the host's. So it is held back once where backward begins,
-   and in a detailed step before each second run: the host gets ahead, and times are compute's own.
+   and where the step does if nothing was queued by then, and in a detailed step before each second run: the host gets
+   ahead, and times are compute's own.
 5. Some kernels write over what a dear operator has returned (see recompute/outputs.py), which then cannot be held: in
    the step that warms up, outputs that are still there when their region's second run ends are compared.
 6. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
@@ -75,6 +76,7 @@ _UNKNOWN = Memory(0, 0)
 _HOLD = 0.5  # of what the host took for forward
 _HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
 _MOST_HOLD_S = 0.1
+_IDLE_S = 2e-4  # by then a device that has nothing to do has come by
 _ELSEWHERE = -1
 
 
@@ -167,6 +169,7 @@ class StepWatch(_UntilBackwardEnds):
         runs_again: all regions run again; else all keep.
         is_dear: which calls of operators are dear.
         is_first: look for dear outputs that are overwritten.
+        host_forward_s: what a forward took the host in an earlier step, if that is known.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class StepWatch(_UntilBackwardEnds):
         runs_again: bool,
         is_dear: IsDear | None = None,
         is_first: bool = False,
+        host_forward_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.device = engine.device
@@ -194,6 +198,8 @@ class StepWatch(_UntilBackwardEnds):
         self._runs_again = runs_again
         self._is_dear = is_dear
         self._is_first = is_first
+        self._is_for_times = not is_detailed and not is_first
+        self._earlier_s = host_forward_s
         self._compared: list[tuple[str, int, torch.Tensor]] = []
         self.waiting_bytes = 0
         """What was on its way out and still there when the last region was left, without what the first region was
@@ -219,6 +225,16 @@ class StepWatch(_UntilBackwardEnds):
         if self._is_detailed:
             self.device.forget_peak()
         self._note(Place.BEGAN, "")
+        if self._is_for_times and self._earlier_s > 0 and self.device.has_queue and self._is_idle():
+            self._hold_noted(_HOLD * self._earlier_s)
+
+    def _is_idle(self) -> bool:
+        """Whether compute has come by the last note, and so waits for what is queued next."""
+        until_s = self.notes[-1].host_s + _IDLE_S
+        while not self.device.is_done(self.notes[-1].event):
+            if time.perf_counter() > until_s:
+                return False
+        return True
 
     def entered(self, region: str) -> None:
         self._note(Place.ENTERED, region)
@@ -266,7 +282,7 @@ class StepWatch(_UntilBackwardEnds):
             return
         self._backward_began()
         if self._sees_operators:  # it counts to the backward of the region before, which is read of the other step
-            self._hold(_HOLD_DETAILED * self._host_forward_s() / max(1, len(self.visits)))
+            self._hold(_HOLD_DETAILED * self.host_forward_s / max(1, len(self.visits)))
         self._note(Place.AGAIN, region)
         visit = VisitNotes(region)
         self.again.append(visit)
@@ -381,17 +397,20 @@ class StepWatch(_UntilBackwardEnds):
 
     def _backward_began(self) -> None:
         has_forward_ended = any(note.place is Place.FORWARD for note in self.notes)
-        is_for_times = not self._is_detailed and not self._is_first
-        if not self._is_awaited and is_for_times and has_forward_ended:
-            self._note(Place.HELD, "")
-            self._hold(_HOLD * self._host_forward_s())
-            self._note(Place.GOES_ON, "")
+        if not self._is_awaited and self._is_for_times and has_forward_ended:
+            self._hold_noted(_HOLD * self.host_forward_s)
         super()._backward_began()
+
+    def _hold_noted(self, seconds: float) -> None:
+        self._note(Place.HELD, "")
+        self._hold(seconds)
+        self._note(Place.GOES_ON, "")
 
     def _hold(self, seconds: float) -> None:
         self.device.hold(self.device.current_stream(), min(seconds, _MOST_HOLD_S))
 
-    def _host_forward_s(self) -> float:
+    @property
+    def host_forward_s(self) -> float:
         """What the host took from the first note to the end of forward, or so far."""
         ended_s = next((note.host_s for note in self.notes if note.place is Place.FORWARD), self.notes[-1].host_s)
         return ended_s - self.notes[0].host_s

@@ -13,6 +13,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ConfigError, PlanError
+from ebbtide._torch import graph_task_id
+from ebbtide.devices.cpu import CpuDevice
 from ebbtide.planner.control import Phase
 from ebbtide.planner.options import options_of
 from ebbtide.planner.profile import Profile
@@ -97,21 +99,23 @@ def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all
     assert all(times.forward_s > 0 and times.ops > 0 for times in host.regions)
 
 
-@pytest.mark.parametrize(("is_busy", "holds"), [(False, 2), (True, 1)])
-def test_compute_is_held_back_where_the_watched_step_begins_unless_something_was_queued_before(
-    monkeypatch, is_busy, holds
-):
-    """And where its backward does."""
+@pytest.mark.parametrize(("is_behind", "holds"), [(False, 2), (True, 1)])
+def test_compute_is_held_back_where_the_first_region_begins_unless_it_has_more_to_do(monkeypatch, is_behind, holds):
+    """And where backward does. Compute that is behind has not come by the step's beginning yet."""
     held = []
     device = "ebbtide.devices.cpu.CpuDevice"
-    monkeypatch.setattr(f"{device}.has_queue", True)
     monkeypatch.setattr(f"{device}.hold", lambda self, stream, seconds: held.append((handle._control.phase, seconds)))
-    if is_busy:
-        monkeypatch.setattr("ebbtide.planner.measure.StepWatch._is_idle", lambda watch: False)
+    if is_behind:
+        is_done = CpuDevice.is_done
+        monkeypatch.setattr(f"{device}.is_done", lambda self, event: not _in_forward() and is_done(self, event))
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     follow(model)
     assert [seconds > 0 for phase, seconds in held if phase is Phase.TIMES] == [True] * holds
+
+
+def _in_forward():
+    return graph_task_id() == -1
 
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"budget": 1.0}])

@@ -147,7 +147,7 @@ def test_a_compute_that_is_held_back_says_nothing_of_the_lead_nor_of_the_turn():
     assert seen.lead_s == 0.0
 
 
-def test_a_hold_where_the_step_begins_is_no_part_of_it():
+def test_a_hold_before_the_first_region_is_no_part_of_the_step():
     """Compute is held back for 15 ms of the 17 before the first region. The host is ahead by that, and would not be."""
     notes = watch(
         (Place.BEGAN, "", 0, 0, 0),

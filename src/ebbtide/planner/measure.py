@@ -9,8 +9,9 @@ Note [How a step is measured]
    operator takes, is seen while it runs again, one region at a time. Where every region keeps, both are seen in
    forward, and second runs are not known.
 4. Where compute waits for the host that queues it, times are the host's. So it is held back once where backward begins,
-   and where the step does if nothing was queued by then, and in a detailed step before each second run: the host gets
-   ahead, and times are compute's own.
+   and where the first region does if compute has come by the step's beginning (many models look at what they are given
+   first, and the host is not ahead then), and in a detailed step before each second run: the host gets ahead, and times
+   are compute's own.
 5. Some kernels write over what a dear operator has returned (see recompute/outputs.py), which then cannot be held: in
    the step that warms up, outputs that are still there when their region's second run ends are compared.
 6. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
@@ -76,7 +77,6 @@ _UNKNOWN = Memory(0, 0)
 _HOLD = 0.5  # of what the host took for forward
 _HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
 _MOST_HOLD_S = 0.1
-_IDLE_S = 2e-4  # by then a device that has nothing to do has come by
 _ELSEWHERE = -1
 
 
@@ -225,18 +225,10 @@ class StepWatch(_UntilBackwardEnds):
         if self._is_detailed:
             self.device.forget_peak()
         self._note(Place.BEGAN, "")
-        if self._is_for_times and self._earlier_s > 0 and self.device.has_queue and self._is_idle():
-            self._hold_noted(_HOLD * self._earlier_s)
-
-    def _is_idle(self) -> bool:
-        """Whether compute has come by the last note, and so waits for what is queued next."""
-        until_s = self.notes[-1].host_s + _IDLE_S
-        while not self.device.is_done(self.notes[-1].event):
-            if time.perf_counter() > until_s:
-                return False
-        return True
 
     def entered(self, region: str) -> None:
+        if self._is_for_times and self._earlier_s > 0 and not self.visits and self.device.is_done(self.notes[0].event):
+            self._hold_noted(_HOLD * self._earlier_s)
         self._note(Place.ENTERED, region)
         if self.visits:
             self.visits[-1].behind_peak_bytes = max(self._peak_bytes, self.notes[-1].memory.peak_bytes)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import EbbtideWarning, ModifiedError, Tally
+from ebbtide._torch import top_pack_hook
 from ebbtide.compat import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager, torchtune
 from ebbtide.types import Reason
 
@@ -342,6 +344,67 @@ def test_it_decorates_a_step():
     step(0)
     step(1)
     assert same(grads(model), plain_grads((0, 1)))
+
+
+class Normed(nn.Module):
+    """A layer with one of Liger's modules in it, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.liger_norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(self.liger_norm(x)).sigmoid()
+
+
+def net_of_normed():
+    model = Net(checkpoints=True)
+    model.layers = nn.ModuleList(Normed() for _ in range(3))
+    return model
+
+
+@pytest.mark.parametrize("where", ["in the context", "behind it", "in another thread"])
+def test_a_module_that_keeps_its_saves_inside_of_a_checkpoint_leaves_them_to_it(where):
+    """The layer runs again in the thread that backward runs in: a device's, on an accelerator."""
+    torch.manual_seed(1)
+    model = net_of_normed()
+    model(batch()).backward()
+    plain = grads(model)
+    model.zero_grad()
+    context = get_act_offloading_ctx_manager(model, min_offload_size=1)
+    with context:
+        loss = model(batch())
+        if where == "in the context":
+            loss.backward()
+        elif where == "in another thread":
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(loss.backward).result()
+    if where == "behind it":
+        loss.backward()
+    assert same(grads(model), plain)
+    assert context.stats().parcels.count > 0
+
+
+def test_an_interrupt_inside_of_the_head_leaves_nothing_on():
+    model = Net()
+    context = get_act_offloading_ctx_manager(model, min_offload_size=1)
+    handle = model.output.register_forward_pre_hook(lambda *_: _interrupt())
+    with pytest.raises(KeyboardInterrupt), context:
+        model(batch())
+    handle.remove()
+    before = context.stats().parcels.count
+    assert top_pack_hook() is None
+    model(batch()).backward()
+    assert context.stats().parcels.count == before
+    assert same(grads(model), plain_grads())
+    with context:  # and the head's saves stay as before
+        model(batch()).backward()
+    assert top_pack_hook() is None
+
+
+def _interrupt():
+    raise KeyboardInterrupt
 
 
 def test_on_a_machine_without_an_accelerator_nothing_happens(monkeypatch):

@@ -20,11 +20,15 @@ DEFAULT_STASH = 5
 _WINDOW_BYTES = 512 * MIB  # of the default stash
 
 
-class _Depth(threading.local):
-    of_this_thread = 0
+class _Here(threading.local):
+    """Of a thread. `entered`: for each context it is inside of, how many of `kept` were open when it was entered."""
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []
+        self.kept: list[NoOpManager] = []
 
 
-_depth = _Depth()
+_here = _Here()
 
 
 class OffloadActivations(contextlib.ContextDecorator):
@@ -80,11 +84,11 @@ class OffloadActivations(contextlib.ContextDecorator):
     @staticmethod
     def is_entered() -> bool:
         """Whether the calling thread is inside of one."""
-        return _depth.of_this_thread > 0
+        return bool(_here.entered)
 
     def __enter__(self) -> "OffloadActivations":
         self._context.__enter__()
-        _depth.of_this_thread += 1
+        _here.entered.append(len(_here.kept))
         return self
 
     def __exit__(
@@ -93,7 +97,9 @@ class OffloadActivations(contextlib.ContextDecorator):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        _depth.of_this_thread -= 1
+        before = _here.entered.pop()
+        while len(_here.kept) > before:  # an interrupt (not an Exception) leaves a forward without its hooks
+            stop_keeping()
         self._context.__exit__(kind, error, trace)
 
     def stats(self) -> Stats:
@@ -110,6 +116,17 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(hidden_from_compiler(_keep), hidden_from_compiler(kept_tensor))
+
+
+def start_keeping() -> None:
+    """Saves stay where they are in the calling thread, until `stop_keeping`, or the end of the context around it."""
+    kept = NoOpManager()
+    kept.__enter__()
+    _here.kept.append(kept)
+
+
+def stop_keeping() -> None:
+    _here.kept.pop().__exit__()
 
 
 def _keep(t: torch.Tensor) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.nn import Module
 
 from ebbtide._errors import EbbtideWarning
-from ebbtide._torch import named_modules
-from ebbtide.compat._context import DEFAULT_STASH, NoOpManager, OffloadActivations
+from ebbtide._torch import innermost_pack_module, named_modules
+from ebbtide.compat._context import DEFAULT_STASH, OffloadActivations, start_keeping, stop_keeping
 
 _HEADS = (
     "output",
@@ -108,19 +108,20 @@ class _Stays(threading.local):
     """Hooks around a forward, for each thread on its own."""
 
     def __init__(self) -> None:
-        self._entered: list[NoOpManager | None] = []
+        self._entered: list[bool] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Stays":
         """Of a copy of the model: its forwards are its own."""
         return memo.setdefault(id(self), _Stays())
 
     def enter(self, *_: object) -> None:
-        kept = NoOpManager() if OffloadActivations.is_entered() else None
-        if kept is not None:
-            kept.__enter__()
-        self._entered.append(kept)
+        # Inside of a checkpointed call saves are the checkpoint's: it drops them here, and has to see as many when it
+        # runs the call again, which may be outside of the context or in another thread.
+        keeps = OffloadActivations.is_entered() and innermost_pack_module() != "torch.utils.checkpoint"
+        if keeps:
+            start_keeping()
+        self._entered.append(keeps)
 
     def leave(self, *_: object) -> None:
-        kept = self._entered.pop()
-        if kept is not None:
-            kept.__exit__()
+        if self._entered.pop():
+            stop_keeping()

@@ -1,8 +1,12 @@
 """What is learned of the order in which sites are needed."""
 
+import gc
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ebbtide
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Output
 
@@ -86,3 +90,25 @@ def test_an_output_that_was_changed_is_tried_again_now_and_then():
     assert all(site.drops_output() for _ in range(100))  # whoever asks for it takes that back
     site.output = Output.CHANGED
     assert [site.drops_output() for _ in range(33)] == [True] * 31 + [False] * 2
+
+
+def test_sites_of_a_model_that_is_gone_are_gone_too():
+    """What comes first in a model was needed after what came last in the one before."""
+
+    def train():
+        model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+        handle = ebbtide.offload(model, store="mock", min_bytes=1, mode="all", window="1KiB")
+        for _ in range(4):
+            model(torch.ones(4, 8)).sum().backward()
+        handle.remove()
+
+    def count():
+        gc.collect()
+        return sum(type(each) is Site for each in gc.get_objects())
+
+    train()
+    train()
+    before = count()
+    for _ in range(5):
+        train()
+    assert count() <= before

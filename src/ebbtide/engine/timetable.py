@@ -44,6 +44,7 @@ class Site:
     """
 
     __slots__ = (
+        "__weakref__",
         "_next",
         "_next_after",
         "_times_changed",
@@ -74,7 +75,8 @@ class Site:
         self.output: Output | None = None
         self.compared: tuple[object, int] | None = None
         self._next: Site | None = None
-        self._next_after: dict[Site, Site] = {}
+        # By the number of the site before, which is not kept alive: it may be of a model that is long gone.
+        self._next_after: dict[int, tuple[weakref.ref[Site], Site]] = {}
 
     def __str__(self) -> str:
         return f"{self.region or '<root>'}#{self.visit}.{self.index}"
@@ -106,13 +108,15 @@ class Site:
         """Learn that `following` was needed after this site, which was needed after `before`."""
         self._next = following
         if before is not None:
-            if len(self._next_after) == _MOST_HABITS and before not in self._next_after:
+            number = id(before)
+            if len(self._next_after) == _MOST_HABITS and number not in self._next_after:
                 self._next_after.clear()
-            self._next_after[before] = following
+            self._next_after[number] = weakref.ref(before), following
 
     def expected_after(self, before: Site | None) -> Site | None:
         """What is expected next when this site is needed after `before`."""
-        return (self._next_after.get(before) if before is not None else None) or self._next
+        known = None if before is None else self._next_after.get(id(before))
+        return known[1] if known is not None and known[0]() is before else self._next
 
 
 class Timetable:

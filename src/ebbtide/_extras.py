@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import ModuleType
 
 from ebbtide._errors import MissingPackageError
 
@@ -31,6 +32,14 @@ def extra(name: str) -> Generator[None]:
             raise  # a library that does not load, or a module that imports itself
         raise MissingPackageError(
             f"{package} {version_of(package)}: {error.msg}. Write: pip install --upgrade 'ebbtide[{name}]'"
+        ) from error
+    except AttributeError as error:
+        module: object = error.obj
+        if not isinstance(module, ModuleType) or "partially initialized" in str(error):
+            raise
+        package = module.__name__.partition(".")[0]
+        raise MissingPackageError(
+            f"{package} {version_of(package)}: {error}. Write: pip install --upgrade 'ebbtide[{name}]'"
         ) from error
 
 

@@ -1,15 +1,17 @@
 """accelerate's own loop on one process; on several see test_sharded.py."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from cases import Transformer, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
-from ebbtide import ConfigError, ModuleError
+from ebbtide import ConfigError, EbbtideWarning, ModuleError
 from ebbtide.integrations.accelerate import offload
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -93,3 +95,47 @@ def test_blocks_that_offload_and_a_second_time_are_refused():
     model.layers[0] = offload_wrapper(model.layers[0])
     with pytest.raises(ConfigError, match="in offload_wrapper"):
         offload(accelerator, model, **ALL)
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("is_regional", [False, True])
+def test_what_prepare_compiles_is_offloaded_after_it(is_regional):
+    about = {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=is_regional)}
+    with pytest.raises(ConfigError, match=r"call offload\(\) after prepare\(\)"):
+        trained("before", **about)
+    trained("before", {"mode": "off"}, **about)
+    expected, weights, _ = trained(**about)
+    torch._dynamo.reset()
+    with pytest.warns(EbbtideWarning, match="larger than its blocks") if not is_regional else nullcontext():
+        losses, ours, handle = trained("after", **about)
+    assert losses == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours, weights, strict=True))
+    assert handle.stats().out.nbytes > 0
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_regions_that_prepare_compiles_are_planned():
+    about = {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)}
+    expected, _, _ = trained(**about)
+    losses, _, handle = trained("after", {"store": "mock", "min_bytes": 1, "budget": "64GiB"}, **about)
+    assert losses == expected
+    assert handle.plan.predicted is not None
+
+
+@pytest.mark.parametrize(
+    ("distributed_type", "is_regional", "is_in_place"),
+    [("DEEPSPEED", False, True), ("DEEPSPEED", True, True), ("FSDP", True, True), ("FSDP", False, False)],
+)
+def test_what_is_compiled_in_place_is_offloaded_before_too(distributed_type, is_regional, is_in_place):
+    plugin = SimpleNamespace(backend="INDUCTOR", use_regional_compilation=is_regional)
+    state = SimpleNamespace(dynamo_plugin=plugin, distributed_type=distributed_type)
+    accelerator = SimpleNamespace(state=state, unwrap_model=lambda model: model)
+    with nullcontext() if is_in_place else pytest.raises(ConfigError, match="after prepare"):
+        assert offload(accelerator, make(Transformer, CPU), **ALL).regions

@@ -255,6 +255,8 @@ def test_flags_come_from_a_parser(of):
     line = of("--activation-offloading"), of("--offload-budget"), "0.8", of("--offload-host-limit"), "8GiB"
     assert settings_of(parsed(*line)) == {"budget": 0.8, "host_limit": "8GiB"}
     assert settings_of(parsed(of("--activation-offloading"))) == {}
+    line = of("--activation-offloading"), of("--offload-keep-last"), "1", of("--offload-include"), "blocks.*", "norm"
+    assert settings_of(parsed(*line)) == {"keep_last": 1, "include": ["blocks.*", "norm"]}
 
 
 def test_without_the_flag_nothing_is_done():

@@ -1,10 +1,13 @@
 """transformers' own Trainer with the callback, the mixin and the arguments; and TRL's trainers that have no switch."""
 
+import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
+from accelerate.state import AcceleratorState
 from tiny_language import few_steps, language_model, losses_of, rows, tokenizer
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -14,8 +17,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from ebbtide import ConfigError, compat
+import ebbtide
+from ebbtide import ConfigError, ModuleError, Plan, PlanError, compat
 from ebbtide.integrations.transformers import ActivationOffloadingMixin, OffloadArguments, OffloadCallback
+from ebbtide.module import handle_of
+from ebbtide.plans import Recipe, RegionPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
@@ -119,6 +125,74 @@ def test_arguments_come_from_a_parser(tmp_path):
     assert same(ours, trained(tmp_path))
 
 
+def test_arguments_reach_offload_as_they_are_given(tmp_path):
+    given = {
+        "mode": "all",
+        "include": ["layers.*.mlp", "norm"],
+        "exclude": ["lm_head"],
+        "keep_last": 1,
+        "regions": ["layers.0"],
+        "on_oom": "replan",
+        "window": "1KiB",
+        "prefetch": "2KiB",
+        "min_bytes": "1",
+    }
+    line = ["--output_dir", str(tmp_path)]
+    for name, value in given.items():
+        line += [f"--offload_{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    _, parsed = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses(line)
+    assert parsed.settings() == given
+    settable = inspect.signature(ebbtide.offload).parameters.keys() - {"module"}
+    assert {each.name for each in fields(OffloadArguments)} == {f"offload_{name}" for name in settable}
+
+
+def test_a_plan_is_given_as_its_file(tmp_path):
+    file = tmp_path / "plan.json"
+    plan = Plan({"model.layers.0": RegionPlan(Recipe("recompute"))})
+    plan.save(file)
+    assert OffloadArguments(offload_plan=str(file)).settings() == {"plan": plan}
+    with pytest.raises(PlanError):
+        OffloadArguments(offload_plan=str(tmp_path / "nothing.json")).settings()
+
+
+@pytest.fixture
+def compiles():
+    """Arguments of a training that accelerate compiles for."""
+    yield {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_regional", [False, True])
+@pytest.mark.parametrize("make", [Trainer, OffloadingTrainer])
+def test_a_model_that_accelerate_compiles_is_refused(tmp_path, monkeypatch, compiles, make, is_regional):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(is_regional))
+    callbacks, about = ([OffloadCallback(**ALL)], {}) if make is Trainer else ([], {"offload": ALL})
+    with pytest.raises(ConfigError, match=r"leave torch_compile=True .* block.compile\(\)"):
+        trained(tmp_path, *callbacks, make=make, **about, **compiles)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")  # as accelerate launch does
+    with pytest.raises(ConfigError, match="accelerate's dynamo backend out"):
+        trained(tmp_path, *callbacks, make=make, **about)
+
+
+def test_a_compiled_model_that_is_not_offloaded_is_not_refused(tmp_path, compiles):
+    ours = trained(tmp_path, OffloadCallback(mode="off"), **compiles)
+    assert len(losses_of(ours)) == 3
+
+
+class BlocksCompiled(Trainer):
+    def __init__(self, model, *args, **kwargs):
+        for block in model.model.layers:
+            block.compile(backend="aot_eager")
+        super().__init__(model, *args, **kwargs)
+
+
+def test_blocks_compiled_beforehand_move(tmp_path, compiles):
+    ours = trained(tmp_path, OffloadCallback(**ALL), make=BlocksCompiled)
+    assert same(ours, trained(tmp_path, make=BlocksCompiled))
+    assert all(entry["ebbtide/moved_gib"] > 0 for entry in ours.state.log_history if "loss" in entry)
+
+
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_checkpoints_that_offload_are_refused_or_taken_over(tmp_path, name):
     offloading = {name: True, f"{name}_kwargs": {"use_reentrant": False, "offload": True}}
@@ -198,6 +272,18 @@ def test_a_training_that_failed_leaves_the_model_to_the_next(tmp_path):
     trainer.remove_callback(Failing)
     trainer.train()
     assert callback.handle is None
+
+
+def test_a_handle_that_a_failed_training_left_can_be_removed(tmp_path):
+    model = language_model()
+    given = arguments(tmp_path)
+    OffloadCallback(**ALL).on_train_begin(given, None, None, model=model)  # and no end
+    after = OffloadCallback(**ALL)
+    with pytest.raises(ModuleError, match="already applied"):
+        after.on_train_begin(given, None, None, model=model)
+    handle_of(model).remove()
+    after.on_train_begin(given, None, None, model=model)
+    assert after.handle is handle_of(model)
 
 
 def rewarded(kind, tmp_path, *callbacks):

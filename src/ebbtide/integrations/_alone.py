@@ -1,6 +1,7 @@
 """What else may move or run again the same, as the modules themselves show it, whoever has put it there."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,21 @@ def check_deepspeed(plugin: Any, ours: str) -> None:
             '"cpu_checkpointing": true in the activation_checkpointing of the DeepSpeed configuration and '
             f"{ours} move the same: leave one of them out"
         )
+
+
+def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, Any], advice: str) -> None:
+    """Raises ConfigError with `advice` if accelerate, by its `state`, calls something that it compiles around `module`
+    or compiles as a copy of it; not if `module` is what it calls, or is compiled in place."""
+    plugin: Any = getattr(state, "dynamo_plugin", None)
+    if plugin is None or plugin.backend == "NO" or settings.get("mode") == "off":
+        return
+    is_regional = plugin.use_regional_compilation
+    if state.distributed_type == "DEEPSPEED" or (is_regional and state.distributed_type == "FSDP"):
+        return  # in place
+    optimized: Any = import_module("torch._dynamo").OptimizedModule  # here, for it takes a second
+    inside = module.modules() if is_regional else [module]
+    if not any(isinstance(each, optimized) for each in inside):
+        raise ConfigError(advice)
 
 
 def _is_checkpointed(module: torch.nn.Module) -> bool:

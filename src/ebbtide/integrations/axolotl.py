@@ -17,7 +17,7 @@ from ebbtide.integrations.transformers import OffloadCallback
 with extra("axolotl"):
     from pydantic import BaseModel, ConfigDict, model_validator
 
-    _base: Any = import_module("axolotl.integrations.base")
+    _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
 
 _CHECKPOINTS_THAT_OFFLOAD = ("offload", "offload_disk")  # older words for activation_offloading
 
@@ -66,7 +66,7 @@ class EbbtideArgs(BaseModel):
         return self
 
 
-class EbbtidePlugin(_base.BasePlugin):
+class EbbtidePlugin(_BasePlugin):
     """Offloads as the block `ebbtide:` says, or where there is none as `activation_offloading:` does; with neither,
     what the link carries without slowing the step.
 

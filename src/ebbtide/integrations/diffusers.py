@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("activation offloading")
     group.add_argument(*_spellings(_FLAG), action="store_true", help="Move activations out of device memory.")
     for each in fields(OffloadArguments):
-        group.add_argument(*_spellings(each.name.replace("_", "-")), help=each.metadata["help"])
+        group.add_argument(*_spellings(each.name.replace("_", "-")), **each.metadata)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Any, cast
 import ebbtide
 from ebbtide._errors import ConfigError
 from ebbtide._extras import extra
-from ebbtide.integrations._alone import check_alone, check_deepspeed
+from ebbtide.integrations._alone import check_alone, check_compiled, check_deepspeed
 from ebbtide.integrations._arguments import OffloadArguments
 from ebbtide.integrations._figures import Figures
 
 with extra("transformers"):
+    from accelerate.state import AcceleratorState, is_initialized
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["ActivationOffloadingMixin", "OffloadArguments", "OffloadCallback"]
@@ -30,8 +31,9 @@ class OffloadCallback(TrainerCallback):
         takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves, instead of an error.
         settings: of `ebbtide.offload`.
 
-    Raises ConfigError at the beginning of a training in which something else moves the same. A training that raises
-    does not end: the next one with this callback takes the handle off, or `callback.handle.remove()` does.
+    Raises ConfigError at the beginning of a training in which something else moves the same, or accelerate compiles
+    the model (`torch_compile=True`). A training that raises does not end: the next one with this callback takes the
+    handle off, or `callback.handle.remove()` does.
     """
 
     def __init__(self, *, takes_over: bool = False, **settings: Any) -> None:
@@ -79,6 +81,15 @@ class OffloadCallback(TrainerCallback):
         if getattr(args, "activation_offloading", False):
             raise ConfigError("activation_offloading= and OffloadCallback move the same: leave one of them out")
         check_deepspeed(getattr(args, "deepspeed_plugin", None), "OffloadCallback")
+        check_compiled(
+            AcceleratorState() if is_initialized() else None,  # a launcher can switch it on, without the arguments
+            model,
+            self._settings,
+            "accelerate compiles around the model that OffloadCallback is given, or a copy of it, and nothing in there "
+            "moves, not with regional compilation either: leave torch_compile=True and accelerate's dynamo backend "
+            "out, and compile the blocks before the Trainer is made, such as for block in model.model.layers: "
+            "block.compile()",
+        )
         checkpoints = any(getattr(args, name, False) for name in _CHECKPOINTING)
         if checkpoints and self._settings.get("budget") is not None:
             raise ConfigError(

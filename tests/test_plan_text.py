@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from planner.workloads import workload_a
 
 from ebbtide import Plan, PlanError, Recipe, RegionPlan
 from ebbtide._text import as_range, counts_up, plain_table
@@ -107,6 +108,47 @@ def test_another_format_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text('{"format": 2}')
     with pytest.raises(PlanError, match=r"plan\.json was written by another version of ebbtide: make the plan again"):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "."])
+def test_what_cannot_be_read_is_refused(tmp_path, name):
+    with pytest.raises(PlanError, match="cannot be read: "):
+        Plan.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("predicted", "step_s"), "x", r"predicted\.step_s is 'x': expected a finite number of at least 0"),
+        (("predicted", "step_s"), None, r"predicted\.step_s is None: expected a finite number"),
+        (("predicted", "peak_bytes"), 0.5, r"predicted\.peak_bytes is 0\.5: expected a whole number"),
+        (("budget_bytes",), "20GiB", "budget_bytes is '20GiB': expected a whole number of at least 0"),
+        (("budget_bytes",), -1, "budget_bytes is -1: expected"),
+        (("regions", "layers.2", "cost", "kept_bytes"), "x", r"regions\['layers\.2'\]\.cost\.kept_bytes is 'x': exp"),
+        (("regions", "layers.0", "reason"), 5, r"regions\['layers\.0'\]\.reason is 5: expected text"),
+        (("outside", "reason"), None, r"outside\.reason is None: expected text"),
+        (("outside", "prefetch_bytes"), -3, r"prefetch_bytes=-3: expected"),
+    ],
+)
+def test_values_that_no_plan_has_are_refused(tmp_path, place, value, said):
+    PLAN.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    row = data
+    for key in place[:-1]:
+        row = row[key]
+    assert place[-1] in row
+    row[place[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=rf"plan\.json is no plan that ebbtide has written: {said}"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_profile_is_no_plan(tmp_path):
+    workload_a().save(tmp_path / "profile.json")
+    with pytest.raises(
+        PlanError, match=r"profile\.json is no plan .*: it is a profile: give it to offload\(model, pro"
+    ):
+        Plan.load(tmp_path / "profile.json")
 
 
 def test_names_that_count_up():

@@ -1,5 +1,6 @@
 """Bytes: sizes written by people, and storages seen as bytes."""
 
+import math
 import re
 
 import torch
@@ -32,7 +33,10 @@ def _parse_text(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{name}={text!r} is not a size: write a number and a unit of KiB, MiB, GiB, KB, MB, GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if not math.isfinite(nbytes):
+        raise ConfigError(f"{name}={text!r} is more than any device has: write a number and a unit, like '40GiB'")
+    return int(nbytes)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from planner.workloads import GIB, layers, profile
+from planner.workloads import GIB, MIB, layers, profile
 
 import ebbtide
 from ebbtide import Plan
+from ebbtide._bytes import parse_bytes
 from ebbtide.cli import main
 from ebbtide.cli._plan_front import Ways, again_s
 from ebbtide.cli._plan_what_if import WhatIf
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.reasons import as_budget
 from ebbtide.planner.solve import Solver
 
 MEASURED = profile(*layers(4), device_bytes=4 * GIB)
@@ -230,8 +232,21 @@ def test_a_script_without_a_profile(here, how, said, capfd):
         (["{file}", "--budget", "1.5"], "between 0 and 1"),
         (["{file}", "--budget", str(LEAST - 1)], "smallest budget"),
         (["{unknown}", "--budget", "0.5"], "does not say how much memory its device has"),
-        (["{file}", "--link", "0"], "--link 0.0: expected more than 0"),
-        (["{file}", "--scale", "nan"], "--scale nan: expected more than 0"),
+        (["{file}", "--budget", "9" * 400], "is more than any device has"),
+        (["{file}", "--reserve", "9" * 308 + "TiB"], "is more than any device has"),
+        (["{file}", "--scale", "1e9", "--budget", "20GiB"], "budget 20.00 GiB: no plan fits"),
+        (["{file}", "--link", "0"], "--link 0.0: expected a finite number more than 0"),
+        (["{file}", "--link", "inf"], "--link inf: expected a finite number more than 0"),
+        (["{file}", "--scale", "inf"], "--scale inf: expected a finite number more than 0"),
+        (["{file}", "--scale", "nan"], "--scale nan: expected a finite number more than 0"),
+        (["{file}", "--scale", "1e300"], "--scale 1e+300: expected 1e+15 at most"),
+        (["{file}", "--store", "disk"], "--store is for a model that is measured here: write --model"),
+        (["{file}", "--regions", "layers.*"], "--regions is for a model that is measured here"),
+        (["{file}", "--min-bytes", "1MiB"], "--min-bytes is for a model that is measured here"),
+        (["{file}", "--batch", "mine:example"], "--batch is for a model that is measured here"),
+        (["{file}", "--loss", "mine:of_output"], "--loss is for a model that is measured here"),
+        (["--script", "train.py", "--min-bytes", "1"], "a script's settings belong into its own offload(...)"),
+        (["{file}", "--", "--steps", "9"], "no script to take '--steps 9': write --script train.py, or leave it out"),
         (["{file}", "--tokens", "1", "--scale", "1"], "write one of them"),
         (["{file}", "--host-limit", "much"], "--host-limit='much' is not a size"),
         (["{file}", "--points", "1"], "--points 1: expected 2 or more"),
@@ -252,6 +267,17 @@ def test_what_cannot_be_is_said(here, file, arguments, said, capsys):
     printed = capsys.readouterr()
     assert said in printed.err
     assert "Traceback" not in printed.err + printed.out
+
+
+@pytest.mark.parametrize("nbytes", [1, 700 * MIB, GIB, 38 * GIB + 1, 123456 * GIB + GIB // 3, 10**6 * GIB + 1, 10**19])
+def test_what_is_proposed_can_be_written(nbytes):
+    proposed = parse_bytes(as_budget(nbytes), "budget")
+    assert nbytes <= proposed <= nbytes + max(MIB, GIB // 10)
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(38 * GIB, "38GiB"), (38 * GIB + 1, "38.1GiB"), (MIB + 1, "2MiB")])
+def test_what_is_proposed_is_short(nbytes, text):
+    assert as_budget(nbytes) == text
 
 
 def test_missing_extra_names_the_install_line(file, monkeypatch, capsys):

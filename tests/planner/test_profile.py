@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 
 import pytest
 from hypothesis import given
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 from planner.generated import profiles
 from planner.workloads import MS, around, layers, profile, region, workload_a
 
-from ebbtide import PlanError
-from ebbtide.planner.profile import Link, Profile, Save
+from ebbtide import Plan, PlanError
+from ebbtide.planner.leads import with_host
+from ebbtide.planner.profile import Host, HostTime, Link, OtherVersionError, Profile, Save
+
+HOST = Host((HostTime(MS, MS, MS, 3),) * 2, MS, MS, MS, MS, 0.0, MS, MS, MS, MS)
 
 
 @given(step=profiles())
@@ -59,6 +64,71 @@ def test_an_unknown_field_is_refused(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(PlanError, match="surprise"):
         Profile.load(path)
+
+
+def spoiled(path, step, *place, value):
+    """The file of a profile in which another value stands at `place`."""
+    step.save(path)
+    data = json.loads(path.read_text())
+    row = data
+    for key in place[:-1]:
+        row = row[key]
+    assert place[-1] in row or place[-1] in range(len(row))
+    row[place[-1]] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("link", "out"), 0, "link.out is 0: expected more than 0 bytes per second"),
+        (("link", "back_duplex"), -1e9, "link.back_duplex is -1000000000.0: expected more than 0 bytes"),
+        (("link", "back"), math.inf, "link.back is inf: expected a finite number"),
+        (("link", "interference"), math.nan, "interference nan"),
+        (("link", "latency_s"), 10**400, "link.latency_s is 1000"),
+        (("regions", 1, "name"), 7, "regions[1].name is 7: expected text"),
+        (("regions", 0, "forward_s"), math.nan, "regions[0].forward_s is nan: expected a finite number of at least 0"),
+        (("regions", 0, "has_dead_saves"), 0, "regions[0].has_dead_saves is 0: expected true or false"),
+        (("regions", 0, "saves", 2, "nbytes"), -5, "regions[0].saves[2].nbytes is -5: expected a whole number"),
+        (("regions", 0, "saves", 2, "index"), -1, "regions[0].saves[2].index is -1: expected"),
+        (("regions", 0, "saves", 2, "shares"), -2, "regions[0].saves[2].shares is -2: expected a whole number of at l"),
+        (("regions", 0, "dear", 0, "op"), None, "regions[0].dear[0].op is None: expected text"),
+        (("around", "turns", 0, "save"), -2, "around.turns[0].save is -2: expected"),
+        (("host", "regions", 0, "ops"), True, "host.regions[0].ops is True: expected a whole number"),
+        (("host", "steady_lead_s"), math.inf, "host.steady_lead_s is inf: expected a finite number"),
+        (("made_for",), "foo", "made_for is 'foo': expected names, with a value for each"),
+        (("made_for", "model"), 3, "made_for['model'] is 3: expected text"),
+        (("base",), {"parameters": "x"}, "base['parameters'] is 'x': expected a whole number"),
+        (("base_bytes",), "5", "base_bytes is '5': expected a whole number"),
+        (("host_limit_bytes",), 1.5, "host_limit_bytes is 1.5: expected a whole number"),
+        (("tokens",), "many", "tokens is 'many': expected a whole number"),
+        (("graphs",), 1.5, "graphs is 1.5: expected a whole number"),
+        (("graphs",), 0, "graphs=0"),
+    ],
+)
+def test_values_that_no_step_has_are_refused(tmp_path, place, value, said):
+    path = spoiled(tmp_path / "profile.json", with_host(profile(*layers(2)), HOST), *place, value=value)
+    with pytest.raises(PlanError, match=rf"profile\.json is no profile that ebbtide has written: {re.escape(said)}"):
+        Profile.load(path)
+
+
+def test_whole_numbers_are_seconds_too(tmp_path):
+    path = spoiled(tmp_path / "profile.json", profile(*layers(2)), "regions", 0, "forward_s", value=1)
+    assert Profile.load(path).regions[0].forward_s == 1
+
+
+def test_a_file_that_is_not_there_cannot_be_read(tmp_path):
+    with pytest.raises(PlanError, match=r"nowhere\.json cannot be read: No such file"):
+        Profile.load(tmp_path / "nowhere.json")
+
+
+def test_a_plan_is_no_profile(tmp_path):
+    """Nor one of another version, which would be written over."""
+    Plan({}).save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"plan\.json is no profile .*: it is a plan: give it to offload") as refused:
+        Profile.load(tmp_path / "plan.json")
+    assert not isinstance(refused.value, OtherVersionError)
 
 
 def test_the_plain_step_is_the_sum_of_its_parts():
@@ -122,6 +192,11 @@ def test_a_refit_makes_dear_outputs_as_much_dearer_as_the_second_run():
 def test_a_link_that_stops_compute_cannot_be(interference):
     with pytest.raises(PlanError, match="stand still"):
         Link(1e10, 1e10, 1e10, 1e10, latency_s=0.0, interference=interference)
+
+
+def test_a_link_that_carries_nothing_cannot_be():
+    with pytest.raises(PlanError, match=r"link\.out_duplex is 0\.0: expected more than 0"):
+        Link(1e10, 1e10, 0.0, 1e10, latency_s=0.0)
 
 
 def test_what_it_was_made_for_is_checked():

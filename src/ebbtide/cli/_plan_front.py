@@ -11,8 +11,6 @@ from ebbtide.planner.solve import Solver
 from ebbtide.plans import Plan, Prediction
 from ebbtide.reports.front import FrontRow
 
-_ANY_BUDGET = 2**60
-
 
 @dataclass(frozen=True)
 class Ways:
@@ -32,7 +30,7 @@ class Ways:
 
     def plain(self) -> Prediction:
         """With everything kept."""
-        return _predicted(self.solver.solve(_ANY_BUDGET))
+        return _predicted(self.solver.keeping_all())
 
     def rows(self, points: int) -> list[FrontRow]:
         return [self._row(point.plan, point.budget_bytes) for point in self.solver.front(points)]

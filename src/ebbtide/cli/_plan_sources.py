@@ -19,6 +19,8 @@ from ebbtide._errors import ConfigError, EbbtideError
 from ebbtide.planner.profile import Profile
 from ebbtide.rehearsal import measure
 
+_MIN_BYTES = "1MiB"
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -28,7 +30,7 @@ class ModelSource:
     batch: str | None
     loss: str | None
     store: str | None
-    min_bytes: str
+    min_bytes: str | None
     host_limit: str | None
     regions: tuple[str, ...]
 
@@ -45,7 +47,7 @@ class ModelSource:
             make_batch(),
             loss=loss,
             store=self.store,
-            min_bytes=self.min_bytes,
+            min_bytes=_MIN_BYTES if self.min_bytes is None else self.min_bytes,
             host_limit=self.host_limit,
             regions=self.regions,
         )

@@ -1,11 +1,14 @@
 """The same step on another link, another host, with larger batches. Pure."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from ebbtide._bytes import format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide._settings import Budget
 from ebbtide.planner.profile import Link, Profile
+
+_MOST = 10**15  # what comes of more is no number of bytes or seconds any longer
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,10 @@ class WhatIf:
     def __post_init__(self) -> None:
         for option in ("link", "tokens", "scale", "graphs"):
             value = getattr(self, option)
-            if value is not None and not value > 0:
-                raise ConfigError(f"--{option} {value}: expected more than 0")
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"--{option} {value}: expected a finite number more than 0")
+            if value is not None and value > _MOST:
+                raise ConfigError(f"--{option} {value}: expected {_MOST:g} at most")
         if self.tokens is not None and self.scale is not None:
             raise ConfigError("--tokens and --scale both say how large batches are: write one of them")
         for option, text in (("--host-limit", self.host_limit), ("--reserve", self.reserve)):

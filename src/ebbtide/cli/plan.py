@@ -40,7 +40,7 @@ def plan(
     points: int = 16,
     picture: Path | None = None,
     store: str | None = None,
-    min_bytes: str = "1MiB",
+    min_bytes: str | None = None,
     regions: tuple[str, ...] = (),
 ) -> int:
     """Plan from a profile: which regions keep, move or run again what backward needs, and what a step takes then.
@@ -69,13 +69,17 @@ def plan(
         points: how many budgets of it.
         picture: a file for its picture (png, svg, pdf).
         store: where activations wait while a model is measured: "host", "disk:/folder".
-        min_bytes: smaller storages stay, while a model is measured.
+        min_bytes: smaller storages stay, while a model is measured. Default: 1MiB.
         regions: names or patterns of the modules that are planned one by one, while a model is measured.
     """
     what_if = WhatIf(link, tokens, scale, host_limit, reserve, graphs)
     _check_files({"--save": save, "--save-profile": save_profile, "--picture": picture}, points)
     if (profile is not None) + (model is not None) + (script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")
+    if model is None:
+        _check_no_model(batch=batch, loss=loss, store=store, min_bytes=min_bytes, regions=regions or None)
+    if script is None and script_arguments:
+        raise ConfigError(f"there is no script to take {script_arguments!r}: write --script train.py, or leave it out")
     if profile is not None:
         measured = Profile.load(profile)
     elif model is not None:
@@ -97,6 +101,9 @@ class _Answer:
         self._console = console if console.is_terminal else Console(width=_WIDTH)
         self._profile = what_if.of(measured)
         self._ways = Ways.of(self._profile)
+        plain = self._ways.solver.keeping_all().predicted
+        assert plain is not None
+        self._plain = plain
         self._notes = what_if.notes(measured)
 
     def give(self, budget: str | None, save: Path | None, points: int | None, picture: Path | None) -> None:
@@ -110,7 +117,7 @@ class _Answer:
             self._front(points, picture)
 
     def _headline(self) -> str:
-        profile, plain = self._profile, self._ways.plain()
+        profile, plain = self._profile, self._plain
         of = profile.made_for
         return (
             f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
@@ -144,7 +151,7 @@ class _Answer:
             "only running again": self._ways.only_again(points),
         }
         lines = [FrontLine(name, [b for b, _ in line], [s for _, s in line]) for name, line in ways.items()]
-        plain = self._ways.plain()
+        plain = self._plain
         title = self._profile.made_for.get("model", "")
         _write("--picture", path, lambda to: draw_front(lines, plain.peak_bytes, plain.step_s, to, title=title))
 
@@ -162,6 +169,16 @@ def _check_files(files: dict[str, Path | None], points: int) -> None:
         raise ConfigError(f"--picture {picture}: expected a name that ends in {', '.join(_PICTURES)}")
     if points < 2:
         raise ConfigError(f"--points {points}: expected 2 or more")
+
+
+def _check_no_model(**options: object) -> None:
+    """Raises ConfigError for those that say how a model is measured: here is none."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a model that is measured here: write --model with it, or leave it "
+                "out. A file says what was measured, and a script's settings belong into its own offload(...)"
+            )
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 from ebbtide._bytes import format_bytes
 from ebbtide._errors import PlanError
 from ebbtide._text import as_range, counts_up, plain_table
+from ebbtide.plans import check_fields, reading
 
 FORMAT = 3
 _READABLE = (1, 2, FORMAT)
+_LEAST = {"shares": -1, "save": -1}  # those of no save
 
 
 class OtherVersionError(PlanError):
@@ -225,6 +227,9 @@ class Link:
     interference: float = 0.01
 
     def __post_init__(self) -> None:
+        for name in ("out", "back", "out_duplex", "back_duplex"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"link.{name} is {getattr(self, name)!r}: expected more than 0 bytes per second")
         if not 0.0 <= self.interference < 1.0:
             raise PlanError(f"interference {self.interference}: compute would stand still beside a copy, or gain by it")
 
@@ -337,7 +342,7 @@ class Profile:
         others = [
             f"{key} {self.made_for.get(key, 'unknown')!r}, not {value!r}"
             for key, value in wanted.items()
-            if self.made_for.get(key) != value
+            if self.made_for.get(key, value if key in _MAY_BE_UNSAID else None) != value
         ]
         if others:
             raise PlanError(f"the profile is of {'; '.join(others)}: measure one here, or leave profile= out")
@@ -351,16 +356,18 @@ class Profile:
     @staticmethod
     def load(path: str | Path) -> "Profile":
         """Read what `save` wrote. Raises PlanError for anything else, and where there is nothing to read."""
-        try:
+        with reading(path, "profile"):
             data = json.loads(Path(path).read_text())
+            if "predicted" in data:
+                raise PlanError("it is a plan: give it to offload(model, plan=Plan.load(file))")
             if data.pop("format") in _READABLE:
-                return _from_dict(data)
-        except OSError as error:
-            raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{path} is no profile that ebbtide has written: {error!r}") from error
+                profile = _from_dict(data)
+                check_fields(profile, _LEAST)
+                return profile
         raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
 
+
+_MAY_BE_UNSAID = ("min_bytes",)  # by profiles of earlier versions
 
 _COLUMNS = ("regions", "saves", "saved", "may travel", "inputs", "dear outputs", "forward", "backward", "gradients")
 

@@ -2,7 +2,7 @@
 
 import heapq
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -80,12 +80,19 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
     """What a profile of `module` is of: one of something else says nothing about it."""
     parameters = list(module.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)  # under ZeRO-3 of DeepSpeed they are empty
+    count = _count(parameters)
+    trained = _count([p for p in parameters if p.requires_grad])
+    training = "" if trained == count else f", {trained} of them trained"
     return {
-        "model": f"{type(module).__name__}, {count} parameters in {', '.join(dtypes)}",
+        "model": f"{type(module).__name__}, {count} parameters in {', '.join(dtypes)}{training}",
         "device": "cpu" if device is None else name_of(device),
         "torch": torch.__version__.partition("+")[0],
     }
+
+
+def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Their elements. Under ZeRO-3 of DeepSpeed they are empty, and say how many they were."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def memory_of(

@@ -12,7 +12,7 @@ import torch
 
 from ebbtide import _checkpoint, _knobs
 from ebbtide._batches import tokens_of
-from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning, ModuleError, PlanError
+from ebbtide._errors import ConfigError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._home import Home, is_on_meta, made_for, memory_of
 from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
@@ -246,7 +246,7 @@ class OffloadHandle:
 
     def made_for(self) -> dict[str, str]:
         """What a profile has to be of to be of use here, by name."""
-        return made_for(self._module, self._home.device())
+        return {**made_for(self._module, self._home.device()), "min_bytes": str(self._config.min_bytes)}
 
     def compiled(self) -> set[str]:
         """Regions whose operators the compiler hides."""
@@ -284,6 +284,8 @@ class OffloadHandle:
         profiles = Profiles(profile, self.made_for(), self._profile_settings)
         looks_again = budget is not None or profiles.are_for_any_budget
         known = profiles.find(found, looks_again)
+        if named and known is not None:
+            _check_of_regions(known, named)
         # Without a budget nothing runs again, and each rank may move what it likes.
         agree = None if budget is None else agreement()
         control = Control(
@@ -539,7 +541,7 @@ def offload(
         profile: of this model on this device, measured before (`handle.profile`): no step has to be watched. Or the
             path of a file: the profile in it is used if it is of this model, device, torch and these settings, else
             one is measured and written there, as JSON and by the first rank. What it cannot see is a change of the
-            model's code: delete the file then.
+            model's code or of autocast: delete the file then.
         on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory; the
             error is raised in any case. Default: "raise", the error is all there is.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
@@ -594,20 +596,28 @@ def offload(
         if is_planned and config.mode != "off":
             handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
 
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(handle.remove)
         if config.mode != "off":
             handle.install()
             handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
         handle.start_when_there(start)
-    except EbbtideError:
-        handle.remove()
-        raise
+        undo.pop_all()
     return handle
 
 
 def handle_of(module: torch.nn.Module) -> OffloadHandle | None:
     """What `offload` returned for `module`, until it is removed."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def _check_of_regions(profile: Profile, named: Mapping[str, torch.nn.Module]) -> None:
+    others = [region.name for region in profile.regions if region.name not in named]
+    if others:
+        raise PlanError(
+            f"the profile is of other regions than regions= names ({', '.join(others[:3])}, ...): measure one of "
+            "these, or leave regions= out"
+        )
 
 
 def _check_alone(module: torch.nn.Module) -> None:

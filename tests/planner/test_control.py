@@ -99,6 +99,69 @@ def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all
     assert all(times.forward_s > 0 and times.ops > 0 for times in host.regions)
 
 
+class Growing(Stack):
+    """More of its blocks run later."""
+
+    active = 2
+
+    def forward(self, x):
+        for layer in self.layers[: self.active]:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(("settings", "action"), [({"budget": "64GiB"}, "recompute"), ({}, None)])
+def test_regions_that_no_watched_step_came_by_need_the_least_within_a_budget(settings, action):
+    torch.manual_seed(0)
+    model = Growing(4)
+    handle = ebbtide.offload(model, **settings, **SETTINGS)
+    for seed in range(5):
+        step(model, seed)
+    assert {region.name for region in handle.profile.regions} == {"layers.0", "layers.1"}
+    said = handle.plan.recipe_of("layers.3")
+    assert (None if said is None else said.action) == action
+    twin = Growing(4)
+    twin.load_state_dict(model.state_dict())
+    model.active = twin.active = 4
+    before = handle.stats().recomputed.count
+    assert_equal(step(model, 5), step(twin, 5))
+    assert (handle.stats().recomputed.count > before) == (action is not None)
+
+
+@pytest.mark.parametrize("wrong", [{"regions": [3]}, {"budget": "64GiB", "profile": "nonsense"}])
+def test_an_error_of_any_kind_leaves_no_handle_behind(wrong, monkeypatch):
+    """Also one that is not ours."""
+    if "profile" in wrong:
+        wrong = {**wrong, "profile": measured_profile()}
+        monkeypatch.setattr("ebbtide.planner.control.Upkeep", lambda *_, **__: 1 // 0)
+    model = make()
+    with pytest.raises((TypeError, ZeroDivisionError)):
+        ebbtide.offload(model, **wrong, **SETTINGS)
+    ebbtide.offload(model, **SETTINGS)
+    follow(model, steps=1)
+
+
+def measured_profile():
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    follow(model, steps=4)
+    profile = handle.profile
+    handle.remove()
+    return profile
+
+
+def test_a_profile_of_other_settings_is_refused():
+    profile = measured_profile()
+    with pytest.raises(PlanError, match=r"the profile is of min_bytes '1', not '1048576'"):
+        ebbtide.offload(make(), budget="64GiB", profile=profile, store="disk")
+    with pytest.raises(PlanError, match=r"of other regions than regions= names \(layers.0, layers.1"):
+        ebbtide.offload(make(), budget="64GiB", profile=profile, regions=["layers.*.up"], **SETTINGS)
+    frozen = make()
+    frozen.layers[0].requires_grad_(False)
+    with pytest.raises(PlanError, match="of them trained"):
+        ebbtide.offload(frozen, budget="64GiB", profile=profile, **SETTINGS)
+
+
 @pytest.mark.parametrize(("is_behind", "holds"), [(False, 2), (True, 1)])
 def test_compute_is_held_back_where_the_first_region_begins_unless_it_has_more_to_do(monkeypatch, is_behind, holds):
     """And where backward does. Compute that is behind has not come by the step's beginning yet."""

@@ -296,6 +296,19 @@ def test_running_out_of_memory_takes_nothing_off_where_no_plan_needs_less():
     assert len(handle.plans) == 1
 
 
+def test_running_out_of_memory_takes_off_what_was_planned_not_what_was_to_spare():
+    """A budget of many times the plan's peak, and the plan keeps everything."""
+    control, handle = control_of(budget_bytes=100 * GIB, replans_on_oom=True)
+    peak_bytes = handle.plan.predicted.peak_bytes
+    control.step_begins(1000).forward_ended()  # its backward never ends
+    handle.device.failures = 1
+    with pytest.warns(EbbtideWarning, match=r"go by a plan for less") as told:
+        step(control)
+    assert handle.plan.predicted.peak_bytes <= 0.95 * peak_bytes
+    said = float(str(told[0].message).split("budget='")[1].split("GiB")[0])
+    assert said * GIB < peak_bytes
+
+
 def test_a_backward_that_never_came_is_no_failure():
     control, handle = control_of(budget_bytes=int(2.5 * GIB), replans_on_oom=True)
     control.step_begins(1000).forward_ended()

@@ -1,5 +1,6 @@
 """Plans: they hold their budget, nothing that could be tried is faster, and more memory never costs time."""
 
+import random
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -308,6 +309,23 @@ def test_the_front_is_below_offloading_alone_and_running_again_alone(solver_a):
         for option in kept:
             alone = outcome_of(solver_a.profile, [option] * 16, point.budget_bytes)
             assert alone is None or point.outcome.step_s <= alone.step_s + EXACT
+
+
+@pytest.mark.parametrize("graphs", [1, 3])
+def test_a_plan_is_never_slower_than_moving_alone(graphs):
+    """Layers that differ a little, so that small changes make plans better; and what several forwards keep at once."""
+    draw = random.Random(0)
+    times = ("forward_s", "backward_s")
+    uneven = [
+        replace(each, **{name: getattr(each, name) * draw.uniform(1, 1.1) for name in times})
+        for each in workload_a().regions
+    ]
+    solver = Solver(replace(workload_a(), regions=tuple(uneven), graphs=graphs))
+    low, high = solver.smallest_budget(only_moves=True), solver.keeping_all().predicted.peak_bytes
+    for k in range(1, 9):
+        budget = low + (high - low) * k // 9
+        moving = solver.solve(budget, only_moves=True).predicted.step_s
+        assert solver.solve(budget).predicted.step_s <= moving + EXACT
 
 
 def _or_none(solver, budget):

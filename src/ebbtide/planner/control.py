@@ -9,6 +9,7 @@ Note [Control]
    profiles, whatever sizes their batches are of. They vote on it at the same forward.
 """
 
+import dataclasses
 import enum
 import sys
 import time
@@ -71,6 +72,18 @@ class Phase(enum.Enum):
     DETAILS = "is watched for details"
     PLANNED = "goes by the plan"
     GAVE_UP = "goes by the recipes it began with"
+
+
+class _AndUnseen:
+    """A handle whose plans are also of regions that their profile says nothing of."""
+
+    def __init__(self, handle: GoesBy, unseen: Mapping[str, RegionPlan]) -> None:
+        self._handle = handle
+        self._unseen = unseen
+
+    def go_by(self, plan: Plan, size: int = 0) -> None:
+        regions = {**plan.regions, **self._unseen}
+        self._handle.go_by(dataclasses.replace(plan, regions=regions) if self._unseen else plan, size)
 
 
 class Control:
@@ -170,7 +183,7 @@ class Control:
         self.phase = Phase.GAVE_UP
         self._measured = profile
         self.upkeep = Upkeep(
-            self._handle,
+            _AndUnseen(self._handle, self._unseen_in(profile)),
             profile,
             self._scope.ledger,
             self._asked_bytes,
@@ -179,6 +192,14 @@ class Control:
             is_shared=self._agree is not None,
         )
         self.phase = Phase.PLANNED
+
+    def _unseen_in(self, profile: Profile) -> dict[str, RegionPlan]:
+        """Of regions that no watched step came by, within a budget: what needs the least, should a later one do so."""
+        if self._budget_of is None:
+            return {}
+        seen = {region.name for region in profile.regions}
+        reason = "no watched step came by: what needs the least"
+        return {name: RegionPlan(Recipe("recompute"), reason=reason) for name in self._names if name not in seen}
 
     def _set_first(self, prefetch_bytes: int | None = None) -> None:
         recipe = Recipe("recompute" if self.runs_again else "keep")

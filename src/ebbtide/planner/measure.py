@@ -468,18 +468,19 @@ class Pulse(_UntilBackwardEnds):
         if self.looks_at_peak:
             self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
-    def entered(self, region: str) -> None:
-        pass
+    def entered(self, region: str) -> None:  # noqa: ARG002 (here, and below: which one does not matter)
+        self._look()
 
-    def left(self, region: str) -> None:
-        pass
+    def left(self, region: str) -> None:  # noqa: ARG002
+        self._look()
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         pass
 
-    def read(self, region: str) -> None:  # noqa: ARG002 (that it is read is enough)
+    def read(self, region: str) -> None:  # noqa: ARG002
         if graph_task_id() != -1:
             self._backward_began()
+            self._look()
 
     def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
         return contextlib.nullcontext()

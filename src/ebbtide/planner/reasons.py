@@ -90,23 +90,33 @@ def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> 
 NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
 
 
-def out_of_memory(budget_bytes: int | None, predicted: Prediction | None, measured_bytes: int, spare_share: int) -> str:
-    """What to tell whose device ran out of memory. `spare_share`: that part of the budget should stay free besides."""
+def out_of_memory(
+    budget_bytes: int | None, predicted: Prediction | None, measured_bytes: int, spare_share: int, replans: bool
+) -> str:
+    """What to tell whose device ran out of memory.
+
+    Args:
+        spare_share: that part of what was planned should stay free besides.
+        replans: it is planned for less from now on.
+    """
     if budget_bytes is None:
         return NO_BUDGET
     if predicted is None:
         return "ebbtide: nothing was predicted of this step"
     beyond_bytes = max(0, measured_bytes - predicted.peak_bytes)
-    fitting_bytes = max(0, budget_bytes - beyond_bytes - budget_bytes // spare_share)
+    planned_bytes = min(budget_bytes, predicted.peak_bytes)  # of a budget with room to spare, the rest was not used
+    fitting_bytes = max(0, planned_bytes - beyond_bytes - planned_bytes // spare_share)
+    how = "the next steps go by a plan for less, if there is one" if replans else "or write on_oom='replan'"
     return (
         f"ebbtide: a peak of {format_bytes(predicted.peak_bytes)} was predicted for a budget of "
         f"{format_bytes(budget_bytes)}, and {format_bytes(measured_bytes)} were allocated. Something outside of the "
-        f"plan needs the rest: budget={fitting_bytes / _GIB:.1f}GiB would have fitted, or write on_oom='replan'"
+        f"plan needs the rest: budget={as_budget(fitting_bytes)!r} would have fitted; {how}"
     )
 
 
 def as_budget(nbytes: int) -> str:
     """What to write for at least so many bytes: "38GiB", "38.5GiB", "700MiB"."""
     if nbytes >= _GIB:
-        return f"{ceil(nbytes * 10 / _GIB) / 10:g}GiB"
+        whole, tenth = divmod(-(-nbytes * 10 // _GIB), 10)
+        return f"{whole}.{tenth}GiB" if tenth else f"{whole}GiB"
     return f"{ceil(nbytes / _MIB)}MiB"

@@ -29,6 +29,7 @@ _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
 _BESIDE = 1.004  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
 _TRIFLE = 0.05  # of the memory that moving frees
+_SPARSER = 16  # fewer rungs where nothing runs again: there is less to choose
 _TINY_S = 1e-6  # of waiting for the host: sums of the same times differ in the last digits
 _ENOUGH = 4  # regions in a row that have nothing to add: the link is full
 _FINE = 1e-3  # how closely the smallest budget is looked for
@@ -151,8 +152,13 @@ class _Space:
     def _ladder(self) -> Ladder:
         # Where all there is are candidates, nothing is left to be made better.
         is_whole = self._model.assignments <= MOST_ASSIGNMENTS
-        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes, RUNGS)
+        rungs = RUNGS if self._others is not None else RUNGS // _SPARSER
+        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes, rungs)
         return Ladder(self._model, budgets, self._own, self._step_s, self._least_s)
+
+    def _polished(self, budget_bytes: int) -> list[Candidate]:
+        others = [] if self._others is None else self._others._polished(budget_bytes)
+        return [*self._ladder.up_to(budget_bytes), *others]
 
     def _step_s(self, candidate: Candidate, budget_bytes: int) -> float | None:
         tried = None if candidate.least_bytes > budget_bytes else self._try(candidate, budget_bytes)
@@ -170,7 +176,7 @@ class _Space:
         best = self._try(self.kept, budget_bytes)
         if best is not None:
             return best
-        polished = self._ladder.up_to(budget_bytes)
+        polished = self._polished(budget_bytes)
         fitting = (candidate for candidate in (*polished, *self.candidates) if candidate.least_bytes <= budget_bytes)
         bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
         for least_s, candidate in sorted(bounded, key=lambda pair: pair[0]):

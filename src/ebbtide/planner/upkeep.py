@@ -422,11 +422,17 @@ class Upkeep:
         budget_bytes = self.budget_bytes
         if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
             spare_bytes = self._allowance.spare_bytes(self._size.tokens)
-            self._plan_with(self._size, spare_bytes, budget_bytes // _OOM_SHARE)
+            predicted = self._size.follow.plan.predicted
+            peak_bytes = budget_bytes if predicted is None else min(budget_bytes, predicted.peak_bytes)
+            less_bytes = max(peak_bytes - peak_bytes // _OOM_SHARE, self._size.solver.smallest_budget())
+            if less_bytes < peak_bytes:
+                self._plan_with(self._size, spare_bytes, budget_bytes - less_bytes)
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
-        return out_of_memory(self.budget_bytes, self._size.follow.plan.predicted, measured_bytes, _OOM_SHARE)
+        predicted = self._size.follow.plan.predicted
+        replans = self._replans_on_oom and not self._is_shared
+        return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, replans)
 
 
 def _as_measured(tried: Tried) -> Plan:

@@ -197,9 +197,9 @@ class Control:
         """Of regions that no watched step came by, within a budget: what needs the least, should a later one do so."""
         if self._budget_of is None:
             return {}
-        seen = {region.name for region in profile.regions}
-        reason = "no watched step came by: what needs the least"
-        return {name: RegionPlan(Recipe("recompute"), reason=reason) for name in self._names if name not in seen}
+        known = {*(region.name for region in profile.regions), *self._guessed}
+        least = RegionPlan(Recipe("recompute"), reason="no watched step came by: what needs the least")
+        return {name: least for name in self._names if name not in known}
 
     def _set_first(self, prefetch_bytes: int | None = None) -> None:
         recipe = Recipe("recompute" if self.runs_again else "keep")

@@ -32,14 +32,6 @@ def sft(tmp_path, **settings):
     return trl.SFTTrainer(language_model(), arguments, train_dataset=rows("text"), processing_class=tokenizer())
 
 
-def adapted_sft(tmp_path, **settings):
-    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    arguments = trl.SFTConfig(**few_steps(tmp_path), max_length=64, **settings)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(language_model(), adapter)
-    return trl.SFTTrainer(model, arguments, train_dataset=rows("text"), processing_class=tokenizer())
-
-
 def dpo(tmp_path, **settings):
     arguments = trl.DPOConfig(**few_steps(tmp_path), max_length=64, **settings)
     return trl.DPOTrainer(
@@ -60,7 +52,41 @@ def kto(tmp_path, **settings):
     )
 
 
-@pytest.mark.parametrize("make", [sft, adapted_sft, dpo, reward, kto])
+def adapter(task="CAUSAL_LM"):
+    torch.manual_seed(0)
+    return peft.LoraConfig(task_type=task, r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def adapted_sft(tmp_path, **settings):
+    arguments = trl.SFTConfig(**few_steps(tmp_path), max_length=64, **settings)
+    model = peft.get_peft_model(language_model(), adapter())
+    return trl.SFTTrainer(model, arguments, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def adapted_dpo(tmp_path, **settings):
+    """The model without its adapter is the reference."""
+    arguments = trl.DPOConfig(**few_steps(tmp_path), max_length=64, **settings)
+    given = {"train_dataset": rows("pairs"), "processing_class": tokenizer(), "peft_config": adapter()}
+    return trl.DPOTrainer(language_model(), None, arguments, **given)
+
+
+def adapted_reward(tmp_path, **settings):
+    arguments = trl.RewardConfig(**few_steps(tmp_path), max_length=64, **settings)
+    given = {"train_dataset": rows("pairs"), "processing_class": tokenizer(), "peft_config": adapter("SEQ_CLS")}
+    return trl.RewardTrainer(language_model(scores=True), args=arguments, **given)
+
+
+def adapted_kto(tmp_path, **settings):
+    arguments = trl.KTOConfig(**few_steps(tmp_path), max_length=64, **settings)
+    given = {"train_dataset": rows("labels"), "processing_class": tokenizer(), "peft_config": adapter()}
+    return trl.KTOTrainer(language_model(), None, arguments, **given)
+
+
+FULL = [sft, dpo, reward, kto]
+ADAPTED = [adapted_sft, adapted_dpo, adapted_reward, adapted_kto]
+
+
+@pytest.mark.parametrize("make", [*FULL, *ADAPTED])
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 def test_trls_trainers_compute_the_same_and_move(installed, tmp_path, make, checkpoints):

@@ -11,12 +11,14 @@ pytest.importorskip("torchtune", reason="make test-trainers installs it", exc_ty
 
 
 def steps(is_offloaded):
-    """Three steps as those of full_finetune_single_device: the context around the forward."""
-    from torchtune import training
+    """Three steps as those of full_finetune_single_device: each layer checkpointed, which it insists on where it
+    offloads, and the context around the forward."""
+    from torchtune import modules, training
     from torchtune.models.llama2 import llama2
 
     torch.manual_seed(0)
     model = llama2(vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=32)
+    training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     context = training.get_act_offloading_ctx_manager(model, is_offloaded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -22,25 +22,23 @@ def extra(name: str) -> Generator[None]:
             raise  # a package's own words for what it could not import
         package = error.name.partition(".")[0]
         if is_installed(package):
-            raise MissingPackageError(
-                f"{package} {version_of(package)} has no {error.name}. Write: pip install --upgrade 'ebbtide[{name}]'"
-            ) from error
+            raise _other_version(package, f" has no {error.name}", name) from error
         raise MissingPackageError(f"{package} is not installed. Write: pip install 'ebbtide[{name}]'") from error
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if "cannot import name" not in str(error) or "partially initialized" in str(error):
             raise  # a library that does not load, or a module that imports itself
-        raise MissingPackageError(
-            f"{package} {version_of(package)}: {error.msg}. Write: pip install --upgrade 'ebbtide[{name}]'"
-        ) from error
+        raise _other_version(package, f": {error.msg}", name) from error
     except AttributeError as error:
         module: object = error.obj
         if not isinstance(module, ModuleType) or "partially initialized" in str(error):
             raise
-        package = module.__name__.partition(".")[0]
-        raise MissingPackageError(
-            f"{package} {version_of(package)}: {error}. Write: pip install --upgrade 'ebbtide[{name}]'"
-        ) from error
+        raise _other_version(module.__name__.partition(".")[0], f": {error}", name) from error
+
+
+def _other_version(package: str, says: str, name: str) -> MissingPackageError:
+    """It is there, and lacks what the extra `name` needs of it."""
+    return MissingPackageError(f"{package} {version_of(package)}{says}. Write: pip install --upgrade 'ebbtide[{name}]'")
 
 
 def is_installed(package: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ebbtide._torch import constant_in_traces, innermost_pack_module, top_pack_hook
+from ebbtide._torch import constant_in_traces, is_inside_checkpoint, top_pack_hook
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
 from ebbtide.plans import Plan, Recipe
@@ -76,8 +76,7 @@ class Session:
             return Unable.NO_GRAD
         if top_pack_hook() is self.pack_hook:
             return None
-        is_checkpoint = innermost_pack_module() == "torch.utils.checkpoint"
-        return Unable.USER_CHECKPOINT if is_checkpoint else Unable.OTHER_HOOKS
+        return Unable.USER_CHECKPOINT if is_inside_checkpoint() else Unable.OTHER_HOOKS
 
     def pack_input(self, stays: Reason | None) -> Pack:
         """What takes the tensors passed to a region: the desk, or the region around it, which can make them again."""
@@ -86,22 +85,17 @@ class Session:
         return cast(Pack, self.pack_hook)
 
     @contextlib.contextmanager
-    def inside(self, pack_hook: object, holding: Holding | None) -> Generator[AgainWatch | None, None, None]:
+    def inside(
+        self, pack_hook: object, holding: Holding | None, watched: contextlib.AbstractContextManager[None]
+    ) -> Generator[AgainWatch | None, None, None]:
         """A region that runs again is being run, with hooks of its own."""
         before = self.pack_hook, self.packs_here, self.holding
         self.pack_hook, self.packs_here, self.holding = pack_hook, False, holding
         try:
-            yield None
+            with watched:
+                yield None
         finally:
             self.pack_hook, self.packs_here, self.holding = before
-
-
-@contextlib.contextmanager
-def _watched(
-    inside: contextlib.AbstractContextManager[AgainWatch | None], running: contextlib.AbstractContextManager[None]
-) -> Generator[AgainWatch | None, None, None]:
-    with inside as watch, running:
-        yield watch
 
 
 class Owner(Protocol):
@@ -347,8 +341,8 @@ class InnerMark(Mark):
         def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[AgainWatch | None]:
             if is_second_run:
                 return self._handle.second_run(visit, plan, pack_hook, watch)
-            inside = session.inside(pack_hook, holding)
-            return inside if watch is None else _watched(inside, watch.running(visit.region))
+            watched = contextlib.nullcontext() if watch is None else watch.running(visit.region)
+            return session.inside(pack_hook, holding, watched)
 
         return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
 

@@ -67,6 +67,11 @@ def innermost_pack_module() -> str:
     return "" if top is None else getattr(top[0], "__module__", "")
 
 
+def is_inside_checkpoint() -> bool:
+    """Whether saves are torch's checkpoint's: what runs is checkpointed, or runs again for it."""
+    return innermost_pack_module() == "torch.utils.checkpoint"
+
+
 def top_pack_hook() -> object:
     """The pack hook that is active now; None if there is none."""
     top: Any = _autograd._top_saved_tensors_default_hooks(False)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from ebbtide._errors import EbbtideWarning
-from ebbtide._torch import innermost_pack_module, named_modules
+from ebbtide._torch import is_inside_checkpoint, named_modules
 from ebbtide.compat._context import DEFAULT_STASH, OffloadActivations, start_keeping, stop_keeping
 
 _HEADS = (
@@ -117,7 +117,7 @@ class _Stays(threading.local):
     def enter(self, *_: object) -> None:
         # Inside of a checkpointed call saves are the checkpoint's: it drops them here, and has to see as many when it
         # runs the call again, which may be outside of the context or in another thread.
-        keeps = OffloadActivations.is_entered() and innermost_pack_module() != "torch.utils.checkpoint"
+        keeps = OffloadActivations.is_entered() and not is_inside_checkpoint()
         if keeps:
             start_keeping()
         self._entered.append(keeps)

@@ -82,11 +82,9 @@ class ProfileFile:
 
     def _why_not(self, profile: Profile, regions: Collection[str], needs_second_runs: bool) -> str:
         """In words; empty if it fits."""
-        wanted = {**self._made_for, **self._settings()}
-        known = {**self._settings(), **profile.made_for}
-        for name, value in wanted.items():
-            if known.get(name) != value:
-                return f"the one there is of the {name} {known.get(name)!r}, not {value!r}"
+        others = profile.what_differs({**self._made_for, **self._settings()})
+        if others:
+            return f"the one there is of the {others[0]}"
         if not {region.name for region in profile.regions} <= set(regions):
             return "the one there is of other regions"
         if needs_second_runs and not profile.has_second_runs:

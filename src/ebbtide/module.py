@@ -27,7 +27,7 @@ from ebbtide._settings import (
     given,
     is_left_to_planner,
 )
-from ebbtide._torch import graph_task_id, innermost_pack_module, named_modules
+from ebbtide._torch import graph_task_id, is_inside_checkpoint, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engine import Engine
@@ -322,7 +322,6 @@ class OffloadHandle:
         config = self._config
         return {
             "store": store_name(config.store),
-            "min_bytes": str(config.min_bytes),
             "compiled": count_compiled(self._blocks),
         }
 
@@ -355,7 +354,7 @@ class OffloadHandle:
 
     def enter_root(self) -> None:
         self._was_entered = True
-        if _is_inside_checkpoint() or _knobs.is_disabled():
+        if is_inside_checkpoint() or _knobs.is_disabled():
             self._stack().append(None)
             return
         around = self.session()
@@ -589,12 +588,30 @@ def offload(
     )
     budget_of = None if budget is None else Budget(budget)
     _check_alone(module)
+    within = functools.partial(
+        OffloadHandle.plan_within,
+        budget=budget_of,
+        regions=regions,
+        profile=profile,
+        replans_on_oom=on_oom == "replan",
+    )
+    return _installed(module, config, recipe, plan, within if is_planned else None)
+
+
+def _installed(
+    module: torch.nn.Module,
+    config: OffloadConfig,
+    recipe: RecipeLike | Mapping[Names, RecipeLike] | None,
+    plan: Plan | None,
+    plan_within: Callable[[OffloadHandle], None] | None,
+) -> OffloadHandle:
+    """A handle at work. Whatever goes wrong, none is left behind."""
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_scope(config))
 
     def start() -> None:
         _check_device(module, config)
-        if is_planned and config.mode != "off":
-            handle.plan_within(budget_of, regions, profile, replans_on_oom=on_oom == "replan")
+        if plan_within is not None and config.mode != "off":
+            plan_within(handle)
 
     with contextlib.ExitStack() as undo:
         undo.callback(handle.remove)
@@ -656,8 +673,3 @@ def _last(regions: dict[str, torch.nn.Module], count: int) -> list[torch.nn.Modu
 
 def _has_storage(buffer: torch.Tensor) -> bool:
     return type(buffer) is torch.Tensor and buffer.layout is torch.strided
-
-
-def _is_inside_checkpoint() -> bool:
-    """The saves of a checkpointed call are its own hooks' business: it drops and recomputes them."""
-    return innermost_pack_module() == "torch.utils.checkpoint"

@@ -101,9 +101,6 @@ class _Answer:
         self._console = console if console.is_terminal else Console(width=_WIDTH)
         self._profile = what_if.of(measured)
         self._ways = Ways.of(self._profile)
-        plain = self._ways.solver.keeping_all().predicted
-        assert plain is not None
-        self._plain = plain
         self._notes = what_if.notes(measured)
 
     def give(self, budget: str | None, save: Path | None, points: int | None, picture: Path | None) -> None:
@@ -117,7 +114,7 @@ class _Answer:
             self._front(points, picture)
 
     def _headline(self) -> str:
-        profile, plain = self._profile, self._plain
+        profile, plain = self._profile, self._ways.plain()
         of = profile.made_for
         return (
             f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
@@ -151,7 +148,7 @@ class _Answer:
             "only running again": self._ways.only_again(points),
         }
         lines = [FrontLine(name, [b for b, _ in line], [s for _, s in line]) for name, line in ways.items()]
-        plain = self._plain
+        plain = self._ways.plain()
         title = self._profile.made_for.get("model", "")
         _write("--picture", path, lambda to: draw_front(lines, plain.peak_bytes, plain.step_s, to, title=title))
 

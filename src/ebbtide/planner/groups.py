@@ -83,12 +83,13 @@ class Model:
 
     def __init__(self, profile: Profile, only_moves: bool) -> None:
         self.profile = profile
+        self.only_moves = only_moves
         visits = _visits(profile)
         self.groups = tuple(Group(tuple(group)) for group in _grouped(profile, list(visits.values())))
         recipes = {name: _recipes(profile.regions, numbers, only_moves) for name, numbers in self._few(visits).items()}
         self.assignments = prod(map(len, recipes.values())) if len(recipes) == len(visits) else MOST_ASSIGNMENTS + 1
         if self.assignments > MOST_ASSIGNMENTS:
-            recipes = self._shared_recipes(visits, only_moves)
+            recipes = self._shared_recipes(visits)
         self.units = tuple(_unit(profile, name, numbers, recipes[name]) for name, numbers in visits.items())
 
     def options(self, choices: Sequence[int]) -> tuple[Option, ...]:
@@ -102,12 +103,12 @@ class Model:
         """None of them if already two recipes each were more ways to choose than can be tried."""
         return visits if 2 ** len(visits) <= MOST_ASSIGNMENTS else {}
 
-    def _shared_recipes(self, visits: dict[str, tuple[int, ...]], only_moves: bool) -> dict[str, tuple[Recipe, ...]]:
+    def _shared_recipes(self, visits: dict[str, tuple[int, ...]]) -> dict[str, tuple[Recipe, ...]]:
         """Which of two equal outputs is dearer is noise, and must not make each unit of a group another case."""
         names, shared = list(visits), dict[str, tuple[Recipe, ...]]()
         for group in self.groups:
             regions = _mean_regions(self.profile.regions, [visits[names[number]] for number in group.units])
-            recipes = _recipes(regions, range(len(regions)), only_moves)
+            recipes = _recipes(regions, range(len(regions)), self.only_moves)
             shared.update({names[number]: recipes for number in group.units})
         return shared
 

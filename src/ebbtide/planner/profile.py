@@ -10,8 +10,8 @@ from typing import Any
 
 from ebbtide._bytes import format_bytes
 from ebbtide._errors import PlanError
+from ebbtide._files import check_fields, reading
 from ebbtide._text import as_range, counts_up, plain_table
-from ebbtide.plans import check_fields, reading
 
 FORMAT = 3
 _READABLE = (1, 2, FORMAT)
@@ -337,13 +337,19 @@ class Profile:
         """Memory by region: what each saves, and needs while it runs. Bytes of single saves are in `regions`."""
         return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=range(1, len(_COLUMNS)))])
 
+    def what_differs(self, wanted: Mapping[str, str]) -> list[str]:
+        """In words: of what is `wanted`, what it was not measured on. Settings that it does not say are believed."""
+        believed = {key: value for key, value in wanted.items() if key in _SETTINGS}
+        known = {**believed, **self.made_for}
+        return [
+            f"{key} {known.get(key, 'unknown')!r}, not {value!r}"
+            for key, value in wanted.items()
+            if known.get(key) != value
+        ]
+
     def check_made_for(self, wanted: Mapping[str, str]) -> None:
         """Raises PlanError unless it was measured on what `wanted` names."""
-        others = [
-            f"{key} {self.made_for.get(key, 'unknown')!r}, not {value!r}"
-            for key, value in wanted.items()
-            if self.made_for.get(key, value if key in _MAY_BE_UNSAID else None) != value
-        ]
+        others = self.what_differs(wanted)
         if others:
             raise PlanError(f"the profile is of {'; '.join(others)}: measure one here, or leave profile= out")
 
@@ -367,7 +373,7 @@ class Profile:
         raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
 
 
-_MAY_BE_UNSAID = ("min_bytes",)  # by profiles of earlier versions
+_SETTINGS = ("store", "min_bytes", "compiled")  # what figures in a profile besides what it is of
 
 _COLUMNS = ("regions", "saves", "saved", "may travel", "inputs", "dear outputs", "forward", "backward", "gradients")
 

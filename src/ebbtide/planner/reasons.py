@@ -90,6 +90,11 @@ def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> 
 NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
 
 
+def used_bytes(budget_bytes: int, predicted: Prediction) -> int:
+    """By the plan: of a budget with room to spare, the rest is not."""
+    return min(budget_bytes, predicted.peak_bytes)
+
+
 def out_of_memory(
     budget_bytes: int | None, predicted: Prediction | None, measured_bytes: int, spare_share: int, replans: bool
 ) -> str:
@@ -104,7 +109,7 @@ def out_of_memory(
     if predicted is None:
         return "ebbtide: nothing was predicted of this step"
     beyond_bytes = max(0, measured_bytes - predicted.peak_bytes)
-    planned_bytes = min(budget_bytes, predicted.peak_bytes)  # of a budget with room to spare, the rest was not used
+    planned_bytes = used_bytes(budget_bytes, predicted)
     fitting_bytes = max(0, planned_bytes - beyond_bytes - planned_bytes // spare_share)
     how = "the next steps go by a plan for less, if there is one" if replans else "or write on_oom='replan'"
     return (

@@ -152,7 +152,7 @@ class _Space:
     def _ladder(self) -> Ladder:
         # Where all there is are candidates, nothing is left to be made better.
         is_whole = self._model.assignments <= MOST_ASSIGNMENTS
-        rungs = RUNGS if self._others is not None else RUNGS // _SPARSER
+        rungs = RUNGS // _SPARSER if self._model.only_moves else RUNGS
         budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes, rungs)
         return Ladder(self._model, budgets, self._own, self._step_s, self._least_s)
 

@@ -34,7 +34,7 @@ from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
 from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.reasons import out_of_memory
+from ebbtide.planner.reasons import out_of_memory, used_bytes
 from ebbtide.planner.solve import Solver
 from ebbtide.planner.timing import LinkTimes
 from ebbtide.plans import Plan
@@ -423,9 +423,10 @@ class Upkeep:
         if self._replans_on_oom and budget_bytes is not None and not self._is_shared:
             spare_bytes = self._allowance.spare_bytes(self._size.tokens)
             predicted = self._size.follow.plan.predicted
-            peak_bytes = budget_bytes if predicted is None else min(budget_bytes, predicted.peak_bytes)
-            less_bytes = max(peak_bytes - peak_bytes // _OOM_SHARE, self._size.solver.smallest_budget())
-            if less_bytes < peak_bytes:
+            assert predicted is not None
+            planned_bytes = used_bytes(budget_bytes, predicted)
+            less_bytes = max(planned_bytes - planned_bytes // _OOM_SHARE, self._size.solver.smallest_budget())
+            if less_bytes < planned_bytes:
                 self._plan_with(self._size, spare_bytes, budget_bytes - less_bytes)
 
     def _oom_text(self, engine: Engine | None) -> str:

@@ -190,6 +190,10 @@ class Watch(Protocol):
 class AgainWatch(Protocol):
     """What follows a region's second run and the backward behind it."""
 
+    def given(self, index: int, t: torch.Tensor) -> None:
+        """The second run is given `t`, the region's input of this index."""
+        ...
+
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
         """The second run saved `t`, its save of this index. `is_dead`: nothing that is left of the graph has it."""
         ...

@@ -119,6 +119,25 @@ def test_work_that_has_run_holds_nothing():
     assert is_freed.wait(timeout=60)
 
 
+@pytest.mark.parametrize("returned", [None, 42])
+def test_memory_of_work_is_free_when_its_event_passes(returned):
+    stream, gate, was_done = HostStream("lane"), threading.Event(), []
+    memory = torch.zeros(8)
+    submitted = {}
+    weakref.finalize(memory, lambda: was_done.append(submitted["event"].is_done())).atexit = False
+
+    def work(memory=memory):
+        gate.wait()
+        assert memory.sum() == 0
+        return returned
+
+    submitted["event"] = stream.submit(work)
+    del memory, work
+    gate.set()
+    assert submitted["event"].result() == returned
+    assert was_done == [False]
+
+
 # -- the device ----------------------------------------------------------------------------------------------------
 
 

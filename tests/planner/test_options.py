@@ -6,7 +6,7 @@ from planner.generated import profiles
 from planner.workloads import MS, region, workload_a
 
 from ebbtide.planner.options import option_for, options_of, why
-from ebbtide.planner.profile import Dear, Save
+from ebbtide.planner.profile import OUTSIDE, Dear, Save
 from ebbtide.plans import Recipe
 
 MB = 1_000_000
@@ -46,6 +46,25 @@ def test_moving_all_leaves_out_the_saves_that_nobody_has_in_backward():
     saves = (Save(0, 10 * MB, 0.0), Save(3, 80 * MB, 5 * MS), Save(4, 0, 6 * MS, shares=3))
     recipe = recipes(region(saves=saves, has_dead_saves=True), only_moves=True)[-1]
     assert recipe == Recipe("offload", sites=(0, 3, 4))
+
+
+def test_what_stays_for_others_is_sent_by_no_recipe():
+    """Outside of the regions somebody has the first save and the first input stay: to send them frees nothing."""
+    saves = (Save(0, 0, 0.0, shares=OUTSIDE), Save(1, 80 * MB, 5 * MS), Save(2, 0, 6 * MS, shares=0))
+    for inputs in ((Save(0, 0, 0.0, shares=OUTSIDE),), (Save(0, 0, 0.0, shares=OUTSIDE), Save(1, 0, 0.0, shares=0))):
+        options = options_of(region(saves=saves, inputs=inputs))
+        assert [each.recipe.sites for each in options if each.recipe.action == "offload"] == [(1,)]
+        again = [each.recipe for each in options if each.recipe.runs_again]
+        assert {recipe.action for recipe in again} == {"recompute", "selective"}
+        assert {recipe.inputs for recipe in again} == {"keep"}
+
+
+@pytest.mark.parametrize("other", [Save(1, 10 * MB, 0.0), Save(1, 0, 0.0)])
+def test_what_else_is_passed_to_a_region_travels_all_the_same(other):
+    """It has memory of its own, or that of another region's save: one that stays would keep it there."""
+    inputs = (Save(0, 0, 0.0, shares=OUTSIDE), other)
+    again = [recipe for recipe in recipes(region(inputs=inputs)) if recipe.runs_again]
+    assert {recipe.inputs for recipe in again} == {"keep", "offload"}
 
 
 def test_what_moves_is_there_and_needed_in_mirrored_order():

@@ -27,7 +27,7 @@ def test_a_file_holds_all_of_it(tmp_path_factory, step):
 
 def test_the_file_says_its_format(tmp_path):
     workload_a().save(tmp_path / "profile.json")
-    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 3
+    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "regions": 3}', "\x00"])
@@ -92,7 +92,7 @@ def spoiled(path, step, *place, value):
         (("regions", 0, "has_dead_saves"), 0, "regions[0].has_dead_saves is 0: expected true or false"),
         (("regions", 0, "saves", 2, "nbytes"), -5, "regions[0].saves[2].nbytes is -5: expected a whole number"),
         (("regions", 0, "saves", 2, "index"), -1, "regions[0].saves[2].index is -1: expected"),
-        (("regions", 0, "saves", 2, "shares"), -2, "regions[0].saves[2].shares is -2: expected a whole number of at l"),
+        (("regions", 0, "saves", 2, "shares"), -3, "regions[0].saves[2].shares is -3: expected a whole number of at l"),
         (("regions", 0, "dear", 0, "op"), None, "regions[0].dear[0].op is None: expected text"),
         (("around", "turns", 0, "save"), -2, "around.turns[0].save is -2: expected"),
         (("host", "regions", 0, "ops"), True, "host.regions[0].ops is True: expected a whole number"),

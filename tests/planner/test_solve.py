@@ -106,6 +106,18 @@ def test_the_leanest_plan_is_found_without_trying_all(step):
     )
 
 
+def test_the_leanest_plan_counts_what_other_graphs_keep_of_later_regions():
+    """To move its save takes the first region more working memory than to run again: beside what both graphs keep of
+    the second one, that is too much."""
+    first = region(
+        "layers.0", saves=(Save(0, 2 * MB, 0.0),), inputs=(), dear=(), forward_work_bytes=0, backward_work_bytes=0
+    )
+    last = replace(first, name="layers.1", saves=(), stuck_bytes=2 * MB, again_s=0.0)
+    step = profile(first, last, graphs=2)
+    model = Model(step, False)
+    assert least_budget(step, model.options(leanest(model))) == step.base_bytes + 4 * MB
+
+
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_many_regions_are_no_exception(data):

@@ -73,16 +73,20 @@ class HostStream:
 
 def _drain(work: "queue.SimpleQueue[_Work | None]") -> None:
     while (item := work.get()) is not None:
-        _run(*item)
-        # Or the loop variable would keep the last parcel's memory alive until the next one comes.
+        done, event = item
+        # Neither name may keep the memory of a piece that is done: the event says that it is free.
         del item
+        value, error = _outcome(done)
+        del done
+        event.finish(value, error)
+        del event, value, error  # or they would be kept alive until the next piece comes
 
 
-def _run(work: Callable[[], object], event: HostEvent) -> None:
+def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
     try:
-        event.finish(work())
+        return work(), None
     except BaseException as error:  # handed to whoever waits for the event: a worker has nobody to raise to
-        event.finish(error=error)
+        return None, error
 
 
 class CpuDevice:

@@ -93,10 +93,11 @@ def _uniform(model: Model) -> Iterator[Choices]:
 
 
 def leanest(model: Model) -> Choices:
-    """What needs the smallest budget; exact if no region is visited twice and no second graph is in flight.
+    """What needs the smallest budget; exact if no region is visited twice.
 
-    Where two options fit, the one that keeps less is never worse for the regions behind: so for a given budget one pass
-    from the first region to the last decides whether it can be held, and the budget is found by halving.
+    Where two options fit, the one that keeps less is never worse for the regions behind, nor for the other graphs in
+    flight: so for a given budget one pass from the first region to the last decides whether it can be held beside what
+    others keep, and the budget is found by halving.
     """
     low, high = 0, least_budget(model.profile, model.options((0,) * len(model.units)))
     best = (0,) * len(model.units)
@@ -111,8 +112,23 @@ def leanest(model: Model) -> Choices:
 
 
 def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
+    """Other graphs keep as much as this one, which is not known before: from nothing upwards, for the less room there
+    is, the more has to be kept."""
     profile = model.profile
-    room = budget_bytes - fixed_bytes(profile, 0)
+    room, others_bytes = budget_bytes - fixed_bytes(profile, 0), 0
+    while True:
+        choices = _leanest_pass(model, room - others_bytes)
+        if choices is None:
+            return None
+        kept_bytes = sum(unit.kept_bytes[choice] for unit, choice in zip(model.units, choices, strict=True))
+        if (profile.graphs - 1) * kept_bytes <= others_bytes:
+            return _with_a_last_that_fits(model, choices, budget_bytes)
+        others_bytes = (profile.graphs - 1) * kept_bytes
+
+
+def _leanest_pass(model: Model, room: int) -> list[int] | None:
+    """Of each region in turn what keeps least, of all that fit behind what the ones before it keep."""
+    profile = model.profile
     chosen: dict[int, int] = {}
     unit_of = {v: (number, place) for number, unit in enumerate(model.units) for place, v in enumerate(unit.visits)}
     grads = sum(region.grad_bytes for region in profile.regions)
@@ -123,16 +139,16 @@ def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
         fitting = [
             choice
             for choice in allowed
-            if profile.graphs * unit.costs[choice][place].kept_bytes
+            if unit.costs[choice][place].kept_bytes
             + max(region.forward_work_bytes, grads + unit.costs[choice][place].backward_work_bytes)
             <= room
         ]
         if not fitting:
             return None
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
-        room -= profile.graphs * unit.costs[chosen[number]][place].kept_bytes
+        room -= unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
-    return _with_a_last_that_fits(model, [chosen[number] for number in range(len(model.units))], budget_bytes)
+    return [chosen[number] for number in range(len(model.units))]
 
 
 def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) -> Choices | None:

@@ -170,7 +170,8 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
 
 def _shape(region: RegionProfile) -> tuple[object, ...]:
     dear = tuple((row.index, row.op) for row in region.dear)
-    return tuple(save.index for save in region.saves), len(region.inputs), dear
+    saves, inputs = (tuple((row.index, row.shares) for row in rows) for rows in (region.saves, region.inputs))
+    return saves, inputs, dear
 
 
 def _sizes(region: RegionProfile) -> list[int]:

@@ -34,6 +34,7 @@ from ebbtide.engine.engine import Engine
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
+from ebbtide.planner.profile import NOBODY, OUTSIDE
 from ebbtide.types import AgainWatch, Device, Memory, Reason, StreamEvent
 
 IsDear = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], bool]
@@ -77,19 +78,24 @@ _UNKNOWN = Memory(0, 0)
 _HOLD = 0.5  # of what the host took for forward
 _HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
 _MOST_HOLD_S = 0.1
-_ELSEWHERE = -1
 
 
 @dataclass
 class Seen:
-    """A save or an output, and the compute stream's point behind it."""
+    """A save or an output, and the compute stream's point behind it.
+
+    Attributes:
+        shares: as that of the profile's `Save`.
+        given: of a save of a second run: the index of the input of its region that it is; -1 if it is none.
+    """
 
     index: int
     nbytes: int
     event: StreamEvent
     op: str = ""
     before: StreamEvent = None
-    shares: int = -1
+    shares: int = NOBODY
+    given: int = -1
 
 
 class OutsideSave(NamedTuple):
@@ -127,11 +133,12 @@ class VisitNotes:
 
 
 class _First(NamedTuple):
-    """Where a storage was seen first."""
+    """Where a storage was seen first, and as what else it was seen in other passes."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
     visit: VisitNotes
     seen: Seen
+    elsewhere: list[Seen]
 
 
 class _UntilBackwardEnds(abc.ABC):
@@ -285,9 +292,9 @@ class StepWatch(_UntilBackwardEnds):
         finally:
             self._note(Place.AGAIN_ENDED, region)
 
-    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor, is_dead: bool) -> None:
+    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor, is_dead: bool, given: int) -> None:
         if not is_dead:
-            self._look_at(visit.saves, visit, index, t)
+            self._look_at(visit.saves, visit, index, t, given)
         elif self._why_never(t) is None:
             visit.has_dead_saves = True
 
@@ -325,7 +332,7 @@ class StepWatch(_UntilBackwardEnds):
     def _sees_operators(self) -> bool:
         return self._is_detailed and self._is_dear is not None
 
-    def _look_at(self, seen: list[Seen], visit: VisitNotes, index: int, t: torch.Tensor) -> None:
+    def _look_at(self, seen: list[Seen], visit: VisitNotes, index: int, t: torch.Tensor, given: int = -1) -> None:
         reason = self._why_never(t)
         if reason in _NOBODYS:
             return
@@ -334,9 +341,9 @@ class StepWatch(_UntilBackwardEnds):
         if storage is None:
             visit.stuck_bytes += nbytes
             return
-        own = Seen(index, nbytes, self.device.record(self.device.current_stream()))
+        own = Seen(index, nbytes, self.device.record(self.device.current_stream()), given=given)
         first = self._first_of(storage, seen is visit.inputs, visit, own)
-        if first == _ELSEWHERE and seen is visit.inputs:
+        if first == NOBODY and seen is visit.inputs:
             visit.common_bytes += nbytes
             self._note_common(storage, nbytes)
         if first is not None:
@@ -345,7 +352,7 @@ class StepWatch(_UntilBackwardEnds):
 
     def _look_behind(self, t: torch.Tensor) -> None:
         self._peak_bytes = max(self._peak_bytes, self.device.memory().peak_bytes)
-        if type(t) is torch.Tensor and t.layout is torch.strided and why_never(t, self._scope) not in _NOBODYS:
+        if _has_storage(t) and why_never(t, self._scope) not in _NOBODYS:
             storage = t.untyped_storage()
             if storage not in self._staying:
                 self._staying.add(storage)
@@ -363,8 +370,8 @@ class StepWatch(_UntilBackwardEnds):
             if any(first.visit is self.visits[0] and first.seen in first.visit.inputs for first in known):
                 continue  # the caller's, and there before the regions
             visit.behind_bytes += storage.nbytes()
-            for first in known:
-                first.seen.nbytes = 0
+            for seen in (seen for first in known for seen in (first.seen, *first.elsewhere)):
+                seen.nbytes, seen.shares = 0, OUTSIDE
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
@@ -376,15 +383,18 @@ class StepWatch(_UntilBackwardEnds):
             self._common.append((weakref.ref(storage), nbytes))
 
     def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, seen: Seen) -> int | None:
-        """The save that `storage` was seen at before; None at the first one, _ELSEWHERE if that was in another visit.
+        """The save that `storage` was seen at before; None at the first one, NOBODY if that was in another visit.
 
         A region's input is one of its saves too, should it keep them: those are told apart.
         """
         key = storage._cdata, is_input
         known = self._storages.get(key)
         if known is not None and known.storage() is storage:
-            return known.seen.index if known.visit is visit else _ELSEWHERE
-        self._storages[key] = _First(weakref.ref(storage), visit, seen)
+            if known.visit is visit:
+                return known.seen.index
+            known.elsewhere.append(seen)
+            return NOBODY
+        self._storages[key] = _First(weakref.ref(storage), visit, seen, [])
         return None
 
     def _backward_began(self) -> None:
@@ -433,9 +443,15 @@ class _AgainNotes:
     def __init__(self, watch: StepWatch, visit: VisitNotes) -> None:
         self._watch = watch
         self._visit = visit
+        self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    def given(self, index: int, t: torch.Tensor) -> None:
+        if _has_storage(t):
+            self._given.setdefault(t.untyped_storage(), index)
 
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
-        self._watch.saved_again(self._visit, index, t, is_dead)
+        given = self._given.get(t.untyped_storage(), -1) if _has_storage(t) else -1
+        self._watch.saved_again(self._visit, index, t, is_dead, given)
 
     def asked(self, index: int) -> None:
         self._watch.asked(self._visit.region, index)
@@ -572,6 +588,11 @@ class _Comparing(OperatorMode):
             for index, storage, sums in there:
                 if storage is not None:
                     self._compared.append((self._region, index, (sums_of(storage) != sums).any()))
+
+
+def _has_storage(t: torch.Tensor) -> bool:
+    """One of its own kind: subclasses are taken apart, and other layouts have several."""
+    return type(t) is torch.Tensor and t.layout is torch.strided
 
 
 def _is_cut_off(t: torch.Tensor) -> bool:

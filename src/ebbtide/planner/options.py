@@ -1,7 +1,7 @@
 """What may be done with one region, and what each choice would cost. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ebbtide._bytes import format_bytes
@@ -102,7 +102,7 @@ def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
             sites = _with_sharing(region, {s.index for s in taken})
             yield _of_saves(region, Recipe("offload", sites=sites), taken)
     if movable:
-        sites = _with_sharing(region, {s.index for s in movable}) if region.has_dead_saves else None
+        sites = _with_sharing(region, {s.index for s in movable}) if region.has_saves_in_vain else None
         yield _of_saves(region, Recipe("offload", sites=sites), movable)
 
 
@@ -141,7 +141,7 @@ def _work_bytes(region: RegionProfile, moved: Sequence[Save]) -> int:
 
 def _recomputed(region: RegionProfile) -> Iterator[Option]:
     yield _running_again(region, Recipe("recompute", inputs="keep"), ())
-    if region.inputs:
+    if region.may_move_inputs:
         yield _running_again(region, Recipe("recompute"), ())
 
 
@@ -153,9 +153,11 @@ def _selective(region: RegionProfile) -> Iterator[Option]:
     for count in range(1, len(dearest_first) + 1):
         held = dearest_first[:count]
         sites = tuple(sorted(dear.index for dear in held))
-        yield _running_again(region, Recipe("selective", ops=ops, sites=sites), held)
-        yield _running_again(region, Recipe("selective", ops=ops, sites=sites, inputs="keep", outputs="keep"), held)
-        yield _running_again(region, Recipe("selective", ops=ops, sites=sites, outputs="keep"), held)
+        everything = Recipe("selective", ops=ops, sites=sites, inputs="offload" if region.may_move_inputs else "keep")
+        yield _running_again(region, everything, held)
+        yield _running_again(region, replace(everything, inputs="keep", outputs="keep"), held)
+        if region.may_move_inputs:
+            yield _running_again(region, replace(everything, outputs="keep"), held)
 
 
 def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) -> Option:

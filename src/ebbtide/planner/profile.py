@@ -13,9 +13,11 @@ from ebbtide._errors import PlanError
 from ebbtide._files import check_fields, reading
 from ebbtide._text import as_range, counts_up, plain_table
 
-FORMAT = 3
-_READABLE = (1, 2, FORMAT)
-_LEAST = {"shares": -1, "save": -1}  # those of no save
+FORMAT = 4
+_READABLE = (1, 2, 3, FORMAT)
+NOBODY, OUTSIDE = -1, -2
+"""Of which save's memory one takes that is of no save of its region: see `Save.shares`."""
+_LEAST = {"shares": OUTSIDE, "save": -1}  # those of no save
 
 
 class OtherVersionError(PlanError):
@@ -31,19 +33,20 @@ class Save:
         nbytes: that travel for it; 0 if another save takes the same memory along, or what is saved outside of the
             regions has it stay.
         at_s: when it is there, after its region's forward began.
-        shares: index of the save of this region whose memory it shares, and without which it frees nothing; -1 if it
-            has memory of its own, or what has it is no save of this region.
+        shares: index of the save of this region whose memory it shares, and without which it frees nothing; OUTSIDE if
+            what is saved outside of the regions has it stay, so that to send it would be in vain; NOBODY if it has
+            memory of its own, or a save of another region has.
     """
 
     index: int
     nbytes: int
     at_s: float
-    shares: int = -1
+    shares: int = NOBODY
 
     @property
     def is_of_another_region(self) -> bool:
-        """Its memory travels for a save there, or stays for one outside of all regions."""
-        return self.nbytes == 0 and self.shares < 0
+        """Its memory travels for a save there."""
+        return self.nbytes == 0 and self.shares == NOBODY
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,16 @@ class RegionProfile:
     @property
     def saved_bytes(self) -> int:
         return sum(save.nbytes for save in self.saves) + self.stuck_bytes
+
+    @property
+    def has_saves_in_vain(self) -> bool:
+        """Whether it saves what frees nothing where it is moved."""
+        return self.has_dead_saves or any(save.shares == OUTSIDE for save in self.saves)
+
+    @property
+    def may_move_inputs(self) -> bool:
+        """Whether to move the tensors passed to it frees memory, its own or another region's."""
+        return any(save.nbytes > 0 or save.is_of_another_region for save in self.inputs)
 
     @property
     def short_lived_bytes(self) -> int:

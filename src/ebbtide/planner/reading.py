@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ebbtide.planner.clock import Clock, Span, backward_spans, by_forward
 from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Note, Place, Seen, StepWatch, VisitNotes
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide.planner.profile import NOBODY, OUTSIDE, Around, Dear, Link, Profile, RegionProfile, Save, Turn
 from ebbtide.planner.queueing import host_of
 from ebbtide.types import Device, StreamEvent
 
@@ -102,7 +102,8 @@ class _Step(NamedTuple):
     def region(self, k: int, visit: VisitNotes, second: VisitNotes | None) -> RegionProfile:
         """The `k`-th pass. Its saves are seen in its `second` run, or without one in forward, where they stay."""
         looked_at = visit if second is None else second
-        saves = tuple(self._save(seen, looked_at) for seen in looked_at.saves)
+        staying = {seen.index for seen in visit.inputs if seen.shares == OUTSIDE}
+        saves = tuple(self._save(seen, looked_at, seen.given in staying) for seen in looked_at.saves)
         kept_bytes = sum(save.nbytes for save in saves) + looked_at.stuck_bytes if second is None else 0
         inputs = tuple(self._save(seen, visit) for seen in visit.inputs)
         # A second run has its inputs before it begins, and what it works with is counted from there.
@@ -135,8 +136,12 @@ class _Step(NamedTuple):
         behind_bytes = visit.behind_peak_bytes - visit.behind_bytes - self.memory.when_entered_bytes[k]
         return max(self.memory.forward_work[k], behind_bytes + newest_bytes)
 
-    def _save(self, seen: Seen, visit: VisitNotes) -> Save:
-        return Save(seen.index, seen.nbytes, self._between(visit.began, seen.event), seen.shares)
+    def _save(self, seen: Seen, visit: VisitNotes, stays: bool = False) -> Save:
+        """`stays`: it is an input that something outside of all regions has stay."""
+        at_s = self._between(visit.began, seen.event)
+        if stays and seen.shares == NOBODY:
+            return Save(seen.index, 0, at_s, OUTSIDE)
+        return Save(seen.index, seen.nbytes, at_s, seen.shares)
 
     def _holdable(self, visit: VisitNotes) -> list[Seen]:
         return [seen for seen in visit.dear if (visit.region, seen.index) not in self.about.overwritten]

@@ -79,8 +79,7 @@ class Frame:
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = list(map(version_of, tensors))
-        # An inference tensor cannot be saved. Its owner keeps it, and so may we.
-        self._inputs = [_Input(t if t.is_inference() else pack_input(t), t.requires_grad) for t in tensors]
+        self._inputs = [self._input(t, pack_input) for t in tensors]
         # All that a second run needs, before the first: region code may ask for gradients, and what it has saved before
         # it fails may be all that somebody wants.
         with numbering_paused():  # copies of buffers are no calls of the region around this one
@@ -112,6 +111,11 @@ class Frame:
         self._is_whole = True
         self.desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
         return output
+
+    def _input(self, t: torch.Tensor, pack_input: Pack) -> "_Input":
+        number = self.desk.visit.next_index
+        # An inference tensor cannot be saved. Its owner keeps it, and so may we.
+        return _Input(t if t.is_inference() else pack_input(t), t.requires_grad, number)
 
     def pack(self, t: torch.Tensor) -> Holder:
         """Autograd saves `t` inside of the region: only its place is noted."""
@@ -155,10 +159,11 @@ class Frame:
         self.desk.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
-        del tensors
         hooks = hook_pair(again.pack, again.unpack)
         with self._surroundings(again), self._around(hooks.pack_hook, True) as watch, hooks:
             self._watch = again.watch = watch
+            self._tell_given(watch, tensors)
+            del tensors  # the call may let go of what it was given
             try:
                 self._call(*args, **kwargs)
             except _EnoughError as enough:
@@ -169,6 +174,11 @@ class Frame:
             if not self._was_run_again:
                 self._held.learn_unasked()
             self._was_run_again = True
+
+    def _tell_given(self, watch: AgainWatch | None, tensors: list[torch.Tensor]) -> None:
+        if watch is not None:
+            for packed_input, t in zip(self._inputs, tensors, strict=True):
+                watch.given(packed_input.number, t)
 
     @contextlib.contextmanager
     def _surroundings(self, again: "SecondRun") -> Generator[None, None, None]:
@@ -217,10 +227,11 @@ def _described(looks: _Looks) -> str:
 
 
 class _Input(NamedTuple):
-    """A tensor passed to a region, as the hooks outside of it packed it."""
+    """A tensor passed to a region, as the hooks outside of it packed it; there it has a number, if it is saved."""
 
     packed: Any
     requires_grad: bool
+    number: int
 
     def read(self, desk: Desk) -> torch.Tensor:
         t = _read(self.packed, desk)

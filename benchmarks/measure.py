@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,14 +26,16 @@ class Step:
 
 @dataclass
 class Measured:
-    """The steps of one mode after its warm-up."""
+    """The steps of one mode after its warm-up. `turns_ms`: a typical one of each of its turns, if it had several."""
 
     steps: list[Step]
     grad_checksum: float
+    turns_ms: list[float] = field(default_factory=list[float])
 
     def summary(self) -> dict[str, object]:
         return {
             "step_ms": spread([step.step_ms for step in self.steps]),
+            "turns_ms": self.turns_ms,
             "forward_ms": spread([step.forward_ms for step in self.steps]),
             "issued_ms": spread([step.issued_ms for step in self.steps]),
             "act_peak_gib": max(step.act_peak_bytes for step in self.steps) / 2**30,
@@ -43,8 +45,9 @@ class Measured:
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """Several rounds of one mode as one."""
-    return Measured([step for part in parts for step in part.steps], parts[-1].grad_checksum)
+    """Several turns of one mode as one."""
+    turns_ms = [statistics.median(step.step_ms for step in part.steps) for part in parts]
+    return Measured([step for part in parts for step in part.steps], parts[-1].grad_checksum, turns_ms)
 
 
 def spread(values: list[float]) -> dict[str, float]:

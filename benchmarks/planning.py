@@ -2,20 +2,18 @@
 
 import contextlib
 import functools
-import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 import ebbtide
-from benchmarks.measure import Measured, merged, one_step, steps
+from benchmarks.measure import one_step, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
+from benchmarks.turns import in_turns, tidy
 from benchmarks.workloads import PLANNED, PlannedWorkload
 from ebbtide._bytes import GIB
-
-Mode = Callable[[], contextlib.AbstractContextManager[Context]]
 
 SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
 
@@ -47,19 +45,6 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     for key, settled in plans.items():
         print(name, key, settled.plan, flush=True)
     return result
-
-
-def in_turns(
-    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], modes: Mapping[str, Mode], count: int, rounds: int
-) -> dict[str, dict[str, object]]:
-    """Twice `count` steps of each mode, in turns: a device is not the same from minute to minute."""
-    parts: dict[str, list[Measured]] = {key: [] for key in modes}
-    for _ in range(rounds):
-        for key, mode in modes.items():
-            with mode() as context:
-                parts[key].append(steps(model, loss_of, context, -(-2 * count // rounds)))
-            tidy()
-    return {key: merged(measured).summary() for key, measured in parts.items()}
 
 
 def base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], workload: PlannedWorkload) -> int:
@@ -156,8 +141,3 @@ def steady(
         "stall_forward_ms": (after.stall_forward_s - before.stall_forward_s) * 1e3 / count,
         "stall_backward_ms": (after.stall_backward_s - before.stall_backward_s) * 1e3 / count,
     }
-
-
-def tidy() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

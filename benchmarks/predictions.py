@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 import ebbtide
-from benchmarks.planning import base_bytes, checkpoint_bytes, in_turns, planned, settle
+from benchmarks.planning import base_bytes, checkpoint_bytes, planned, settle
+from benchmarks.turns import in_turns
 from benchmarks.workloads import PLANNED
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver

@@ -11,9 +11,10 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import ebbtide
-from benchmarks.measure import Measured, merged, one_step, spread, steps
+from benchmarks.measure import one_step, spread
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.steady import transformers_does_not_ask
+from benchmarks.turns import Mode, in_turns
 from benchmarks.workloads import Workload, build
 from ebbtide._bytes import MIB
 
@@ -125,22 +126,14 @@ def offloaded(model: torch.nn.Module, mode: Offloaded) -> Iterator[Context]:
 def measure_recipes(workload: Workload, device: torch.device, count: int) -> dict[str, object]:
     """Every mode of the workload, and one of them captured in a graph."""
     model, loss_of = build(workload, device)
-    modes: dict[str, Callable[[], contextlib.AbstractContextManager[Context]]] = {}
+    modes: dict[str, Mode] = {}
     if not workload.is_long:
         modes["nothing"] = functools.partial(prepared, "nothing", model)
         modes["torch selective"] = functools.partial(checkpointed, model, torch_selective)
     modes["checkpoint"] = functools.partial(checkpointed, model)
     for name, mode in modes_of(workload).items():
         modes[name] = functools.partial(offloaded, model, mode)
-    measures: dict[str, list[Measured]] = {name: [] for name in modes}
-    rounds = 2 if workload.is_long else 5
-    for _ in range(rounds):  # in turns: a device is not the same from minute to minute
-        for name, mode in modes.items():
-            with mode() as context:
-                measures[name].append(steps(model, loss_of, context, -(-2 * count // rounds)))
-            gc.collect()
-            torch.cuda.empty_cache()
-    measured = {name: merged(parts).summary() for name, parts in measures.items()}
+    measured = in_turns(model, loss_of, modes, count, rounds=2 if workload.is_long else 5)
     for name, summary in measured.items():
         print(workload.name, name, summary, flush=True)
     inputs_gib = workload.input_bytes / 2**30

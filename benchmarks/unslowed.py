@@ -12,7 +12,8 @@ import ebbtide
 from benchmarks.kernels import kernel_times
 from benchmarks.measure import one_step, spread, steps
 from benchmarks.modes import HOST_LIMIT, Context
-from benchmarks.planning import SETTLING, Mode, in_turns, planned, settle, steady, tidy
+from benchmarks.planning import SETTLING, planned, settle, steady
+from benchmarks.turns import Mode, in_turns, tidy
 from benchmarks.workloads import PLANNED, Losses
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver

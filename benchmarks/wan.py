@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measure import Measured, merged, steps
+from benchmarks.measure import steps
 from benchmarks.modes import prepared
-from benchmarks.planning import about, planned, settle, tidy
+from benchmarks.planning import about, planned, settle
+from benchmarks.turns import in_turns
 from benchmarks.workloads import training
 from ebbtide._bytes import GIB
 
@@ -90,16 +91,11 @@ def measure_wan(shape: Shape, device: torch.device, count: int, **settings: obje
         plans["three quarters, by parts"] = settle(model, loss_of, budget_bytes, regions=_PARTS, **settings)
     modes = {"nothing": functools.partial(prepared, "nothing", model)}
     modes |= {key: functools.partial(planned, model, settled.plan, **settings) for key, settled in plans.items()}
-    parts: dict[str, list[Measured]] = {mode: [] for mode in modes}
-    for _ in range(_ROUNDS):
-        for mode, prepare in modes.items():
-            with prepare() as context:
-                parts[mode].append(steps(model, loss_of, context, -(-2 * count // _ROUNDS)))
-            tidy()
+    measured = in_turns(model, loss_of, modes, count, _ROUNDS)
     for key, settled in plans.items():
         print("Wan", key, settled.plan, flush=True)
     return {
-        "modes": {mode: merged(measured).summary() for mode, measured in parts.items()},
+        "modes": measured,
         "base_gib": base_bytes / GIB,
         "plans": {key: about(settled, base_bytes) for key, settled in plans.items()},
         "memory": str(plans["auto"].profile).splitlines(),

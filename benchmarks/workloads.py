@@ -92,7 +92,7 @@ class PlannedWorkload:
     neighbours: tuple[str, ...] = ("nothing", "checkpoint")
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
-    rounds: int = 6
+    rounds: int = 10
 
     @property
     def fits_plain(self) -> bool:

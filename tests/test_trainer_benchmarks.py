@@ -45,3 +45,12 @@ def test_bars_say_the_step_and_the_peak(tmp_path, ours_ms, ours_gib, holds):
     assert bars["T3-peak"]["figure"] == round(1 - (5 + ours_gib) / 30, 4)
     assert (bars["T3-blocks"]["figure"], bars["T3-blocks-peak"]["figure"]) == (1.04, 0.3)
     assert (bars["T3"]["holds"] and bars["T3-peak"]["holds"]) == holds
+
+
+def test_a_ratio_is_of_turns_that_were_near_in_time(tmp_path):
+    """The device is a fifth slower in the last two of its turns."""
+    plain = {"step_ms": {"median": 100.0}, "turns_ms": [100.0, 100.0, 120.0, 120.0], "act_peak_gib": 25.0}
+    ours = {"step_ms": {"median": 122.4}, "turns_ms": [102.0, 102.0, 122.4, 122.4], "act_peak_gib": 17.0}
+    modes = {"nothing": plain, "three quarters": ours, "three quarters, by parts": ours}
+    (tmp_path / "T3.json").write_text(json.dumps({**FACTS, "modes": modes, "base_gib": 5.0}))
+    assert judge(tmp_path)["T3"]["figure"] == 1.02

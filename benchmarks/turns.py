@@ -1,0 +1,31 @@
+"""Modes of one model by turns, in one process: a device is not the same from minute to minute."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.measure import Measured, merged, steps
+from benchmarks.modes import Context
+
+Mode = Callable[[], contextlib.AbstractContextManager[Context]]
+"""Makes a model ready for a mode's steps, and gives what is around each of their forwards."""
+
+
+def in_turns(
+    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], modes: Mapping[str, Mode], count: int, rounds: int
+) -> dict[str, dict[str, object]]:
+    """Twice `count` steps of each mode in so many rounds, by its name."""
+    parts: dict[str, list[Measured]] = {key: [] for key in modes}
+    for _ in range(rounds):
+        for key, mode in modes.items():
+            with mode() as context:
+                parts[key].append(steps(model, loss_of, context, -(-2 * count // rounds)))
+            tidy()
+    return {key: merged(measured).summary() for key, measured in parts.items()}
+
+
+def tidy() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

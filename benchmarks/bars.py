@@ -83,12 +83,12 @@ def _demo(result: dict[str, Any]) -> Iterator[Bar]:
 def _recipes(result: dict[str, Any]) -> Iterator[Bar]:
     modes = result["modes"]
     ours, inputs_kept, checkpoint = modes["recompute"], modes["recompute, inputs kept"], modes["checkpoint"]
-    yield Bar("R3", _time_ratio(ours, checkpoint), 1.01, "x checkpointing's step: recompute, inputs offloaded")
+    yield Bar("R3", time_ratio(ours, checkpoint), 1.01, "x checkpointing's step: recompute, inputs offloaded")
     lower_gib = min(checkpoint["act_peak_gib"], inputs_kept["act_peak_gib"]) - ours["act_peak_gib"]
     share = lower_gib / result["inputs_but_the_last_gib"]
     yield Bar("R3-peak", share, 0.95, "of the inputs' bytes off the peak", is_floor=True)
     kept, torchs = modes["selective kept"], modes["torch selective"]
-    yield Bar("R4", _time_ratio(kept, torchs), 1.02, "x torch's selective checkpointing, the same operators kept")
+    yield Bar("R4", time_ratio(kept, torchs), 1.02, "x torch's selective checkpointing, the same operators kept")
     yield Bar("R4-peak", kept["act_peak_gib"] / torchs["act_peak_gib"], 1.0, "x its peak")
     for bar, recipe in (("R5", "selective"), ("R5-recompute", "recompute")):
         yield Bar(bar, result[f"captured, {recipe}"]["ratio"], 1.01, f"x the eager step: one captured graph, {recipe}")
@@ -98,14 +98,14 @@ def _long_recipes(result: dict[str, Any]) -> Iterator[Bar]:
     modes = result["modes"]
     checkpoint = modes["checkpoint"]
     for bar, mode, step, peak in (("R1", "selective", 0.90, 0.85), ("R2", "selective, feed-forward too", 0.85, 1.0)):
-        yield Bar(bar, _time_ratio(modes[mode], checkpoint), step, f"x checkpointing's step: {mode}")
+        yield Bar(bar, time_ratio(modes[mode], checkpoint), step, f"x checkpointing's step: {mode}")
         yield Bar(f"{bar}-peak", modes[mode]["act_peak_gib"] / checkpoint["act_peak_gib"], peak, "x its peak")
 
 
 def _unslowed(result: dict[str, Any]) -> Iterator[Bar]:
     modes, released = result["modes"], result["steady"]["auto"]
     plain, auto = modes["nothing"], modes["auto"]
-    yield Bar("P1", _time_ratio(auto, plain), 1.005, "x plain step: no budget")
+    yield Bar("P1", time_ratio(auto, plain), 1.005, "x plain step: no budget")
     carried = released["forward_s"] * result["link"]["out_gb_per_s"] * 1e9
     yield Bar("P1-moved", released["released_bytes"] / carried, 0.95, "of what the link carries in a forward", True)
     freed = (plain["act_peak_gib"] - auto["act_peak_gib"]) * GIB
@@ -118,23 +118,23 @@ def _plans(result: dict[str, Any]) -> Iterator[Bar]:
     modes = result["modes"]
     plain = modes["nothing"]
     roomy = modes["40 GiB"]
-    yield Bar("P2", _time_ratio(roomy, plain), 1.002, "x plain step: all fits the budget")
+    yield Bar("P2", time_ratio(roomy, plain), 1.002, "x plain step: all fits the budget")
     yield Bar("P2-moved", result["plans"]["40 GiB"]["moved_gib"], 0, "GiB moved then")
     for bar, key, most in (("P3", "checkpoint's peak", 1.19), ("P3-17", "17 GiB", 1.12), ("P3-24", "24 GiB", 1.06)):
-        yield Bar(bar, _time_ratio(modes[key], plain), most, f"x plain step: budget of {key}")
+        yield Bar(bar, time_ratio(modes[key], plain), most, f"x plain step: budget of {key}")
         over = modes[key]["act_peak_gib"] / result["budgets_gib"][key]
         yield Bar(f"{bar}-peak", over, 1.0, "x the budget")
 
 
 def _long_plans(result: dict[str, Any]) -> Iterator[Bar]:
     modes, key = result["modes"], "checkpoint's peak"
-    yield Bar("P4", _time_ratio(modes[key], modes["checkpoint"]), 0.85, "x checkpointing's step, planned at its peak")
+    yield Bar("P4", time_ratio(modes[key], modes["checkpoint"]), 0.85, "x checkpointing's step, planned at its peak")
     yield Bar("P4-peak", modes[key]["act_peak_gib"] / result["budgets_gib"][key], 1.0, "x the budget")
 
 
 def _compiled_plans(result: dict[str, Any]) -> Iterator[Bar]:
     modes, key = result["modes"], "checkpoint's peak"
-    yield Bar("P5", _time_ratio(modes[key], modes["nothing"]), 1.25, "x compiled plain step, at checkpointing's peak")
+    yield Bar("P5", time_ratio(modes[key], modes["nothing"]), 1.25, "x compiled plain step, at checkpointing's peak")
     yield Bar("P5-peak", modes[key]["act_peak_gib"] / result["budgets_gib"][key], 1.0, "x the budget")
 
 
@@ -149,9 +149,7 @@ def _predictions(name: str, result: dict[str, Any]) -> Iterator[Bar]:
 def _sft(result: dict[str, Any]) -> Iterator[Bar]:
     modes = result["modes"]
     ours, trls = modes["checkpoint, ebbtide"], modes["checkpoint, TRL's offloading"]
-    yield Bar(
-        "T1", _time_ratio(ours, modes["checkpoint"]), 1.02, "x checkpointing's step, TRL's switch through install"
-    )
+    yield Bar("T1", time_ratio(ours, modes["checkpoint"]), 1.02, "x checkpointing's step, TRL's switch through install")
     yield Bar("T1-peak", ours["peak_gib"] / trls["peak_gib"], 1.0, "x the peak of TRL's own")
     unequal = result["steps_compared"] - result["equal_losses"]
     yield Bar("T1-bits", unequal, 0, "losses that differ from checkpointing's, of 20 steps")
@@ -159,7 +157,7 @@ def _sft(result: dict[str, Any]) -> Iterator[Bar]:
 
 def _sft_adapter(result: dict[str, Any]) -> Iterator[Bar]:
     ours, plain = result["modes"]["auto"], result["modes"]["nothing"]
-    yield Bar("T2", _time_ratio(ours, plain), 1.005, "x plain step, LoRA: no budget")
+    yield Bar("T2", time_ratio(ours, plain), 1.005, "x plain step, LoRA: no budget")
     yield Bar("T2-moved", ours["moved_bytes_in_a_step"], 1, "bytes moved in a step", is_floor=True)
 
 
@@ -171,12 +169,12 @@ def _wan(result: dict[str, Any]) -> Iterator[Bar]:
         ("T3-blocks", "three quarters", "regions as they are found"),
     ):
         peaks = [result["base_gib"] + modes[key]["act_peak_gib"] for key in (mode, "nothing")]
-        share = _time_ratio(modes[mode], modes["nothing"])
+        share = time_ratio(modes[mode], modes["nothing"])
         yield Bar(bar, share, 1.02, f"x plain step: budget of three quarters of its peak, {regions}")
         yield Bar(f"{bar}-peak", 1 - peaks[0] / peaks[1], 0.25, "of the plain peak saved", is_floor=True)
 
 
-def _time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
+def time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
     """Where the two took turns, the middle one of the turns' ratios: what is near in time had the same clocks."""
     turns = list(zip(mode.get("turns_ms", ()), base.get("turns_ms", ()), strict=True))
     if turns:

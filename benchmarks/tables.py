@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import time_ratio
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -90,7 +92,6 @@ def results_table(names: Iterable[str]) -> str:
 def _modes_table(title: str, result: dict[str, Any]) -> str:
     versions, modes = result["versions"], result["modes"]
     base = "nothing" if "nothing" in modes else "checkpoint"
-    base_ms = modes[base]["step_ms"]["median"]
     rows = [
         f"{title} ({result['device']}, torch {versions['torch']}, transformers {versions['transformers']}, "
         f"commit {result['commit']}; medians of {modes[base]['step_ms']['n']} steps)",
@@ -103,7 +104,8 @@ def _modes_table(title: str, result: dict[str, Any]) -> str:
             rows.append(f"| {NAMES[mode]} | fails: {figures['failed'].split(':')[0]} | | |")
             continue
         step = figures["step_ms"]["median"]
-        rows.append(f"| {NAMES[mode]} | {step:.1f} | {step / base_ms:.2f} | {_peak(figures)[1]:.2f} |")
+        ratio = time_ratio(figures, modes[base])
+        rows.append(f"| {NAMES[mode]} | {step:.1f} | {ratio:.2f} | {_peak(figures)[1]:.2f} |")
     return "\n".join(rows)
 
 

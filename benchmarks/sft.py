@@ -6,6 +6,7 @@ All modes take turns in one process, each as the trainer that a user would start
 import contextlib
 import gc
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -219,9 +220,10 @@ def _tokenizer(sizes: Sizes) -> PreTrainedTokenizerFast:
 
 
 def _summary(watches: list[_Watch]) -> dict[str, object]:
-    times = [ms for watch in watches for ms in watch.step_ms[_WARM_UP:]]
+    turns = [watch.step_ms[_WARM_UP:] for watch in watches]
     summary: dict[str, object] = {
-        "step_ms": spread(times),
+        "step_ms": spread([ms for turn in turns for ms in turn]),
+        "turns_ms": list(map(statistics.median, turns)),
         "peak_gib": max(watch.peak_bytes for watch in watches) / GIB,
     }
     if watches[-1].moved_bytes:

@@ -10,7 +10,7 @@ from planner.workloads import MS, around, layers, profile, region
 
 from ebbtide import PlanError
 from ebbtide.planner.options import option_for, options_of
-from ebbtide.planner.profile import Around, Dear, Link, Save, Turn
+from ebbtide.planner.profile import OUTSIDE, Around, Dear, Link, Save, Turn
 from ebbtide.planner.ranks import slowest
 from ebbtide.planner.simulate import least_budget
 from ebbtide.planner.solve import Solver
@@ -150,6 +150,13 @@ def test_rows_are_those_of_any_rank_by_number():
     assert agreed.saves == (Save(0, 20, 1 * MS), Save(1, 40, 1 * MS), Save(2, 30, 3 * MS, shares=1))
     assert agreed.inputs == (Save(0, 5, 0.0), Save(1, 9, 0.0))
     assert agreed.dear == (Dear(0, 7, 2 * MS, 3 * MS, "aten::mm"), Dear(1, 8, 2 * MS, 1 * MS, "aten::mm"))
+
+
+def test_what_stays_for_others_on_one_rank_alone_may_travel():
+    stays, travels = (region(saves=(save,)) for save in (Save(0, 0, 0.0, shares=OUTSIDE), Save(0, 20, 0.0)))
+    assert slowest([profile(stays), profile(stays)]).regions[0].saves == stays.saves
+    for ranks in ([stays, travels], [travels, stays]):
+        assert slowest(list(map(profile, ranks))).regions[0].saves == travels.saves
 
 
 @pytest.mark.parametrize(

@@ -574,7 +574,7 @@ class _Comparing(OperatorMode):
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
         if self._is_dear(op, args, kwargs):
-            plain = (t for t in _tensors_of(out) if type(t) is torch.Tensor and t.layout is torch.strided)
+            plain = filter(_has_storage, _tensors_of(out))
             with without_dispatch():
                 for storage in {t.untyped_storage() for t in plain}:
                     self._seen.append((self._calls, weakref.ref(storage), sums_of(storage)))

@@ -26,11 +26,11 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
     """One profile for all ranks: what fits it fits each of them, and takes none of them longer.
 
     Of all bytes and seconds the largest, of the link's rates and of host and device memory the smallest. Saves, inputs
-    and dear outputs are told apart by number: what one rank alone has counts too, and what shares its memory on one
-    rank shares it. Of the places behind the last region only those count that all ranks have: elsewhere some rank could
-    not release. `tokens` are those of the largest batch, whose figures these are, so that a smaller batch is scaled
-    down from them. `base` is that of the rank with the most allocated before the step, `made_for` that of the first,
-    who keeps the file.
+    and dear outputs are told apart by number: what one rank alone has counts too, what shares its memory on one rank
+    shares it, and what may travel on one rank may. Of the places behind the last region only those count that all ranks
+    have: elsewhere some rank could not release. `tokens` are those of the largest batch, whose figures these are, so
+    that a smaller batch is scaled down from them. `base` is that of the rank with the most allocated before the step,
+    `made_for` that of the first, who keeps the file.
 
     Raises PlanError if they are of different regions.
     """

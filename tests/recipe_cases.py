@@ -48,6 +48,8 @@ RECIPES: dict[str, Any] = {
     "every operator, kept": Recipe("selective", outputs="keep", ops=(every_op,)),
     "every second random operator": Recipe("selective", ops=("matmul", every_second_random_op)),
     "mixture": {"layers.*": "selective", "layers.0": "recompute", "layers.1": EVERY},
+    "left out": Recipe("selective", sites=tuple(range(99)), beyond=tuple(range(99))),
+    "some left out": Recipe("selective", sites=tuple(range(99)), beyond=(0, 2, 5), ops=(every_op,)),
     "some kept": {"layers.0": Recipe("selective", sites=(1, 2), ops=(every_op,)), "layers.2": "keep"},
 }
 

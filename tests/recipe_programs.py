@@ -50,6 +50,14 @@ _RECIPES: list[Any] = [
     Recipe("selective", ops=EVERY.ops, sites=(0, 2, 3, 5)),
 ]  # fmt: skip
 
+_ALL = tuple(range(100))
+# In place of selective ones, in every third program.
+_LEAVING_OUT = [
+    Recipe("selective", sites=_ALL, beyond=_ALL),
+    Recipe("selective", ops=("matmul", "attention"), sites=(0, 1, 2), beyond=(0, 1), outputs="keep"),
+    Recipe("selective", ops=EVERY.ops, sites=_ALL, beyond=(1, 4, 5, 9)),
+    Recipe("selective", ops=EVERY.ops, sites=(0, 3, 4, 7), beyond=(0, 4), inputs="keep"),
+]
 
 _WINDOWS = [0, 0, 1, 200, 1000, 10**6]
 _PREFETCH = [None, None, 1, 500, 3000, 10**6]
@@ -128,6 +136,9 @@ class RecipeProgram:
             for depth in range(deepest + 1)
         ]
         chosen = {name: self._random.choice(_RECIPES) for name in names}
+        if self._seed % 3 == 0:
+            others = random.Random(self._seed)
+            chosen = {name: others.choice(_LEAVING_OUT) if "elective" in str(r) else r for name, r in chosen.items()}
         return {name: recipe for name, recipe in chosen.items() if recipe is not None}
 
     def _model(self) -> Tower:

@@ -334,7 +334,7 @@ class InnerMark(Mark):
         holding = None
         if recipe.action == "selective" and not session.is_second_run:
             dear = self._handle.dear_ops(recipe)
-            holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites)
+            holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites, recipe.beyond)
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
         visit, plan, watch = desk.visit, session.plan, desk.watch
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Hook = TypeVar("Hook", bound=Callable[[Any], Any])
 
 _eval_frame = cast(Any, torch._C)._dynamo.eval_frame
@@ -145,6 +146,25 @@ def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
         part: object = getattr(t, name)
         if isinstance(part, torch.Tensor):
             yield from plain_tensors(part)
+
+
+def wrapper_of(
+    cls: "type[Wrapper]",
+    size: torch.Size,
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> "Wrapper":
+    """A tensor of the subclass `cls` that looks like this and has no memory."""
+    return cast(Any, torch.Tensor)._make_wrapper_subclass(
+        cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device
+    )
+
+
+def refuse_addresses(t: torch.Tensor) -> None:
+    """Asked where its memory is, `t` raises from now on, and does not say 0."""
+    cast(Any, torch._C)._set_throw_on_mutable_data_ptr(t)
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -40,7 +40,8 @@ from ebbtide.planner.control import Control
 from ebbtide.planner.profile import Profile
 from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
-from ebbtide.recompute.dear import AnyDear, DearOps
+from ebbtide.recompute.dear import DearOps
+from ebbtide.recompute.dearness import AnyDear
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
 from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch

@@ -51,6 +51,9 @@ class Recipe:
             or return a view of one.
         sites: for offload: the indices of the saves in the region that travel, the others stay; None: all that may.
             For selective: the same of the dear outputs, the others are computed again.
+        beyond: for selective: those of `sites` of which not the outputs are held, but the saves that these lead to:
+            attention's q and k where it saves them, and not where they were projected. What lies between is not run
+            again, where that can be.
 
     Raises:
         ConfigError: a word that means nothing, or a setting that the action does not have.
@@ -61,6 +64,7 @@ class Recipe:
     outputs: Place = "offload"
     ops: tuple[OpChoice, ...] = ("attention", "matmul")
     sites: tuple[int, ...] | None = None
+    beyond: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_word("action", self.action, get_args(Action))
@@ -73,6 +77,12 @@ class Recipe:
             raise ConfigError("ops=() makes a selective recipe hold nothing: write Recipe('recompute')")
         if self.sites is not None:
             self._check_sites()
+        object.__setattr__(self, "beyond", tuple(self.beyond))
+        if self.beyond and (self.action != "selective" or not set(self.beyond) <= set(self.sites or ())):
+            raise ConfigError(
+                f"beyond={self.beyond!r} with action={self.action!r} and sites={self.sites!r}: expected some of the "
+                "sites of a 'selective' recipe"
+            )
 
     @property
     def runs_again(self) -> bool:
@@ -399,7 +409,8 @@ def _recipe_text(recipe: Recipe) -> str:
         text = f"selective, outputs {_past(recipe.outputs)}, inputs {_past(recipe.inputs)}"
     else:
         text = str(recipe)
-    return text if recipe.sites is None else f"{text}, sites {','.join(map(str, recipe.sites))}"
+    text = text if recipe.sites is None else f"{text}, sites {','.join(map(str, recipe.sites))}"
+    return f"{text}, beyond {','.join(map(str, recipe.beyond))}" if recipe.beyond else text
 
 
 def _span(texts: Sequence[str]) -> str:

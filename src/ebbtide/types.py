@@ -1,7 +1,7 @@
 """All contracts in one place: the words of the design as enums and protocols. Imports nothing of ours."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -41,6 +41,7 @@ class Output(enum.Enum):
     UNASKED = "the region's second run stops before it, or never needs it"
     CHANGED = "the region changes it in place"
     OVERWRITTEN = "a kernel of the region writes over it"
+    NEEDED = "it was to be left out, and somebody needs it"
 
 
 class Unable(enum.Enum):
@@ -200,6 +201,54 @@ class AgainWatch(Protocol):
 
     def asked(self, index: int) -> None:
         """Backward asks for that save."""
+        ...
+
+
+class Trace(Protocol):
+    """Of one storage.
+
+    Attributes:
+        calls: that lead to it, as a sum of 2**n for the n-th.
+        is_used: whether an operator was given it that reads bytes.
+    """
+
+    calls: int
+    is_used: bool
+
+
+class Lineage(Protocol):
+    """Which calls of operators lead to which tensors.
+
+    Attributes:
+        spoiled: calls that lead to what has to be there, as a sum of 2**n for the n-th.
+    """
+
+    spoiled: int
+
+    def begin(self, call: int, op: Any, out: torch.Tensor) -> None:
+        """The call of this number has returned `out`."""
+        ...
+
+    def trace(self, t: torch.Tensor) -> Trace | None: ...
+
+    def given_to(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """The calls that lead to what an operator is given."""
+        ...
+
+    def follow(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+        """Another operator has returned `out`. The calls that lead to that."""
+        ...
+
+
+class Dearness(Protocol):
+    """What a planner has to know of operators."""
+
+    def is_dear(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether its outputs are worth holding."""
+        ...
+
+    def lineage(self) -> Lineage:
+        """Of a region's dear calls."""
         ...
 
 

@@ -19,7 +19,16 @@ def regions(draw, name):
     sizes = draw(st.lists(_megabytes, max_size=3))
     saves = tuple(Save(k, size, draw(moments)) for k, size in enumerate(sizes))
     dear = tuple(
-        Dear(k, draw(_megabytes), draw(moments), draw(st.floats(0, 0.4)) * forward_s, "aten::mm")
+        Dear(
+            index=k,
+            nbytes=draw(_megabytes),
+            at_s=draw(moments),
+            again_s=draw(st.floats(0, 0.4)) * forward_s,
+            op="aten::mm",
+            led=tuple(sorted(draw(st.sets(st.sampled_from(range(len(sizes))))))) if sizes else (),
+            led_s=draw(st.floats(0, 0.2)) * forward_s,
+            led_ops=draw(st.integers(0, 5)),
+        )
         for k in range(draw(st.integers(0, 1)))
     )
     return RegionProfile(

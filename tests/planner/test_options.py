@@ -1,12 +1,14 @@
 """What may be done with a region, and what it costs."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from planner.generated import profiles
 from planner.workloads import MS, region, workload_a
 
-from ebbtide.planner.options import option_for, options_of, why
-from ebbtide.planner.profile import OUTSIDE, Dear, Save
+from ebbtide.planner.options import option_for, options_of, queueing_s, why
+from ebbtide.planner.profile import OUTSIDE, Dear, Host, HostTime, Save
 from ebbtide.plans import Recipe
 
 MB = 1_000_000
@@ -65,6 +67,64 @@ def test_what_else_is_passed_to_a_region_travels_all_the_same(other):
     inputs = (Save(0, 0, 0.0, shares=OUTSIDE), other)
     again = [recipe for recipe in recipes(region(inputs=inputs)) if recipe.runs_again]
     assert {recipe.inputs for recipe in again} == {"keep", "offload"}
+
+
+ROTATED = (
+    Dear(0, 64 * MB, 1 * MS, 2 * MS, "aten::mm", led=(1,), led_s=1.5 * MS, led_ops=9, users=(1,)),
+    Dear(1, 64 * MB, 2 * MS, 5 * MS, "aten::attention"),
+)
+ROTATED_SAVES = (Save(0, 10 * MB, 0.0), Save(1, 64 * MB, 4 * MS), Save(2, 0, 5 * MS, shares=1))
+
+
+def selective(each, calls):
+    """The one that holds so many calls, and moves all of it."""
+    options = options_of(each)
+    found = [option for option in options if option.held == calls and option.kept_bytes == 0]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_saves_are_held_instead_of_outputs_where_that_is_worth_more():
+    each = region(saves=ROTATED_SAVES, dear=ROTATED)
+    assert selective(each, 1).recipe.beyond == ()
+    option = selective(each, 2)
+    assert (option.recipe.sites, option.recipe.beyond) == ((0, 1), (0,))
+    assert option.again_s == pytest.approx(10 * MS - (2 + 1.5 + 5) * MS)
+    assert sorted(parcel.nbytes for parcel in option.moved) == [20 * MB, 64 * MB, 64 * MB]
+    assert max(parcel.at_s for parcel in option.moved) == 4 * MS  # when the save is there
+    assert (option.left_out, option.follows) == (9, True)
+    assert option_for(each, option.recipe) == option
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"led": ()},  # somebody needs what is in between
+        {"led": (0, 1)},  # 10 MB more, of saves that lie in between
+        {"led_s": 0.0},
+        {"users": (1, 2)},  # a call that is not held is given it
+    ],
+)
+def test_else_outputs_are_held(changes):
+    dear = (replace(ROTATED[0], **changes), ROTATED[1], Dear(2, 900 * MB, 6 * MS, 1 * MS, "aten::mm"))
+    saves = (Save(0, 64 * MB, 0.0), *ROTATED_SAVES[1:], Save(3, 500 * MB, 6 * MS))
+    option = selective(region(saves=saves, dear=dear), 2)
+    assert (option.recipe.sites, option.recipe.beyond, option.follows) == ((0, 1), (), False)
+
+
+def test_what_is_saved_once_and_led_to_twice_is_held_once():
+    dear = (replace(ROTATED[0], led=(1, 2)), ROTATED[1])
+    assert selective(region(saves=ROTATED_SAVES, dear=dear), 2).moved_bytes == (20 + 64 + 64) * MB
+
+
+def test_to_follow_takes_the_host_time():
+    each = region(saves=ROTATED_SAVES, dear=ROTATED)
+    host = Host((), 0.0, 0.0, 0.0, 0.0, 0.0, frame_s=0.0, op_s=1.0, held_s=0.0, moved_s=0.0)
+    beyond = selective(each, 2)
+    outputs = option_for(each, replace(beyond.recipe, beyond=()))
+    times = HostTime(0.0, 0.0, 0.0, ops=100)
+    assert queueing_s(outputs, host, times) == 100
+    assert queueing_s(beyond, host, times) == pytest.approx(100 + 15 + 3.6)
 
 
 def test_what_moves_is_there_and_needed_in_mirrored_order():

@@ -42,7 +42,7 @@ def of_one_model(draw):
             if name.endswith("bytes") and value is not None:
                 changed[name] = value * draw(st.integers(1, 3))
             elif isinstance(value, tuple):
-                changed[name] = tuple(stretched(inner) for inner in value)
+                changed[name] = tuple(stretched(inner) if dataclasses.is_dataclass(inner) else inner for inner in value)
         return dataclasses.replace(row, **changed)
 
     def rank():
@@ -59,9 +59,9 @@ def figures(row):
         if isinstance(row, Around) and isinstance(value, tuple):
             found["peak_bytes",] = row.peak_bytes
         elif isinstance(value, tuple):
-            for inner in value:
+            for inner in filter(dataclasses.is_dataclass, value):
                 found.update({(field.name, inner.index, *key): each for key, each in figures(inner).items()})
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and not field.name.startswith("led_"):  # known of all ranks or of none
             found[field.name,] = value
     return found
 
@@ -210,3 +210,12 @@ def test_what_is_short_lived_is_that_of_each_rank_whatever_is_asked_for():
     for ranks in ([one, other], [other, one]):
         merged = slowest([profile(each) for each in ranks]).regions[0]
         assert merged.short_lived_bytes == 150_000_000
+
+
+@pytest.mark.parametrize("changes", [{"led": ()}, {"led": (0, 1)}, {"users": (1,)}])
+def test_what_a_call_leads_to_is_known_if_it_is_alike_on_all_ranks(changes):
+    led = Dear(0, 7, 1 * MS, 3 * MS, "aten::mm", led=(0,), led_s=1 * MS, led_ops=4)
+    mine, others = (profile(region(dear=(row,))) for row in (led, dataclasses.replace(led, **changes)))
+    assert slowest([mine, mine]).regions[0].dear == (led,)
+    assert slowest([mine, others]).regions[0].dear == (Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"),)
+    assert slowest([others, mine]).regions[0].dear == (Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"),)

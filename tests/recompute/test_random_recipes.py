@@ -14,7 +14,7 @@ from recipe_programs import explore_recipes
 from ebbtide import EbbtideError
 from ebbtide.devices.sim import SimDevice
 from ebbtide.engine.engine import Engine
-from ebbtide.recompute import ambient, dear, frame, outputs
+from ebbtide.recompute import absent, ambient, dear, frame, outputs
 from ebbtide.recompute.state import Found
 from ebbtide.types import Wait
 
@@ -80,6 +80,26 @@ def regions_inside_are_numbered_too(patch):
     patch(frame, "numbering_paused", contextlib.nullcontext)
 
 
+def a_run_that_fails_gives_what_it_has_made(patch):
+    pack = frame.SecondRun.pack
+
+    def mutant(self, t):
+        try:
+            return pack(self, t)
+        finally:
+            self.give()
+
+    patch(frame.SecondRun, "pack", mutant)
+
+
+def what_draws_is_left_out(patch):
+    patch(absent, "draws_on", lambda op, args, kwargs: None)
+
+
+def what_is_changed_is_left_out(patch):
+    patch(absent, "_may_be_left_out", lambda op, args, kwargs: True)
+
+
 def state_is_as_it_is_now(patch):
     patch(Found, "restored", lambda self: contextlib.nullcontext())
 
@@ -115,6 +135,9 @@ MUTATIONS = [
     views_without_notice_are_held,
     casts_are_held,
     regions_inside_are_numbered_too,
+    a_run_that_fails_gives_what_it_has_made,
+    what_draws_is_left_out,
+    what_is_changed_is_left_out,
     state_is_as_it_is_now,
     buffers_are_believed_to_count,
     nobody_waits_at_release_points,

@@ -98,7 +98,7 @@ class Site:
             self._times_changed += 1
             if self._times_changed % _TRY_AGAIN_EVERY == 0:
                 self.output = None
-        return self.output is not None
+        return self.output is not None and self.output is not Output.NEEDED
 
     def is_asked_with(self, other: Site) -> bool:
         """Whether one second run of a region asks for both."""

@@ -24,14 +24,14 @@ from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
 from ebbtide.planner.flights import Flight
-from ebbtide.planner.measure import IsDear, Pulse, StepWatch
+from ebbtide.planner.measure import Pulse, StepWatch
 from ebbtide.planner.profile import Link, Profile
 from ebbtide.planner.ranks import Agree, Answer, slowest
 from ebbtide.planner.reading import Surroundings, profile_of
 from ebbtide.planner.reasons import NO_BUDGET
 from ebbtide.planner.upkeep import GoesBy, Upkeep
 from ebbtide.plans import Plan, Recipe, RegionPlan
-from ebbtide.types import Watch
+from ebbtide.types import Dearness, Watch
 
 _FIRST_VOTE = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _LATENCY_S = 1e-5
@@ -109,7 +109,7 @@ class Control:
         names: tuple[str, ...],
         scope: Scope,
         budget_bytes: Callable[[int], int] | None,
-        is_dear: IsDear,
+        dearness: Dearness,
         profile: Profile | None = None,
         replans_on_oom: bool = False,
         agree: Agree | None = None,
@@ -121,7 +121,7 @@ class Control:
         self._names = names
         self._scope = scope
         self._budget_of = budget_bytes
-        self._is_dear = is_dear
+        self._dearness = dearness
         self._replans_on_oom = replans_on_oom
         self._agree = agree
         self._keep = keep
@@ -256,7 +256,7 @@ class Control:
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         watch = StepWatch(
             engine, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
-            is_dear=self._is_dear if self.runs_again else None, is_first=self.phase is Phase.WARM,
+            dearness=self._dearness if self.runs_again else None, is_first=self.phase is Phase.WARM,
             host_forward_s=self._host_forward_s,
         )  # fmt: skip
         watch.graphs = 1 + self._under_way()

@@ -7,7 +7,8 @@ Note [Units and groups]
    plans that differ by nothing: it says how many of a group get an option, and they are spread over the depth after.
 """
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -155,8 +156,14 @@ def _mean_regions(regions: Sequence[RegionProfile], visits: Sequence[tuple[int, 
 
 def _mean_region(alike: Sequence[RegionProfile]) -> RegionProfile:
     rows = zip(*(region.dear for region in alike), strict=True)
-    dear = tuple(replace(row[0], again_s=sum(output.again_s for output in row) / len(row)) for row in rows)
+    dear = tuple(
+        replace(row[0], again_s=_mean(d.again_s for d in row), led_s=_mean(d.led_s for d in row)) for row in rows
+    )
     return replace(alike[0], dear=dear)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def _alike(one: RegionProfile, other: RegionProfile) -> bool:
@@ -169,7 +176,7 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
 
 
 def _shape(region: RegionProfile) -> tuple[object, ...]:
-    dear = tuple((row.index, row.op) for row in region.dear)
+    dear = tuple((row.index, row.op, row.led, row.users) for row in region.dear)
     saves, inputs = (tuple((row.index, row.shares) for row in rows) for rows in (region.saves, region.inputs))
     return saves, inputs, dear
 

@@ -22,6 +22,7 @@ import contextlib
 import enum
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -35,9 +36,7 @@ from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
 from ebbtide.planner.profile import NOBODY, OUTSIDE
-from ebbtide.types import AgainWatch, Device, Memory, Reason, StreamEvent
-
-IsDear = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], bool]
+from ebbtide.types import AgainWatch, Dearness, Device, Lineage, Memory, Reason, StreamEvent, Trace
 
 
 class Place(enum.Enum):
@@ -87,6 +86,7 @@ class Seen:
     Attributes:
         shares: as that of the profile's `Save`.
         given: of a save of a second run: the index of the input of its region that it is; -1 if it is none.
+        trace: of a save of a second run: the dear calls that lead to it.
     """
 
     index: int
@@ -96,6 +96,7 @@ class Seen:
     before: StreamEvent = None
     shares: int = NOBODY
     given: int = -1
+    trace: Trace | None = None
 
 
 class OutsideSave(NamedTuple):
@@ -116,6 +117,9 @@ class VisitNotes:
         behind_bytes: saved outside of all regions between it and the next one, and still there when forward ends.
         behind_peak_bytes: most that was allocated in between; 0 for the last one.
         has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
+        lineage: what its dear calls lead to, if that is looked at.
+        between: operators that these lead to: which calls, and compute's points before and behind.
+        users: by dear call: the dear calls that are given what it leads to.
     """
 
     region: str
@@ -130,6 +134,11 @@ class VisitNotes:
     behind_bytes: int = 0
     behind_peak_bytes: int = 0
     has_dead_saves: bool = False
+    lineage: Lineage | None = None
+    between: list[tuple[int, StreamEvent, StreamEvent]] = field(
+        default_factory=list[tuple[int, StreamEvent, StreamEvent]]
+    )
+    users: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set[int]))
 
 
 class _First(NamedTuple):
@@ -174,7 +183,7 @@ class StepWatch(_UntilBackwardEnds):
         scope: of the door, by which saves are judged.
         is_detailed: look at saves, operators and memory too.
         runs_again: all regions run again; else all keep.
-        is_dear: which calls of operators are dear.
+        dearness: of operators; None where nothing runs again.
         is_first: look for dear outputs that are overwritten.
         host_forward_s: what a forward took the host in an earlier step, if that is known.
     """
@@ -186,7 +195,7 @@ class StepWatch(_UntilBackwardEnds):
         *,
         is_detailed: bool,
         runs_again: bool,
-        is_dear: IsDear | None = None,
+        dearness: Dearness | None = None,
         is_first: bool = False,
         host_forward_s: float = 0.0,
     ) -> None:
@@ -203,7 +212,7 @@ class StepWatch(_UntilBackwardEnds):
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
-        self._is_dear = is_dear
+        self._dearness = dearness
         self._is_first = is_first
         self._is_for_times = not is_detailed and not is_first
         self._earlier_s = host_forward_s
@@ -226,8 +235,8 @@ class StepWatch(_UntilBackwardEnds):
     # -- where the step comes by -----------------------------------------------------------------------------------
 
     def began(self) -> None:
-        if self._sees_operators:
-            with _DearTimes(self.device, VisitNotes(""), self._is_dear):
+        if self._is_detailed and self._dearness is not None:
+            with _DearTimes(self.device, VisitNotes(""), self._dearness):
                 torch.empty(0).detach()  # the first operator that a mode sees imports much, and is not to be timed
         if self._is_detailed:
             self.device.forget_peak()
@@ -280,7 +289,8 @@ class StepWatch(_UntilBackwardEnds):
             yield None
             return
         self._backward_began()
-        if self._sees_operators:  # it counts to the backward of the region before, which is read of the other step
+        if self._is_detailed and self._dearness is not None:
+            # It counts to the backward of the region before, which is read of the other step.
             self._hold(_HOLD_DETAILED * self.host_forward_s / max(1, len(self.visits)))
         self._note(Place.AGAIN, region)
         visit = VisitNotes(region)
@@ -295,8 +305,12 @@ class StepWatch(_UntilBackwardEnds):
     def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor, is_dead: bool, given: int) -> None:
         if not is_dead:
             self._look_at(visit.saves, visit, index, t, given)
-        elif self._why_never(t) is None:
-            visit.has_dead_saves = True
+        else:
+            trace = _trace(visit, t)
+            if visit.lineage is not None and trace is not None:
+                visit.lineage.spoiled |= trace.calls
+            if self._why_never(t) is None:
+                visit.has_dead_saves = True
 
     def asked(self, region: str, index: int) -> None:
         if not self.is_over:
@@ -318,19 +332,15 @@ class StepWatch(_UntilBackwardEnds):
 
     def _mode(self, region: str, visit: VisitNotes) -> contextlib.AbstractContextManager[object]:
         """Around a second run."""
-        if self._sees_operators:
-            return _DearTimes(self.device, visit, self._is_dear)
-        if self._is_first and self._is_dear is not None:
-            return _Comparing(region, self._is_dear, self._compared)
+        if self._dearness is not None and self._is_detailed:
+            return _DearTimes(self.device, visit, self._dearness)
+        if self._dearness is not None and self._is_first:
+            return _Comparing(region, self._dearness, self._compared)
         return contextlib.nullcontext()
 
     def overwritten(self) -> set[tuple[str, int]]:
         """Region and index of dear outputs that others have written over. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
-
-    @property
-    def _sees_operators(self) -> bool:
-        return self._is_detailed and self._is_dear is not None
 
     def _look_at(self, seen: list[Seen], visit: VisitNotes, index: int, t: torch.Tensor, given: int = -1) -> None:
         reason = self._why_never(t)
@@ -341,7 +351,8 @@ class StepWatch(_UntilBackwardEnds):
         if storage is None:
             visit.stuck_bytes += nbytes
             return
-        own = Seen(index, nbytes, self.device.record(self.device.current_stream()), given=given)
+        point = self.device.record(self.device.current_stream())
+        own = Seen(index, nbytes, point, given=given, trace=_trace(visit, t))
         first = self._first_of(storage, seen is visit.inputs, visit, own)
         if first == NOBODY and seen is visit.inputs:
             visit.common_bytes += nbytes
@@ -524,29 +535,40 @@ _NOBODYS = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER, Reason.EMPT
 
 
 class _DearTimes(OperatorMode):
-    """Times the calls of dear operators."""
+    """Times the calls of dear operators, and of those that they lead to."""
 
-    def __init__(self, device: Device, visit: VisitNotes, is_dear: IsDear | None) -> None:
+    def __init__(self, device: Device, visit: VisitNotes, dearness: Dearness) -> None:
         super().__init__()
         self._device = device
         self._visit = visit
-        self._is_dear = is_dear
-        self._calls = 0
+        self._dearness = dearness
+        self._lineage = visit.lineage = dearness.lineage()
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._visit.ops += 1
-        assert self._is_dear is not None
-        if not self._is_dear(op, args, kwargs):
+        visit = self._visit
+        visit.ops += 1
+        is_dear = self._dearness.is_dear(op, args, kwargs)
+        calls = self._lineage.given_to(op, args, kwargs)
+        if not is_dear and calls == 0:
             return op(*args, **kwargs)
         device = self._device
         before = device.record(device.current_stream())
         out = op(*args, **kwargs)
         after = device.record(device.current_stream())
-        self._visit.dear.append(Seen(self._calls, _nbytes_of(out), after, str(op), before))
-        self._calls += 1
+        if not is_dear:
+            self._lineage.follow(op, args, kwargs, out)
+            visit.between.append((calls, before, after))
+            return out
+        number = len(visit.dear)
+        visit.dear.append(Seen(number, _nbytes_of(out), after, str(op), before))
+        for call in range(number):
+            if calls >> call & 1:
+                visit.users[call].add(number)
+        if type(out) is torch.Tensor:
+            self._lineage.begin(number, op, out)
         device.memory()  # where nobody counts allocations, the peak is what was looked at
         return out
 
@@ -556,14 +578,14 @@ class _Comparing(OperatorMode):
 
     Args:
         region: whose second run it is around.
-        is_dear: which calls are dear.
+        dearness: of operators.
         compared: to be told of each: the region, the index, and if they differ. Nothing if the run raises.
     """
 
-    def __init__(self, region: str, is_dear: IsDear, compared: list[tuple[str, int, torch.Tensor]]) -> None:
+    def __init__(self, region: str, dearness: Dearness, compared: list[tuple[str, int, torch.Tensor]]) -> None:
         super().__init__()
         self._region = region
-        self._is_dear = is_dear
+        self._dearness = dearness
         self._compared = compared
         self._calls = 0
         self._seen: list[tuple[int, weakref.ref[torch.UntypedStorage], torch.Tensor]] = []
@@ -573,7 +595,7 @@ class _Comparing(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
-        if self._is_dear(op, args, kwargs):
+        if self._dearness.is_dear(op, args, kwargs):
             plain = filter(_has_storage, _tensors_of(out))
             with without_dispatch():
                 for storage in {t.untyped_storage() for t in plain}:
@@ -588,6 +610,10 @@ class _Comparing(OperatorMode):
             for index, storage, sums in there:
                 if storage is not None:
                     self._compared.append((self._region, index, (sums_of(storage) != sums).any()))
+
+
+def _trace(visit: VisitNotes, t: torch.Tensor) -> Trace | None:
+    return None if visit.lineage is None else visit.lineage.trace(t)
 
 
 def _has_storage(t: torch.Tensor) -> bool:

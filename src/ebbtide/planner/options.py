@@ -37,6 +37,8 @@ class Option:
             regions: what backward has asked for, what is made again, and what is short-lived.
         comes_together: backward asks for all that it moved when it begins.
         held: calls whose outputs its second run is handed.
+        left_out: operators that do not run in it beside those.
+        follows: what leads to saves that are held has to be followed in its first run.
     """
 
     recipe: Recipe
@@ -46,12 +48,17 @@ class Option:
     backward_work_bytes: int
     comes_together: bool
     held: int = 0
+    left_out: int = 0
+    follows: bool = False
 
     @cached_property
     def moved_bytes(self) -> int:
         return sum(parcel.nbytes for parcel in self.moved)
 
 
+# In what it takes the host to look at an operator.
+_FOLLOWED = 0.15
+_LEFT_OUT = 0.4
 _MARKS = (0.25, 0.5, 0.75)
 _FINE_MARKS = tuple(step / 32 for step in range(1, 32))
 
@@ -75,7 +82,8 @@ def option_for(region: RegionProfile, recipe: Recipe) -> Option:
         return _of_saves(region, recipe, ())
     if recipe.action == "offload":
         return _of_saves(region, recipe, [save for save in region.saves if save.nbytes > 0 and _takes(recipe, save)])
-    held = [dear for dear in region.dear if _takes(recipe, dear)] if recipe.action == "selective" else []
+    chosen = [dear for dear in region.dear if _takes(recipe, dear)] if recipe.action == "selective" else []
+    held = [_beyond(region, dear) if dear.index in recipe.beyond else _outputs(dear) for dear in chosen]
     return _running_again(region, recipe, held)
 
 
@@ -147,22 +155,81 @@ def _recomputed(region: RegionProfile) -> Iterator[Option]:
 
 def _selective(region: RegionProfile) -> Iterator[Option]:
     """The dearest per byte, one after the other."""
-    useful = [dear for dear in region.dear if dear.nbytes > 0 and dear.again_s > 0]
-    dearest_first = sorted(useful, key=lambda dear: (-dear.again_s / dear.nbytes, dear.index))
-    ops = tuple(OP_CLASSES)
+    dearest_first = _dearest_first(region)
     for count in range(1, len(dearest_first) + 1):
-        held = dearest_first[:count]
-        sites = tuple(sorted(dear.index for dear in held))
-        everything = Recipe("selective", ops=ops, sites=sites, inputs="offload" if region.may_move_inputs else "keep")
+        held = _held(region, dearest_first[:count])
+        everything = Recipe(
+            "selective",
+            ops=tuple(OP_CLASSES),
+            sites=tuple(sorted(each.call for each in held)),
+            beyond=tuple(sorted(each.call for each in held if each.is_beyond)),
+            inputs="offload" if region.may_move_inputs else "keep",
+        )
         yield _running_again(region, everything, held)
         yield _running_again(region, replace(everything, inputs="keep", outputs="keep"), held)
         if region.may_move_inputs:
             yield _running_again(region, replace(everything, outputs="keep"), held)
 
 
-def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) -> Option:
+@dataclass(frozen=True)
+class _Holdable:
+    """What may be held of a dear call: its outputs, or the saves that they lead to.
+
+    Attributes:
+        call: its index.
+        nbytes, at_s: as those of `Dear`.
+        spared_s: what does not run again then.
+        count: tensors that are held.
+        left_out: operators that do not run again, but the call itself.
+    """
+
+    call: int
+    nbytes: int
+    at_s: float
+    spared_s: float
+    count: int
+    is_beyond: bool = False
+    left_out: int = 0
+
+    @property
+    def worth(self) -> float:
+        """Seconds for each byte."""
+        return self.spared_s / max(1, self.nbytes)
+
+
+def _dearest_first(region: RegionProfile) -> list[Dear]:
+    """Per byte of what they return."""
+    useful = [dear for dear in region.dear if dear.nbytes > 0 and dear.again_s > 0]
+    return sorted(useful, key=lambda dear: (-_outputs(dear).worth, dear.index))
+
+
+def _held(region: RegionProfile, chosen: Sequence[Dear]) -> list[_Holdable]:
+    """Of each what is worth more, outputs or saves, where all that is given what the outputs lead to is chosen too."""
+    calls = {dear.index for dear in chosen}
+    held: list[_Holdable] = []
+    for dear in chosen:
+        outputs, beyond = _outputs(dear), _beyond(region, dear)
+        may_be_left_out = bool(dear.led) and calls >= set(dear.users)
+        held.append(beyond if may_be_left_out and beyond.worth > outputs.worth else outputs)
+    return held
+
+
+def _outputs(dear: Dear) -> _Holdable:
+    return _Holdable(dear.index, dear.nbytes, dear.at_s, dear.again_s, 1)
+
+
+def _beyond(region: RegionProfile, dear: Dear) -> _Holdable:
+    saves = {save.index: save for save in region.saves}
+    led = [saves[index] for index in dear.led if index in saves]
+    owners = {save.index if save.shares < 0 else save.shares for save in led}
+    nbytes = sum(saves[owner].nbytes for owner in owners)
+    at_s = max((save.at_s for save in led), default=dear.at_s)
+    return _Holdable(dear.index, nbytes, at_s, dear.again_s + dear.led_s, len(owners), True, dear.led_ops)
+
+
+def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[_Holdable]) -> Option:
     inputs = [Moved(save.nbytes, 0.0, 0.0) for save in region.inputs if save.nbytes > 0]
-    outputs = [Moved(dear.nbytes, dear.at_s, 0.0) for dear in sorted(held, key=lambda dear: (dear.at_s, dear.index))]
+    outputs = [Moved(each.nbytes, each.at_s, 0.0) for each in sorted(held, key=lambda each: (each.at_s, each.call))]
     moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
     kept = (inputs if recipe.inputs == "keep" else []) + (outputs if recipe.outputs == "keep" else [])
     kept_bytes = sum(parcel.nbytes for parcel in kept)
@@ -170,10 +237,12 @@ def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[Dear]) 
         recipe=recipe,
         kept_bytes=kept_bytes + region.behind_bytes,
         moved=tuple(moved),
-        again_s=max(0.0, region.again_s - sum(dear.again_s for dear in held)),  # measured apart, so not to the digit
+        again_s=max(0.0, region.again_s - sum(each.spared_s for each in held)),  # measured apart, so not to the digit
         backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
         comes_together=True,
         held=len(held),
+        left_out=sum(each.left_out for each in held),
+        follows=any(each.is_beyond for each in held),
     )
 
 
@@ -199,6 +268,8 @@ def queueing_s(option: Option, host: Host, region: HostTime) -> float:
         seconds += host.frame_s
     if option.held:
         seconds += host.op_s * region.ops + host.held_s * option.held
+    if option.follows:
+        seconds += _FOLLOWED * host.op_s * region.ops + _LEFT_OUT * host.op_s * option.left_out
     return seconds
 
 

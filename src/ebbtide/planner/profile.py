@@ -59,6 +59,11 @@ class Dear:
         at_s: when it is there, after its region's forward (or second run) began.
         again_s: what the call takes.
         op: its operator, "aten::mm".
+        led: indices of the saves that its output leads to through operators that are not dear; empty if it leads to
+            something that has to be there (see recipe.beyond).
+        led_s: what the operators in between take, those that lead to nothing else.
+        led_ops: how many they are.
+        users: indices of the dear calls that are given what it leads to.
     """
 
     index: int
@@ -66,6 +71,10 @@ class Dear:
     at_s: float
     again_s: float
     op: str
+    led: tuple[int, ...] = ()
+    led_s: float = 0.0
+    led_ops: int = 0
+    users: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -457,9 +466,14 @@ def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
     rows: dict[str, Any] = {
         "saves": tuple(Save(**save) for save in data["saves"]),
         "inputs": tuple(Save(**save) for save in data["inputs"]),
-        "dear": tuple(Dear(**dear) for dear in data["dear"]),
+        "dear": tuple(map(_dear_from_dict, data["dear"])),
     }
     return RegionProfile(**{**data, **rows})
+
+
+def _dear_from_dict(data: dict[str, Any]) -> Dear:
+    numbers: dict[str, Any] = {name: tuple(data.get(name, ())) for name in ("led", "users")}
+    return Dear(**{**data, **numbers})
 
 
 def _scaled_around(around: Around, k: float) -> Around:
@@ -484,7 +498,13 @@ def _refitted_region(region: RegionProfile, forward: float, backward: float, mem
         again_s=region.again_s * backward,
         saves=tuple(dataclasses.replace(save, at_s=save.at_s * forward) for save in region.saves),
         dear=tuple(
-            dataclasses.replace(dear, at_s=dear.at_s * forward, again_s=dear.again_s * backward) for dear in region.dear
+            dataclasses.replace(
+                dear,
+                at_s=dear.at_s * forward,
+                again_s=dear.again_s * backward,
+                led_s=dear.led_s * backward,
+            )
+            for dear in region.dear
         ),
         backward_work_bytes=int(region.backward_work_bytes * memory),
         moved_work_bytes=int(region.moved_work_bytes * memory),

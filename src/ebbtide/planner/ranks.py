@@ -59,7 +59,7 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         _largest(regions),
         saves=_by_number((save.index, save) for region in regions for save in region.saves),
         inputs=_by_number((save.index, save) for region in regions for save in region.inputs),
-        dear=_by_number((dear.index, dear) for region in regions for dear in region.dear),
+        dear=_by_number((dear.index, dear) for region in regions for dear in _agreed(region.dear, regions)),
     )
     # What is short-lived is what the work is beyond the saves: no rank's may vanish behind the saves of another.
     short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unasked_bytes for each in regions)
@@ -69,6 +69,14 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         backward_work_bytes=merged.saved_bytes - merged.unasked_bytes + short_lived,
         moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
     )
+
+
+def _agreed(dear: "Sequence[Dear]", regions: Sequence[RegionProfile]) -> Iterator[Dear]:
+    """What a call leads to is known if it does on every rank that makes it."""
+    for row in dear:
+        others = (other for region in regions for other in region.dear if other.index == row.index)
+        is_alike = all((other.led, other.users) == (row.led, row.users) for other in others)
+        yield row if is_alike else dataclasses.replace(row, led=(), led_s=0.0, led_ops=0, users=())
 
 
 def _slowest_around(arounds: Sequence[Around]) -> Around:

@@ -148,10 +148,32 @@ class _Step(NamedTuple):
 
     def _dear(self, seen: Seen, visit: VisitNotes) -> Dear:
         at_s, again_s = self._between(visit.began, seen.event), self._between(seen.before, seen.event)
-        return Dear(seen.index, seen.nbytes, at_s, again_s * self.slowdown, seen.op)
+        alone = 1 << seen.index
+        led = _led(visit, alone)
+        led_s = [self._between(before, after) for calls, before, after in visit.between if calls == alone]
+        return Dear(
+            index=seen.index,
+            nbytes=seen.nbytes,
+            at_s=at_s,
+            again_s=again_s * self.slowdown,
+            op=seen.op,
+            led=led,
+            led_s=sum(led_s) * self.slowdown if led else 0.0,
+            led_ops=len(led_s) if led else 0,
+            users=tuple(sorted(visit.users[seen.index])) if led else (),
+        )
 
     def _between(self, start: StreamEvent, end: StreamEvent) -> float:
         return max(0.0, self.device.seconds_between(start, end))
+
+
+def _led(visit: VisitNotes, call: int) -> tuple[int, ...]:
+    """Indices of the saves that a dear call leads to; none if one of them went to a kernel that no mode sees: that
+    would need its bytes."""
+    saves = [save for save in visit.saves if save.trace is not None and save.trace.calls & call]
+    is_seen = all(save.trace is not None and save.trace.is_used for save in saves)
+    is_spoiled = visit.lineage is None or visit.lineage.spoiled & call != 0
+    return tuple(save.index for save in saves) if is_seen and not is_spoiled else ()
 
 
 def _slowdown(clock: Clock, detailed: Clock) -> float:

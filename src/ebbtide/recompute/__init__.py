@@ -8,11 +8,12 @@ Note [Run again]
 2. The graph owns the frame, through the holders. When backward first reads a holder that has no value, the region runs
    again, under what surrounded it in forward (random numbers, autocast, attention back ends, default device) and in the
    state its modules were in (Note [State of a region]), and each save of this second run becomes the value of the
-   holder with the same number. It stops at the last one that is needed.
+   holder with the same number, when the run is over. It stops at the last one that is needed.
 3. A dear operator is not run again: its call number says which of the held outputs is its result. If that one is gone
    (an earlier backward took it), was changed in place since or was of other arguments, the operator simply runs again.
    So a held output can be missing, but never wrong. What we do ourselves meanwhile, and other regions that run again
    in between, is not numbered.
-4. Values belong to holders and die with them, node by node; nothing is counted per backward. Where the graph is kept,
+4. Instead of what a dear operator returns, what that leads to may be held (Note [Left out] in absent.py).
+5. Values belong to holders and die with them, node by node; nothing is counted per backward. Where the graph is kept,
    a value is dropped when it was read, and a later read runs the region once more.
 """

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ebbtide.plans import OP_CLASSES, OpChoice, Predicate, op_class_of
+from ebbtide.plans import OpChoice, Predicate, op_class_of
 
 # Of "namespace::name". Names with "backward" never match.
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -105,16 +105,6 @@ class DearOps:
             conditions = () if _is_never_dear(op) else tuple(_conditions(op, self._choices))
             kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op))
         return kind
-
-
-class AnyDear:
-    """Whether a call is of one of the classes of operators that a planner may hold the outputs of."""
-
-    def __init__(self) -> None:
-        self._ops = DearOps(tuple(OP_CLASSES))
-
-    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return self._ops.is_dear(op, args, kwargs, ())
 
 
 def is_collective(op: Any) -> bool:

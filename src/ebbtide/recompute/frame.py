@@ -4,7 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, keeps_graph
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.parcel import Ticket, check_unmodified
+from ebbtide.recompute.absent import Absent
 from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.draws import NoDraws
@@ -59,6 +60,9 @@ class Frame:
         self._is_whole = False
         self._was_run_again = False
         self._dropped_bytes = 0
+        self._holding: Holding | None = None
+        self._led: dict[int, Any] = {}
+        """Saves that are held themselves, by number."""
         self._watch: AgainWatch | None = None
 
     # -- the first run ---------------------------------------------------------------------------------------------
@@ -93,12 +97,14 @@ class Frame:
         if holding is not None:
             holding.follows_draws = not is_captured
             holding.follow_saves(self._holders.__len__)
+        self._holding = holding
         is_whole = False
         try:
             with self._around(hooks.pack_hook, False), hooks, holding or contextlib.nullcontext(), no_draws:
                 output = self._call(*args, **kwargs)
             is_whole = True
         finally:
+            self._holding = None
             self._ambient.close()
             self._found.close()
             if holding is not None:
@@ -109,7 +115,7 @@ class Frame:
         if self._held is not None:
             self._held.drop_modified()
         self._is_whole = True
-        self.desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders))
+        self.desk.visit.scope.ledger.stats.recomputed.add(self._dropped_bytes, len(self._holders) - len(self._led))
         return output
 
     def _input(self, t: torch.Tensor, pack_input: Pack) -> "_Input":
@@ -120,9 +126,13 @@ class Frame:
     def pack(self, t: torch.Tensor) -> Holder:
         """Autograd saves `t` inside of the region: only its place is noted."""
         holder = Holder(self, len(self._holders))
+        led = None if self._holding is None else self._holding.pack_led(t)
+        if led is None:
+            self._dropped_bytes += t.numel() * t.element_size()
+        else:
+            self._led[holder.number] = led
         self._holders.append(weakref.ref(holder))
         self._looks.append(_looks(t))
-        self._dropped_bytes += t.numel() * t.element_size()
         return holder
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
@@ -155,12 +165,25 @@ class Frame:
         return value
 
     def _run_again(self) -> None:
-        again = SecondRun(self._name, self._holders, self._looks)
+        serving = None if self._held is None else Serving(self._held, self.desk)
+        try:
+            self._run_with(serving)
+        except _EnoughError:
+            raise  # of a region around this one
+        except Exception:
+            if self._held is None or serving is None or not serving.has_left_out:
+                raise
+            # Whoever met what was left out may have raised anything. With nothing left out it raises again, or is fine.
+            self._held.leave_nothing_out()
+            self._run_with(Serving(self._held, self.desk))
+
+    def _run_with(self, serving: Serving | None) -> None:
+        again = SecondRun(self._name, self._holders, self._looks, self._read_led)
         self.desk.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         hooks = hook_pair(again.pack, again.unpack)
-        with self._surroundings(again), self._around(hooks.pack_hook, True) as watch, hooks:
+        with self._surroundings(again, serving), self._around(hooks.pack_hook, True) as watch, hooks:
             self._watch = again.watch = watch
             self._tell_given(watch, tensors)
             del tensors  # the call may let go of what it was given
@@ -169,7 +192,12 @@ class Frame:
             except _EnoughError as enough:
                 if enough.run is not again:
                     raise
+        if serving is not None and serving.reads.were_tried:
+            raise serving.reads.refuse(f"code of {self._name}, which has caught this,")
         again.check()
+        again.give()
+        if graph_task_id() != -1 and not keeps_graph():
+            self._led.clear()  # their holders own them from here
         if self._held is not None and self._is_whole and graph_task_id() != -1 and not keeps_graph():
             if not self._was_run_again:
                 self._held.learn_unasked()
@@ -181,18 +209,25 @@ class Frame:
                 watch.given(packed_input.number, t)
 
     @contextlib.contextmanager
-    def _surroundings(self, again: "SecondRun") -> Generator[None, None, None]:
+    def _surroundings(self, again: "SecondRun", serving: Serving | None) -> Generator[None, None, None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(numbering_paused())
             stack.enter_context(self._ambient.restored())
             stack.enter_context(self._found.restored())
-            if self._held is not None:
-                stack.enter_context(Serving(self._held, self.desk, lambda: again.count))
+            if serving is not None:
+                serving.follow_saves(lambda: again.count)
+                stack.enter_context(serving)
             yield
+
+    def _read_led(self, number: int) -> torch.Tensor | None:
+        """The save of this number, if it is held itself."""
+        led = self._led.get(number)
+        return None if led is None else cast(torch.Tensor, self.desk.unpack_part(led))
 
     def _tickets(self) -> list[Ticket]:
         inputs = [i.packed for i in self._inputs if type(i.packed) is Ticket]
-        return inputs if self._held is None else inputs + self._held.tickets()
+        led = [part for part in self._led.values() if type(part) is Ticket]
+        return inputs + led + ([] if self._held is None else self._held.tickets())
 
     def _forget_values(self) -> None:
         for ref in self._holders:
@@ -249,21 +284,37 @@ class _EnoughError(Exception):
 
 
 class SecondRun:
-    """Gives the saves of a second run to the holders with the same numbers."""
+    """Gives the saves of a second run to the holders with the same numbers.
 
-    def __init__(self, name: str, holders: list[weakref.ref[Holder]], looks: list[_Looks]) -> None:
+    Args:
+        read_led: gives the save of a number if it is held itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        holders: list[weakref.ref[Holder]],
+        looks: list[_Looks],
+        read_led: Callable[[int], torch.Tensor | None],
+    ) -> None:
         self._name = name
         self._holders = holders
         self._looks = looks
+        self._read_led = read_led
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.watch: AgainWatch | None = None
         self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
-        alias = t.detach()
         number = self.count
         self.count += 1
+        led = self._read_led(number)
+        t = t if led is None else led
+        if type(t) is Absent:
+            raise t.reads.refuse(f"a save of {self._name}")
+        alias = t.detach()
         holder = self._holders[number]() if number < len(self._holders) else None
         if self.watch is not None:
             self.watch.saved(number, t, is_dead=holder is None)
@@ -273,8 +324,7 @@ class SecondRun:
             if not _fits(looks, self._looks[number]):
                 raise self._other_save(number, looks)
             if holder is not None and holder.value is None:
-                holder.value = alias
-                holder.version = t._version
+                self._values[number] = alias, t._version
         if number >= self._last:
             raise _EnoughError(self)
         return alias
@@ -290,6 +340,14 @@ class SecondRun:
                 f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} when it ran again "
                 f"in backward{_ADVICE}"
             )
+
+    def give(self) -> None:
+        """To the holders, what the run has saved: not before it is known that it went as the first one did."""
+        for number, (value, version) in self._values.items():
+            holder = self._holders[number]()
+            if holder is not None and holder.value is None:
+                holder.value, holder.version = value, version
+        self._values.clear()
 
     def _other_save(self, number: int, looks: _Looks) -> RecomputeError:
         return RecomputeError(

@@ -29,6 +29,7 @@ from ebbtide._torch import (
 from ebbtide.engine.hooks import Desk, is_unmodified
 from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
+from ebbtide.recompute.absent import Lineage, Made, Reads, has_absent
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.dear import DearOps, OpKind, is_collective, is_hidden_view, is_wait
 from ebbtide.recompute.draws import draws_on
@@ -89,9 +90,22 @@ _Asked: TypeAlias = "tuple[Any, ...]"
 SavesSoFar: TypeAlias = Callable[[], int]
 """How many tensors autograd has saved in this run: the same at the same place of both runs."""
 
-Call: TypeAlias = "Held | Site | None"
-"""What there is of one call: its outputs; the site where they would be, had it not been learned that holding them is
-of no use; None where the call was not dear, or its outputs were taken."""
+
+class LeftOut(NamedTuple):
+    """A call of which what its output leads to is held (see recompute/absent.py).
+
+    Attributes:
+        asked: as that of `Held`.
+        site: where its output would be; that it has to run again is written there.
+    """
+
+    asked: "_Asked"
+    site: Site
+
+
+Call: TypeAlias = "Held | LeftOut | Site | None"
+"""What there is of one call: its outputs; or none, for it is left out; the site where they would be, had it not been
+learned that holding them is of no use; None where the call was not dear, or its outputs were taken."""
 
 
 class HeldOutputs:
@@ -101,6 +115,8 @@ class HeldOutputs:
         self.calls: dict[Any, list[Call]] = defaultdict(list)
         self.devices: set[torch.device] = set()
         """Of all that was ever held."""
+        self.made: list[Made] = []
+        """By what is left out, and what that leads to, in order."""
         self._in_order: dict[Held, None] = {}
 
     def add(self, held: Held) -> None:
@@ -139,6 +155,14 @@ class HeldOutputs:
 
     def forget(self, held: Held) -> None:
         self._in_order.pop(held, None)
+
+    def leave_nothing_out(self) -> None:
+        """What was left out has to run again, now and in later steps."""
+        for calls in self.calls.values():
+            for number, call in enumerate(calls):
+                if isinstance(call, LeftOut):
+                    call.site.output = Output.NEEDED
+                    calls[number] = call.site
 
 
 class _Numbering(OperatorMode):
@@ -192,6 +216,9 @@ class Intake:
         self._by_memory: dict[int, Held] = {}
         self._compares = compares
         self._uncompared: list[_Uncompared] = []
+        self.lineage = Lineage()
+        self.held.made = self.lineage.made
+        self._left_out: list[tuple[Any, int]] = []
 
     def count(self, op: Any) -> None:
         """A call is made: unless `take` follows, it will run again."""
@@ -199,15 +226,42 @@ class Intake:
 
     def take(
         self, op: Any, args: tuple[Any, ...], out: Any, stays: Reason | None, rng_after: RngState | None = None
-    ) -> None:
-        """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`."""
+    ) -> bool:
+        """The call counted last returned `out`: hold it, on the device if there is a reason in `stays`. Whether it is,
+        or may be when somebody has waited for it."""
         number = len(self.held.calls[op]) - 1
         if is_collective(op):  # its bytes are there when somebody has waited for them
             self._pending.append(_Pending(out, op, number, self._asked(args), stays))
-            return
+            return True
         held = self._hold(op, number, out, self._asked(args), stays)
-        if held is not None:
-            held.rng_after = rng_after
+        if held is None:
+            return False
+        held.rng_after = rng_after
+        return True
+
+    def leave_out(self, op: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """The call counted last returned `out`: hold what that leads to. False if that is known not to do, or the call
+        returned several: it runs again."""
+        visit = self._desk.visit
+        site = visit.site(visit.next_index)
+        if type(out) is not torch.Tensor:
+            return False
+        self._desk.skip(out)
+        calls = self.held.calls[op]
+        if site.output is not None:
+            calls[-1] = site
+            return False
+        calls[-1] = LeftOut(self._asked(args), site)
+        self.lineage.begin(len(self._left_out), op, out)
+        self._left_out.append((op, len(calls) - 1))
+        return True
+
+    def pack_led(self, t: torch.Tensor, stays: Reason | None) -> Any:
+        """The save `t` as the desk packs it, if something that is left out leads to it; else None."""
+        if not self.lineage.of(t):
+            return None
+        with numbering_paused():
+            return self._desk.pack_as(t, stays)
 
     @property
     def awaits(self) -> bool:
@@ -226,11 +280,23 @@ class Intake:
 
     def close(self, is_whole: bool) -> None:
         """The forward has ended, or has raised: from here on only `held` holds outputs, until they are handed out."""
+        if self.lineage.spoiled:
+            self._leave_nothing_out()
         if is_whole and self._uncompared:
             self._compare()
         self._uncompared.clear()
         self._by_memory.clear()
         self._pending.clear()
+
+    def _leave_nothing_out(self) -> None:
+        """In this pass; and what was seen to be needed, in no later one."""
+        for call, (op, number) in enumerate(self._left_out):
+            left_out = self.held.calls[op][number]
+            if not isinstance(left_out, LeftOut):
+                continue  # region code has asked for gradients, and a second run has met it already
+            self.held.calls[op][number] = left_out.site
+            if self.lineage.spoiled >> call & 1:
+                left_out.site.output = Output.NEEDED
 
     def _compare(self) -> None:
         with without_dispatch():
@@ -311,9 +377,17 @@ class Holding(_Numbering):
         dear: which operators.
         stays: why outputs stay on the device, None where they may travel.
         sites: the numbers of the dear calls whose outputs are held; None: all.
+        beyond: those of which what they lead to is held.
     """
 
-    def __init__(self, desk: Desk, dear: DearOps, stays: Reason | None, sites: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        dear: DearOps,
+        stays: Reason | None,
+        sites: tuple[int, ...] | None,
+        beyond: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
         self._intake = Intake(desk, compares=desk.watch is None)
         self.held = self._intake.held
@@ -323,6 +397,7 @@ class Holding(_Numbering):
         self._dear = dear
         self._stays = stays
         self._sites = None if sites is None else frozenset(sites)
+        self._beyond = frozenset(beyond)
         self._dear_calls = 0
         self.follows_draws = True
         """Whether generators can be asked: not inside of a captured graph."""
@@ -339,6 +414,8 @@ class Holding(_Numbering):
         out = op(*args, **kwargs)
         if kind.is_hidden_view or self._intake.awaits:
             self._intake.follow(op, args, out)
+        if self._beyond:
+            self._intake.lineage.follow(op, args, kwargs, out)
         return out
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: OpKind) -> Any:
@@ -348,10 +425,18 @@ class Holding(_Numbering):
         is_held = is_dear and self._is_chosen()
         before = rng_before(op, args, kwargs) if is_held and self.follows_draws else None
         out = op(*args, **kwargs)
-        if is_held:
-            self._intake.take(op, args, out, self._stays, rng_after(before))
+        if is_held and self._dear_calls - 1 in self._beyond:
+            is_held = self._intake.leave_out(op, args, out)
+        elif is_held:
+            is_held = self._intake.take(op, args, out, self._stays, rng_after(before))
+        if not is_held and self._beyond:
+            self._intake.lineage.follow(op, args, kwargs, out)
         self._intake.follow(op, args, out)
         return out
+
+    def pack_led(self, t: torch.Tensor) -> Any:
+        """See `Intake.pack_led`."""
+        return self._intake.pack_led(t, self._stays) if self._beyond else None
 
     def follow_saves(self, saves_so_far: "SavesSoFar") -> None:
         """From now on calls are known by it too."""
@@ -365,12 +450,19 @@ class Holding(_Numbering):
 class Serving(_Numbering):
     """Around a region's second run: hands out what is held instead of running the operator."""
 
-    def __init__(self, held: HeldOutputs, desk: Desk, saves_so_far: "SavesSoFar | None" = None) -> None:
+    def __init__(self, held: HeldOutputs, desk: Desk) -> None:
         super().__init__()
         self._held = held
         self._desk = desk
-        self._saves_so_far = saves_so_far or _unknown
+        self._saves_so_far: SavesSoFar = _unknown
         self._numbers: Counter[Any] = Counter()
+        self.has_left_out = False
+        self.reads = Reads()
+        self._made = 0
+
+    def follow_saves(self, saves_so_far: SavesSoFar) -> None:
+        """From now on calls are known by it too."""
+        self._saves_so_far = saves_so_far
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -378,19 +470,35 @@ class Serving(_Numbering):
         kwargs = kwargs or {}
         calls = None if self.is_paused else self._held.calls.get(op)
         if calls is None:
-            return op(*args, **kwargs)
+            return self._run(op, args, kwargs)
         number = self._numbers[op]
         self._numbers[op] += 1
         call = calls[number] if number < len(calls) else None
-        if isinstance(call, Held) and call.asked != _asked(self._saves_so_far(), args):
-            return op(*args, **kwargs)  # it comes in another order now: what is held is of another call
+        is_other = isinstance(call, Held | LeftOut) and call.asked != _asked(self._saves_so_far(), args)
+        if isinstance(call, LeftOut):
+            self.has_left_out = True
+            return self._left_out(op, is_other)
+        if is_other:
+            return self._run(op, args, kwargs)  # it comes in another order now: what is held is of another call
         if isinstance(call, Held):
             if call.is_unmodified:
                 return self._hand_out(call, calls, number)
             self._held.let_go(op, number, Output.CHANGED)
         elif isinstance(call, Site) and call.output is Output.UNASKED:
             call.output = None  # it is asked for, this time
+        return self._run(op, args, kwargs)
+
+    def _run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.has_left_out and has_absent(args, kwargs):
+            return self._left_out(op, False)
         return op(*args, **kwargs)
+
+    def _left_out(self, op: Any, is_other: bool) -> Any:
+        made = self._held.made[self._made] if self._made < len(self._held.made) else None
+        if made is None or made.op is not op or is_other:
+            raise self.reads.refuse(op)  # it comes in another order now
+        self._made += 1
+        return made.absent(self.reads)
 
     def _hand_out(self, held: Held, calls: list[Call], number: int) -> Any:
         out = held.outputs(self._desk)

@@ -1,0 +1,377 @@
+"""Operators that second runs leave out: which, that nobody misses them, and what happens if somebody does."""
+
+import contextlib
+import copy
+import ctypes
+
+import pytest
+import torch
+from support import assert_equal
+from test_module import offload
+from torch import nn
+from torch.nn import functional
+
+import ebbtide
+from ebbtide import ConfigError, Plan, PlanError, Recipe, RegionPlan
+from ebbtide._torch import OperatorMode
+from ebbtide.recompute.absent import Absent, AbsentReadError, Lineage, Made, Reads
+
+ALL = tuple(range(20))
+ROTATED = Recipe("selective", sites=(0, 1, 3), beyond=(0, 1))  # q and k as attention saves them, and its outputs
+EVERYTHING = Recipe("selective", sites=ALL, beyond=ALL)
+BATCH, TOKENS, HEADS, WIDTH = 2, 16, 4, 32
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    ebbtide.release_memory()
+
+
+def rotated(t, table):
+    half = t.shape[-1] // 2
+    left, right = t[..., :half], t[..., half:]
+    return t * table + torch.cat((-right, left), dim=-1) * table
+
+
+class Attention(nn.Module):
+    """Between a projection and attention stands `between`, of one of q and k."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.between = between
+
+    def forward(self, x, table):
+        normed = self.norm(x)
+        q, k, v = (
+            product(normed).view(BATCH, TOKENS, HEADS, -1).transpose(1, 2) for product in (self.q, self.k, self.v)
+        )
+        q, k = rotated(q, table), rotated(k, table)
+        if self.between is not None:
+            q = self.between(q)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH)).tanh()
+
+
+class Layers(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x):
+        table = torch.arange(TOKENS * WIDTH // HEADS).view(TOKENS, -1).float().cos()
+        for layer in self.layers:
+            x = layer(x, table)
+        return x.square().mean()
+
+
+class Counting(OperatorMode):
+    """Which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def steps(model, retains=False):
+    """Losses, gradients and what runs in backward, of three steps."""
+    results, names = [], []
+    for number in range(3):
+        torch.manual_seed(number)
+        model.zero_grad()
+        loss = model(torch.randn(BATCH, TOKENS, WIDTH))
+        with Counting() as counting:
+            if retains:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        names.append(counting.names)
+    return results, names
+
+
+def compare(make, recipe, **settings):
+    """What runs in backward, step by step; the numbers are those of the twin."""
+    torch.manual_seed(0)
+    model = Layers(make)
+    twin = copy.deepcopy(model)
+    handle = offload(model, recipe=recipe)
+    found, names = steps(model, **settings)
+    assert_equal(found, steps(twin, **settings)[0])
+    stats = handle.stats()
+    assert stats.host_bytes == 0
+    assert stats.recomputed.count > 0
+    return names
+
+
+def calls(names, op):
+    return [run.count(f"aten::{op}") for run in names]
+
+
+# -- what is left out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", ["keep", "offload"])
+def test_what_lies_between_a_projection_and_attention_does_not_run_again(outputs):
+    projections = Recipe("selective", sites=(0, 1, 3), outputs=outputs)
+    before = compare(Attention, projections)
+    now = compare(Attention, Recipe("selective", sites=(0, 1, 3), beyond=(0, 1), outputs=outputs))
+    assert calls(before, "cat") == [4, 4, 4]  # of q and k, in both layers
+    assert calls(now, "cat") == [0, 0, 0]
+    assert calls(now, "mm") == calls(before, "mm")
+
+
+def test_as_many_bytes_are_held():
+    moved = []
+    for recipe in (Recipe("selective", sites=(0, 1, 3)), ROTATED):
+        model = Layers(Attention)
+        handle = offload(model, recipe=recipe)
+        steps(model)
+        moved.append(handle.stats().parcels.nbytes)
+    assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize("recipe", [ROTATED, EVERYTHING], ids=str)
+def test_graphs_may_be_kept(recipe):
+    compare(Attention, recipe, retains=True)
+
+
+def test_all_that_is_dear_may_be_left_out():
+    """Then all is held that the region saves behind its first product."""
+    assert calls(compare(Attention, EVERYTHING), "_scaled_dot_product_flash_attention_for_cpu") == [0, 0, 0]
+
+
+def test_a_call_that_is_not_held_is_led_to_like_others():
+    """Attention runs again in neither case: what it saves is held."""
+    names = compare(Attention, Recipe("selective", sites=(0, 1, 2), beyond=(0, 1)))
+    assert calls(names, "_scaled_dot_product_flash_attention_for_cpu") == [0, 0, 0]
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+class Numpy(torch.autograd.Function):
+    """A kernel that no mode sees."""
+
+    @staticmethod
+    def forward(ctx, t):
+        out = torch.empty_like(t)
+        out.copy_(torch.from_numpy(t.detach().numpy() * 2))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Address(torch.autograd.Function):
+    """One that takes an address, writes to memory that no operator connects with it, and hides what goes wrong."""
+
+    @staticmethod
+    def forward(ctx, t):
+        out = torch.zeros(t.shape)
+        with contextlib.suppress(Exception):
+            dense = t.contiguous()
+            ctypes.memmove(out.data_ptr(), dense.data_ptr(), out.untyped_storage().nbytes())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def in_place(q):
+    return (q * 1.5).add_(1.0)
+
+
+def as_a_number(q):
+    return q * (1.0 if q.sum().item() > 0 else 2.0)
+
+
+def drawn(q):
+    return functional.dropout(q, 0.5)
+
+
+def chosen(q):
+    return q if bool((q > 1e9).any()) else q * 2
+
+
+NEEDED = {
+    "changed in place": in_place,
+    "a number": as_a_number,
+    "drawn from": drawn,
+    "decided by": chosen,
+    "a kernel": Numpy.apply,
+    "an address": Address.apply,
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_somebody_needs_runs_again(name):
+    names = compare(lambda: Attention(NEEDED[name]), ROTATED)
+    # q's, in both layers; and k's too where only the second run finds out: it does not know whose it was.
+    assert calls(names[-1:], "cat") == [4 if name == "an address" else 2]
+
+
+def test_an_operator_that_comes_in_the_second_run_only_is_not_left_out():
+    runs = []
+
+    class Moody(Attention):
+        def forward(self, x, table):
+            runs.append(self)
+            if runs.count(self) % 2 == 0:
+                torch.randn_like(self.norm(x)).mul(self.q(self.norm(x)))
+            return super().forward(x, table)
+
+    model = Layers(Moody)
+    offload(model, recipe=ROTATED)
+    with pytest.raises(ebbtide.RecomputeError, match="when it ran again"):
+        steps(model)
+
+
+def test_region_code_that_goes_wrong_raises_what_it_raises():
+    runs = []
+
+    def breaks_again(q):
+        runs.append(q)
+        if len(runs) > 2:
+            raise ValueError("broken")
+        return q
+
+    model = Layers(lambda: Attention(breaks_again))
+    offload(model, recipe=ROTATED)
+    loss = model(torch.randn(BATCH, TOKENS, WIDTH))
+    with pytest.raises(ValueError, match="broken"):
+        loss.backward()
+
+
+# -- planned -----------------------------------------------------------------------------------------------------------
+
+
+def profile_of(make):
+    model = Layers(make)
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    for _ in range(2):
+        steps(model)
+    assert handle.profile is not None
+    return handle.profile
+
+
+def test_a_profile_knows_what_projections_lead_to():
+    q, k, v, attention, _ = profile_of(Attention).regions[0].dear
+    assert (q.users, k.users, v.users, attention.users) == ((3,), (3,), (3,), ())
+    assert len(q.led) == len(k.led) == len(v.led) == 1  # what attention saves
+    assert q.led_ops == k.led_ops > v.led_ops > 0
+    assert q.led_s > 0 < k.led_s
+    assert attention.led == ()  # it returns several
+
+
+@pytest.mark.parametrize("name", ["changed in place", "a number", "drawn from", "decided by", "a kernel"])
+def test_a_profile_knows_what_somebody_needs(name):
+    q, k, *_ = profile_of(lambda: Attention(NEEDED[name])).regions[0].dear
+    assert (q.led, q.led_s, q.led_ops, q.users) == ((), 0.0, 0, ())
+    assert len(k.led) == 1
+
+
+class Unseen(torch.autograd.Function):
+    """A kernel of two tensors that saves both, as attention of another library does."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        ctx.save_for_backward(q, k)
+        out = torch.zeros(q.shape)
+        dense = q.contiguous()
+        ctypes.memmove(out.data_ptr(), dense.data_ptr(), out.untyped_storage().nbytes())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k = ctx.saved_tensors
+        return grad * k, grad * q
+
+
+class SavedUnseen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, table):
+        return Unseen.apply(self.q(x) * 0.5, self.k(x) * 0.5)
+
+
+def test_saves_of_a_kernel_that_no_mode_sees_are_not_led_to():
+    for region in profile_of(SavedUnseen).regions:
+        assert [dear.led for dear in region.dear] == [(), ()]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def absent_like(t):
+    made = Made(None, ((t.size(), t.stride(), t.storage_offset(), t.dtype, t.device),), None)
+    return made.absent(Reads())
+
+
+def test_an_absent_looks_like_the_tensor():
+    t = torch.randn(4, 6, dtype=torch.float64)[:, 1:].t()
+    absent = absent_like(t)
+    assert type(absent) is Absent
+    assert (absent.shape, absent.stride(), absent.storage_offset()) == (t.shape, t.stride(), t.storage_offset())
+    assert (absent.dtype, absent.device, absent.requires_grad) == (t.dtype, t.device, False)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.sum, torch.Tensor.detach, torch.Tensor.data_ptr, torch.Tensor.item])
+def test_an_absent_notes_who_reads_it(read):
+    absent = absent_like(torch.randn(1))
+    with pytest.raises((AbsentReadError, RuntimeError)):
+        read(absent)
+
+
+def test_an_absent_gives_no_address_to_native_code():
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch._C._to_dlpack(absent_like(torch.randn(3)))
+
+
+def test_lineage_goes_by_memory_and_ends_with_it():
+    lineage, op = Lineage(), torch.ops.aten.mul.Tensor
+    a, b = torch.randn(4), torch.randn(4)
+    lineage.begin(0, op, a)
+    lineage.begin(3, op, b)
+    assert lineage.of(a.view(2, 2)) == 1
+    c = a * b
+    assert lineage.follow(op, (a, b), {}, c) == lineage.of(c) == 0b1001
+    assert lineage.follow(op, (torch.ones(1),), {}, torch.ones(1)) == 0
+    assert lineage.spoiled == 0
+    lineage.follow(torch.ops.aten.add_.Tensor, (b, b), {}, b)
+    assert lineage.spoiled == 0b1000
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"action": "selective", "beyond": (0,)},
+        {"action": "selective", "sites": (0, 1), "beyond": (2,)},
+        {"action": "offload", "sites": (0, 1), "beyond": (0,)},
+    ],
+)
+def test_what_is_left_out_is_some_of_the_sites(given):
+    with pytest.raises(ConfigError, match="beyond="):
+        Recipe(**given)
+
+
+def test_a_plan_with_such_a_recipe_is_saved_and_loaded(tmp_path):
+    plan = Plan({"layers.0": RegionPlan(ROTATED)})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert "beyond 0,1" in str(plan)
+    (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace('"beyond": [', '"beyond": ["x",'))
+    with pytest.raises(PlanError, match="beyond"):
+        Plan.load(tmp_path / "plan.json")

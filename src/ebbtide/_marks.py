@@ -29,6 +29,7 @@ from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
 from ebbtide.recompute.frame import Frame, Pack, hook_pair
+from ebbtide.recompute.left_out import Courses
 from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
 from ebbtide.types import AgainWatch, Reason, Unable, Watch
@@ -237,6 +238,7 @@ class InnerMark(Mark):
         self._choice = choice
         self._forward: _RegionForward | None = None
         self._traced = Traced()
+        self._courses = Courses()
         super().__init__(handle, module)
 
     def enter(self) -> None:
@@ -334,7 +336,8 @@ class InnerMark(Mark):
         holding = None
         if recipe.action == "selective" and not session.is_second_run:
             dear = self._handle.dear_ops(recipe)
-            holding = Holding(desk, dear, kept if recipe.outputs == "keep" else desk.stays, recipe.sites, recipe.beyond)
+            stays = kept if recipe.outputs == "keep" else desk.stays
+            holding = Holding(desk, dear, stays, recipe.sites, recipe.beyond, self._courses)
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
         visit, plan, watch = desk.visit, session.plan, desk.watch
 

@@ -127,10 +127,38 @@ def is_called_from(function: Callable[..., Any]) -> bool:
     return False
 
 
+def _dispatch_hidden_from_compiler(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A mode's __torch_dispatch__, not traced where a compiler would."""
+    set_callback: Callable[[object], object] = _eval_frame.set_eval_frame
+
+    def hidden(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = set_callback(None)
+        try:
+            return dispatch(self, op, types, args, kwargs)
+        finally:
+            set_callback(before)
+
+    _skip(hidden)
+    return hidden
+
+
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled."""
+    """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled.
+
+    What it does with an operator is hidden from the compiler as hooks are: torch's own way takes as long as a small
+    operator does, and imports torch._dynamo.
+    """
 
     supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in cls.__dict__:
+            cls.__torch_dispatch__ = _dispatch_hidden_from_compiler(cast(Any, cls).__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -189,10 +217,15 @@ def hidden_from_compiler(hook: Hook) -> Hook:
             set_callback(before)
 
     functools.update_wrapper(hidden, hook)  # whose hooks they are is asked of them
-    cast(Any, hidden)._torchdynamo_disable = True  # for one who traces a caller
-    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    _eval_frame.set_code_exec_strategy(hidden.__code__, strategy)  # for the frame itself
+    _skip(hidden)
     return cast(Hook, hidden)
+
+
+def _skip(function: Any) -> None:
+    """Has the compiler leave the frames of `function` alone; what it calls is up to itself."""
+    function._torchdynamo_disable = True  # for one who traces a caller
+    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)  # for the frame itself
 
 
 def constant_in_traces(function: Function) -> Function:

@@ -92,7 +92,7 @@ def test_saves_are_held_instead_of_outputs_where_that_is_worth_more():
     assert option.again_s == pytest.approx(10 * MS - (2 + 1.5 + 5) * MS)
     assert sorted(parcel.nbytes for parcel in option.moved) == [20 * MB, 64 * MB, 64 * MB]
     assert max(parcel.at_s for parcel in option.moved) == 4 * MS  # when the save is there
-    assert (option.left_out, option.follows) == (9, True)
+    assert option.left_out == 9
     assert option_for(each, option.recipe) == option
 
 
@@ -109,7 +109,7 @@ def test_else_outputs_are_held(changes):
     dear = (replace(ROTATED[0], **changes), ROTATED[1], Dear(2, 900 * MB, 6 * MS, 1 * MS, "aten::mm"))
     saves = (Save(0, 64 * MB, 0.0), *ROTATED_SAVES[1:], Save(3, 500 * MB, 6 * MS))
     option = selective(region(saves=saves, dear=dear), 2)
-    assert (option.recipe.sites, option.recipe.beyond, option.follows) == ((0, 1), (), False)
+    assert (option.recipe.sites, option.recipe.beyond, option.left_out) == ((0, 1), (), 0)
 
 
 def test_what_is_saved_once_and_led_to_twice_is_held_once():
@@ -117,14 +117,14 @@ def test_what_is_saved_once_and_led_to_twice_is_held_once():
     assert selective(region(saves=ROTATED_SAVES, dear=dear), 2).moved_bytes == (20 + 64 + 64) * MB
 
 
-def test_to_follow_takes_the_host_time():
+def test_to_leave_out_takes_the_host_time():
     each = region(saves=ROTATED_SAVES, dear=ROTATED)
     host = Host((), 0.0, 0.0, 0.0, 0.0, 0.0, frame_s=0.0, op_s=1.0, held_s=0.0, moved_s=0.0)
     beyond = selective(each, 2)
     outputs = option_for(each, replace(beyond.recipe, beyond=()))
     times = HostTime(0.0, 0.0, 0.0, ops=100)
     assert queueing_s(outputs, host, times) == 100
-    assert queueing_s(beyond, host, times) == pytest.approx(100 + 15 + 3.6)
+    assert queueing_s(beyond, host, times) == pytest.approx(100 + 9)
 
 
 def test_what_moves_is_there_and_needed_in_mirrored_order():

@@ -15,6 +15,7 @@ import ebbtide
 from ebbtide import ConfigError, Plan, PlanError, Recipe, RegionPlan
 from ebbtide._torch import OperatorMode
 from ebbtide.recompute.absent import Absent, AbsentReadError, Lineage, Made, Reads
+from ebbtide.recompute.left_out import Course, Courses
 
 ALL = tuple(range(20))
 ROTATED = Recipe("selective", sites=(0, 1, 3), beyond=(0, 1))  # q and k as attention saves them, and its outputs
@@ -250,6 +251,161 @@ def test_region_code_that_goes_wrong_raises_what_it_raises():
         loss.backward()
 
 
+# -- forwards that go the same way, and others -------------------------------------------------------------------------
+
+
+class Turning:
+    """What stands between goes by turns. In the second run of a step it is that of the step."""
+
+    turn = 0
+
+    def __init__(self, *ways):
+        self.ways = ways
+
+    def __call__(self, q):
+        return self.ways[Turning.turn % len(self.ways)](q)
+
+
+def turns(make):
+    """How many rotations run again in the backward of each step, all of whose bits are those of the twin."""
+    torch.manual_seed(0)
+    model = Layers(make)
+    twin = copy.deepcopy(model)
+    handle = offload(model, recipe=ROTATED)
+    rotations = []
+    for Turning.turn in range(6):
+        x = torch.randn(BATCH, TOKENS, WIDTH)
+        with Counting() as counting:
+            model(x).backward()
+        rotations.append(counting.names.count("aten::cat") - 4)
+        twin(x).backward()
+        assert_equal(*([p.grad for p in each.parameters()] for each in (model, twin)))
+    assert handle.stats().host_bytes == 0
+    return rotations
+
+
+def plus(q):
+    return (q + 1.0).neg()
+
+
+def minus(q):
+    return (q - 1.0).neg()
+
+
+def other_number(q):
+    return (q + 2.0).neg()
+
+
+def in_place_behind(q):
+    return (q + 1.0).mul_(2.0).neg()
+
+
+def exponential(q):
+    return (q + 1.0).exp().neg()
+
+
+def hyperbolic(q):
+    """It saves as many."""
+    return (q + 1.0).tanh().neg()
+
+
+def said(count):
+    return torch.full((WIDTH // HEADS,), float(count))
+
+
+def part(count):
+    """How many tokens that is of q only says how it looks, and a save depends on it."""
+
+    def between(q):
+        return q * said((q[:, :, :count] + 1.0).shape[2])
+
+    return between
+
+
+def flat(q):
+    return q * said(len(torch.ops.aten.amax(q.detach(), [2]).shape))
+
+
+def turned(q):
+    """Another operator with the same arguments, and the like of all saves."""
+    return q * said(len(torch.ops.aten.flip(q.detach(), [2]).shape))
+
+
+def kept_of(share):
+    """How many there are is up to what is drawn."""
+
+    def between(q):
+        return q * q[q > share].shape[0]
+
+    return between
+
+
+def test_what_is_led_to_is_found_once(monkeypatch):
+    followed = []
+    follow = Lineage.follow
+    monkeypatch.setattr(Lineage, "follow", lambda self, *call: followed.append(self) or follow(self, *call))
+    counts = []
+
+    class Counted(Attention):
+        def forward(self, x, table):
+            counts.append(len(followed))
+            return super().forward(x, table)
+
+    assert turns(Counted) == [0] * 6
+    assert len(followed) > 0
+    assert counts[4] == len(followed)  # from the second step on, nothing is
+
+
+@pytest.mark.parametrize("other", [minus, other_number, in_place_behind, exponential])
+def test_forwards_that_go_another_way(other):
+    turns(lambda: Attention(Turning(plus, other)))
+
+
+@pytest.mark.parametrize("ways", [(part(3), part(5)), (flat, turned)], ids=["argument", "operator"])
+def test_looks_of_what_is_left_out_are_those_of_this_forward(ways):
+    turns(lambda: Attention(Turning(*ways)))
+
+
+def test_a_size_that_hangs_on_bytes():
+    assert turns(lambda: Attention(Turning(kept_of(0.0), kept_of(0.5))))[-1] == 2  # q's run again
+
+
+class Looking(nn.Linear):
+    """In the fourth step it looks at the product of some tokens first, of which nothing is saved."""
+
+    def forward(self, x):
+        if Turning.turn == 3:
+            with torch.no_grad():
+                super().forward(x[:, :4])
+        return super().forward(x)
+
+
+def looking():
+    attention = Attention()
+    attention.k = Looking(WIDTH, WIDTH, bias=False)
+    return attention
+
+
+@pytest.mark.parametrize(("usual", "other"), [(plus, exponential), (exponential, hyperbolic)])
+def test_a_way_that_saves_otherwise_is_found_before_anything_fails(usual, other):
+    """One way in the fourth step, the other before and after: only there all runs again, and nothing is given up."""
+    ways = [usual, usual, usual, other, usual, usual]
+    assert turns(lambda: Attention(Turning(*ways))) == [0, 0, 0, 4, 0, 0]
+
+
+def test_a_way_that_leaves_out_other_calls_is_found_before_anything_fails():
+    assert turns(looking) == [0, 0, 0, 4, 0, 0]
+
+
+def test_courses_are_kept_for_the_latest_few():
+    courses = Courses()
+    for number in range(100):
+        courses.add("recipe", Course((number,), [], frozenset(), []))
+    assert courses.of("recipe", 99) is not None
+    assert courses.of("other", 99) is None
+    assert [number for number in range(100) if courses.of("recipe", number) is not None] == list(range(84, 100))
+
+
 # -- planned -----------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +469,7 @@ def test_saves_of_a_kernel_that_no_mode_sees_are_not_led_to():
 
 
 def absent_like(t):
-    made = Made(None, ((t.size(), t.stride(), t.storage_offset(), t.dtype, t.device),), None)
+    made = Made(None, (), ((t.size(), t.stride(), t.storage_offset(), t.dtype, t.device),), None)
     return made.absent(Reads())
 
 
@@ -340,8 +496,8 @@ def test_an_absent_gives_no_address_to_native_code():
 def test_lineage_goes_by_memory_and_ends_with_it():
     lineage, op = Lineage(), torch.ops.aten.mul.Tensor
     a, b = torch.randn(4), torch.randn(4)
-    lineage.begin(0, op, a)
-    lineage.begin(3, op, b)
+    lineage.begin(0, op, (), {}, a)
+    lineage.begin(3, op, (), {}, b)
     assert lineage.of(a.view(2, 2)) == 1
     c = a * b
     assert lineage.follow(op, (a, b), {}, c) == lineage.of(c) == 0b1001

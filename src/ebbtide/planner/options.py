@@ -38,7 +38,6 @@ class Option:
         comes_together: backward asks for all that it moved when it begins.
         held: calls whose outputs its second run is handed.
         left_out: operators that do not run in it beside those.
-        follows: what leads to saves that are held has to be followed in its first run.
     """
 
     recipe: Recipe
@@ -49,16 +48,13 @@ class Option:
     comes_together: bool
     held: int = 0
     left_out: int = 0
-    follows: bool = False
 
     @cached_property
     def moved_bytes(self) -> int:
         return sum(parcel.nbytes for parcel in self.moved)
 
 
-# In what it takes the host to look at an operator.
-_FOLLOWED = 0.15
-_LEFT_OUT = 0.4
+_LEFT_OUT = 1.0  # in what it takes the host to look at an operator
 _MARKS = (0.25, 0.5, 0.75)
 _FINE_MARKS = tuple(step / 32 for step in range(1, 32))
 
@@ -242,7 +238,6 @@ def _running_again(region: RegionProfile, recipe: Recipe, held: Sequence[_Holdab
         comes_together=True,
         held=len(held),
         left_out=sum(each.left_out for each in held),
-        follows=any(each.is_beyond for each in held),
     )
 
 
@@ -267,9 +262,7 @@ def queueing_s(option: Option, host: Host, region: HostTime) -> float:
     if option.recipe.runs_again:
         seconds += host.frame_s
     if option.held:
-        seconds += host.op_s * region.ops + host.held_s * option.held
-    if option.follows:
-        seconds += _FOLLOWED * host.op_s * region.ops + _LEFT_OUT * host.op_s * option.left_out
+        seconds += host.op_s * (region.ops + _LEFT_OUT * option.left_out) + host.held_s * option.held
     return seconds
 
 

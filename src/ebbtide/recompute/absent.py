@@ -8,16 +8,19 @@ lies between the projection and them.
 1. The first run follows what the output of such a call leads to: the outputs of every operator that is given it, or
    what it leads to, down to operators whose own outputs are held. Saves among these are held.
 2. In the second run the call returns an Absent: it looks like the output and has no bytes. So do operators that are
-   given one, all as they looked in the first run. Saves that are held come from where they are held.
+   given one, all as they looked in the first run: these have to be the same, one by one, and given what looks the same
+   and the same numbers. Saves that are held come from where they are held.
 3. An Absent that is read all the same (by a kernel that takes addresses, as a number, as a save or by an operator that
    the first run did not find there) raises. Then the region runs again with nothing left out, and those calls are not
    left out any more. So a wrong guess costs time, and no bit.
-4. What it leads to may not be changed in place, draw random numbers, or become a number: such calls are not left out.
+4. What it leads to may not be changed in place, draw random numbers, become a number, or be of a size that depends on
+   bytes: such calls are not left out.
 """
 
 import functools
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,7 +60,7 @@ class Absent(torch.Tensor):
     def __torch_dispatch__(
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        absent = next(t for t in _tensors_in(args, kwargs or {}) if isinstance(t, Absent))
+        absent = next(t for t in _given(args, kwargs or {}) if isinstance(t, Absent))
         raise absent.reads.refuse(op)
 
     def data_ptr(self) -> int:
@@ -69,11 +72,13 @@ class Made(NamedTuple):
 
     Attributes:
         op: the operator.
+        given: what it was given: numbers and words, of tensors how they looked.
         looks: of each tensor: size, strides, offset, dtype and device.
         sequence: tuple or list if there were several, None if one.
     """
 
     op: Any
+    given: tuple[Any, ...]
     looks: tuple[tuple[Any, ...], ...]
     sequence: type | None
 
@@ -90,23 +95,41 @@ def _absent(looks: tuple[Any, ...], reads: Reads) -> Absent:
     return absent
 
 
-def _made(op: Any, tensors: Sequence[torch.Tensor], out: Any) -> Made:
-    looks = ((t.size(), t.stride(), storage_offset(t), t.dtype, t.device) for t in tensors)
-    return Made(op, tuple(looks), None if isinstance(out, torch.Tensor) else type(out))
+def made_by(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor], sequence: type | None
+) -> Made:
+    looks = [(t.size(), t.stride(), storage_offset(t), t.dtype, t.device) for t in tensors]
+    return Made(op, looks_of(args, kwargs), tuple(looks), sequence)
+
+
+def sequence_type(out: Any) -> type | None:
+    """Tuple or list if an operator has returned several, None if one."""
+    return tuple if isinstance(out, tuple) else list if isinstance(out, list) else None
+
+
+def looks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What there is to tell one call of an operator from another without a look at bytes."""
+    return tuple(map(_look, (*args, *kwargs.values())))
+
+
+def _look(given: object) -> object:
+    if isinstance(given, torch.Tensor):
+        return given.dtype, given.shape
+    return tuple(map(_look, cast("Sequence[object]", given))) if isinstance(given, list | tuple) else given
 
 
 def has_absent(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given what was left out."""
-    return any(type(t) is Absent for t in _tensors_in(args, kwargs))
+    return any(type(t) is Absent for t in _given(args, kwargs))
 
 
-def _tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator is given: it takes them alone or in lists."""
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, tuple | list):
-            yield from (t for t in cast("Sequence[object]", arg) if isinstance(t, torch.Tensor))
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[object]:
+    """What an operator is given, lists opened: it takes tensors alone or in lists."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    if list not in map(type, given) and tuple not in map(type, given):
+        return given
+    lists = (cast("Sequence[object]", arg) if isinstance(arg, tuple | list) else (arg,) for arg in given)
+    return list(itertools.chain.from_iterable(lists))
 
 
 class Trace:
@@ -133,9 +156,9 @@ class Lineage:
         self.spoiled = 0
         self.made: list[Made] = []
 
-    def begin(self, call: int, op: Any, out: torch.Tensor) -> None:
+    def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor) -> None:
         """The call of this number has returned `out`."""
-        self.made.append(_made(op, (out,), out))
+        self.made.append(made_by(op, args, kwargs, [out], None))
         self._note(out, 1 << call)
 
     def of(self, t: torch.Tensor) -> int:
@@ -154,7 +177,8 @@ class Lineage:
         """The calls that lead to what an operator is given."""
         calls = 0
         if self._traces:
-            for trace in map(self.trace, _tensors_in(args, kwargs)):
+            for t in _given(args, kwargs):
+                trace = self.trace(t) if type(t) is torch.Tensor else None
                 if trace is not None:
                     trace.is_used = trace.is_used or not _is_view(op)
                     calls |= trace.calls
@@ -165,10 +189,11 @@ class Lineage:
         calls = self.given_to(op, args, kwargs)
         if calls == 0:
             return 0
-        outputs = cast("Sequence[object]", out) if isinstance(out, tuple | list) else (out,)
+        sequence = sequence_type(out)
+        outputs: Sequence[object] = (out,) if sequence is None else out
         tensors = [t for t in outputs if isinstance(t, torch.Tensor) and type(t) is torch.Tensor]
         if len(tensors) == len(outputs) and _may_be_left_out(op, args, kwargs):
-            self.made.append(_made(op, tensors, out))
+            self.made.append(made_by(op, args, kwargs, tensors, sequence))
             for t in tensors:
                 self._note(t, calls | self.of(t))
         else:
@@ -192,5 +217,12 @@ def _is_view(op: Any) -> bool:
 
 
 def _may_be_left_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return _looks_follow(op) and draws_on(op, args, kwargs) is None
+
+
+@functools.cache
+def _looks_follow(op: Any) -> bool:
+    """It changes nothing, and what it returns looks the same for arguments that do."""
     schema = getattr(op, "_schema", None)
-    return schema is not None and not schema.is_mutable and draws_on(op, args, kwargs) is None
+    is_sized_by_bytes = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
+    return schema is not None and not schema.is_mutable and not is_sized_by_bytes

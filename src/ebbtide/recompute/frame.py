@@ -108,10 +108,11 @@ class Frame:
             self._ambient.close()
             self._found.close()
             if holding is not None:
-                holding.close(is_whole)
+                holding.close(is_whole, self._looks)
         with numbering_paused():
             self._found.learn()
         self._check_inputs(tensors, versions)
+        self._looks = state.shared_looks(self._looks)
         if self._held is not None:
             self._held.drop_modified()
         self._is_whole = True
@@ -126,7 +127,7 @@ class Frame:
     def pack(self, t: torch.Tensor) -> Holder:
         """Autograd saves `t` inside of the region: only its place is noted."""
         holder = Holder(self, len(self._holders))
-        led = None if self._holding is None else self._holding.pack_led(t)
+        led = None if self._holding is None else self._holding.pack_led(t, holder.number)
         if led is None:
             self._dropped_bytes += t.numel() * t.element_size()
         else:

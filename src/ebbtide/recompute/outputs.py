@@ -12,7 +12,7 @@ overwritten in a later step, or behind the end of its region, is not seen.
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,10 +29,11 @@ from ebbtide._torch import (
 from ebbtide.engine.hooks import Desk, is_unmodified
 from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
-from ebbtide.recompute.absent import Lineage, Made, Reads, has_absent
+from ebbtide.recompute.absent import Made, Reads, has_absent, looks_of, sequence_type
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.dear import DearOps, OpKind, is_collective, is_hidden_view, is_wait
 from ebbtide.recompute.draws import draws_on
+from ebbtide.recompute.left_out import Courses, LeavingOut, LeftOut
 from ebbtide.types import Output, Reason
 
 RngState: TypeAlias = tuple[torch.device, torch.Tensor]
@@ -89,18 +90,6 @@ _Asked: TypeAlias = "tuple[Any, ...]"
 
 SavesSoFar: TypeAlias = Callable[[], int]
 """How many tensors autograd has saved in this run: the same at the same place of both runs."""
-
-
-class LeftOut(NamedTuple):
-    """A call of which what its output leads to is held (see recompute/absent.py).
-
-    Attributes:
-        asked: as that of `Held`.
-        site: where its output would be; that it has to run again is written there.
-    """
-
-    asked: "_Asked"
-    site: Site
 
 
 Call: TypeAlias = "Held | LeftOut | Site | None"
@@ -216,9 +205,6 @@ class Intake:
         self._by_memory: dict[int, Held] = {}
         self._compares = compares
         self._uncompared: list[_Uncompared] = []
-        self.lineage = Lineage()
-        self.held.made = self.lineage.made
-        self._left_out: list[tuple[Any, int]] = []
 
     def count(self, op: Any) -> None:
         """A call is made: unless `take` follows, it will run again."""
@@ -239,7 +225,9 @@ class Intake:
         held.rng_after = rng_after
         return True
 
-    def leave_out(self, op: Any, args: tuple[Any, ...], out: Any) -> bool:
+    def leave_out(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, leaving: LeavingOut
+    ) -> bool:
         """The call counted last returned `out`: hold what that leads to. False if that is known not to do, or the call
         returned several: it runs again."""
         visit = self._desk.visit
@@ -247,21 +235,12 @@ class Intake:
         if type(out) is not torch.Tensor:
             return False
         self._desk.skip(out)
-        calls = self.held.calls[op]
         if site.output is not None:
-            calls[-1] = site
+            self.held.calls[op][-1] = site
             return False
-        calls[-1] = LeftOut(self._asked(args), site)
-        self.lineage.begin(len(self._left_out), op, out)
-        self._left_out.append((op, len(calls) - 1))
+        leaving.leave_out(op, args, kwargs, out, site)
+        self.held.made = leaving.made
         return True
-
-    def pack_led(self, t: torch.Tensor, stays: Reason | None) -> Any:
-        """The save `t` as the desk packs it, if something that is left out leads to it; else None."""
-        if not self.lineage.of(t):
-            return None
-        with numbering_paused():
-            return self._desk.pack_as(t, stays)
 
     @property
     def awaits(self) -> bool:
@@ -275,28 +254,16 @@ class Intake:
         if self._by_memory and is_hidden_view(op):
             held = self._by_memory.get(_memory(args[0]))
             if held is not None:
-                for t in [out] if _sequence_type(out) is None else out:
+                for t in [out] if sequence_type(out) is None else out:
                     held.watch(_counter(t), t._version)
 
     def close(self, is_whole: bool) -> None:
         """The forward has ended, or has raised: from here on only `held` holds outputs, until they are handed out."""
-        if self.lineage.spoiled:
-            self._leave_nothing_out()
         if is_whole and self._uncompared:
             self._compare()
         self._uncompared.clear()
         self._by_memory.clear()
         self._pending.clear()
-
-    def _leave_nothing_out(self) -> None:
-        """In this pass; and what was seen to be needed, in no later one."""
-        for call, (op, number) in enumerate(self._left_out):
-            left_out = self.held.calls[op][number]
-            if not isinstance(left_out, LeftOut):
-                continue  # region code has asked for gradients, and a second run has met it already
-            self.held.calls[op][number] = left_out.site
-            if self.lineage.spoiled >> call & 1:
-                left_out.site.output = Output.NEEDED
 
     def _compare(self) -> None:
         with without_dispatch():
@@ -309,7 +276,7 @@ class Intake:
         return _asked(self.saves_so_far(), args)
 
     def _hold(self, op: Any, number: int, out: Any, asked: "_Asked", stays: Reason | None) -> Held | None:
-        sequence = _sequence_type(out)
+        sequence = sequence_type(out)
         outputs: list[Any] = [out] if sequence is None else list(out)
         visit = self._desk.visit
         site = visit.site(visit.next_index)
@@ -378,6 +345,7 @@ class Holding(_Numbering):
         stays: why outputs stay on the device, None where they may travel.
         sites: the numbers of the dear calls whose outputs are held; None: all.
         beyond: those of which what they lead to is held.
+        courses: of the region.
     """
 
     def __init__(
@@ -386,18 +354,20 @@ class Holding(_Numbering):
         dear: DearOps,
         stays: Reason | None,
         sites: tuple[int, ...] | None,
-        beyond: tuple[int, ...] = (),
+        beyond: tuple[int, ...],
+        courses: Courses,
     ) -> None:
         super().__init__()
+        self._desk = desk
         self._intake = Intake(desk, compares=desk.watch is None)
         self.held = self._intake.held
-        self.close = self._intake.close
         self.inside: Counter[str] = Counter()
         """How deep the forward is inside the modules that some of `dear` are limited to."""
         self._dear = dear
         self._stays = stays
         self._sites = None if sites is None else frozenset(sites)
         self._beyond = frozenset(beyond)
+        self._leaving = LeavingOut(self.held.calls, (sites, beyond), courses)
         self._dear_calls = 0
         self.follows_draws = True
         """Whether generators can be asked: not inside of a captured graph."""
@@ -414,8 +384,8 @@ class Holding(_Numbering):
         out = op(*args, **kwargs)
         if kind.is_hidden_view or self._intake.awaits:
             self._intake.follow(op, args, out)
-        if self._beyond:
-            self._intake.lineage.follow(op, args, kwargs, out)
+        if self._leaving.follows:
+            self._leaving.follow(op, args, kwargs, out)
         return out
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: OpKind) -> Any:
@@ -426,21 +396,29 @@ class Holding(_Numbering):
         before = rng_before(op, args, kwargs) if is_held and self.follows_draws else None
         out = op(*args, **kwargs)
         if is_held and self._dear_calls - 1 in self._beyond:
-            is_held = self._intake.leave_out(op, args, out)
+            is_held = self._intake.leave_out(op, args, kwargs, out, self._leaving)
         elif is_held:
             is_held = self._intake.take(op, args, out, self._stays, rng_after(before))
-        if not is_held and self._beyond:
-            self._intake.lineage.follow(op, args, kwargs, out)
+        if not is_held and self._leaving.follows:
+            self._leaving.follow(op, args, kwargs, out)
         self._intake.follow(op, args, out)
         return out
 
-    def pack_led(self, t: torch.Tensor) -> Any:
-        """See `Intake.pack_led`."""
-        return self._intake.pack_led(t, self._stays) if self._beyond else None
+    def pack_led(self, t: torch.Tensor, number: int) -> Any:
+        """The save `t` of this number as the desk packs it, if something that is left out leads to it; else None."""
+        if not self._leaving.leads_to(t, number):
+            return None
+        with numbering_paused():
+            return self._desk.pack_as(t, self._stays)
 
     def follow_saves(self, saves_so_far: "SavesSoFar") -> None:
         """From now on calls are known by it too."""
         self._intake.saves_so_far = saves_so_far
+
+    def close(self, is_whole: bool, looks: Sequence[object]) -> None:
+        """The forward has ended, or has raised. `looks`: of what it has saved."""
+        self._leaving.close(is_whole, looks)
+        self._intake.close(is_whole)
 
     def _is_chosen(self) -> bool:
         self._dear_calls += 1
@@ -474,11 +452,10 @@ class Serving(_Numbering):
         number = self._numbers[op]
         self._numbers[op] += 1
         call = calls[number] if number < len(calls) else None
-        is_other = isinstance(call, Held | LeftOut) and call.asked != _asked(self._saves_so_far(), args)
         if isinstance(call, LeftOut):
             self.has_left_out = True
-            return self._left_out(op, is_other)
-        if is_other:
+            return self._left_out(op, args, kwargs)
+        if isinstance(call, Held) and call.asked != _asked(self._saves_so_far(), args):
             return self._run(op, args, kwargs)  # it comes in another order now: what is held is of another call
         if isinstance(call, Held):
             if call.is_unmodified:
@@ -490,12 +467,12 @@ class Serving(_Numbering):
 
     def _run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.has_left_out and has_absent(args, kwargs):
-            return self._left_out(op, False)
+            return self._left_out(op, args, kwargs)
         return op(*args, **kwargs)
 
-    def _left_out(self, op: Any, is_other: bool) -> Any:
+    def _left_out(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         made = self._held.made[self._made] if self._made < len(self._held.made) else None
-        if made is None or made.op is not op or is_other:
+        if made is None or made.op is not op or made.given != looks_of(args, kwargs):
             raise self.reads.refuse(op)  # it comes in another order now
         self._made += 1
         return made.absent(self.reads)
@@ -522,10 +499,6 @@ def _asked(saves_so_far: int, args: tuple[Any, ...]) -> _Asked:
 def _unknown() -> int:
     """In a checkpoint of the user's own: only torch knows how much was saved."""
     return 0
-
-
-def _sequence_type(out: Any) -> type | None:
-    return tuple if isinstance(out, tuple) else list if isinstance(out, list) else None
 
 
 def _memory(t: torch.Tensor) -> int:

@@ -33,7 +33,7 @@ _RESTORABLE = (bool, int, float, str, type(None), torch.Tensor)
 
 
 class RegionState:
-    """The modules of one region, and what is known about their buffers."""
+    """The modules of one region, and what is known about their buffers and saves."""
 
     def __init__(self, name: str, region: Module) -> None:
         self.name = name
@@ -41,7 +41,15 @@ class RegionState:
         """Buffers that a forward leaves alone."""
         self.changing: set[_Key] = set()
         """Buffers that a forward was seen to change."""
+        self._looks: list[Any] = []
         self._region = region
+
+    def shared_looks(self, looks: list[Any]) -> list[Any]:
+        """What the saves of a forward look like, as the list that the forward before made, if that is equal: thousands
+        of objects that live until backward are what Python's garbage collector comes by at every step."""
+        if looks != self._looks:
+            self._looks = looks
+        return self._looks
 
     def find(self) -> "Found":
         """To be called where a forward begins."""

@@ -3,6 +3,7 @@
 All of it exists in torch 2.11, 2.12 and 2.13.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -219,6 +220,13 @@ def hidden_from_compiler(hook: Hook) -> Hook:
     functools.update_wrapper(hidden, hook)  # whose hooks they are is asked of them
     _skip(hidden)
     return cast(Hook, hidden)
+
+
+def not_recompiling() -> contextlib.AbstractContextManager[object]:
+    """What would be compiled anew inside runs eagerly."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("eager_on_recompile")
 
 
 def _skip(function: Any) -> None:

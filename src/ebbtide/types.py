@@ -225,7 +225,7 @@ class Lineage(Protocol):
 
     spoiled: int
 
-    def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor) -> None:
+    def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """The call of this number has returned `out`."""
         ...
 

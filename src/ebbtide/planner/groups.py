@@ -7,11 +7,11 @@ Note [Units and groups]
    plans that differ by nothing: it says how many of a group get an option, and they are spread over the depth after.
 """
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from statistics import fmean
 
 from ebbtide.planner.options import Option, option_for, options_of
 from ebbtide.planner.profile import Profile, RegionProfile
@@ -157,13 +157,9 @@ def _mean_regions(regions: Sequence[RegionProfile], visits: Sequence[tuple[int, 
 def _mean_region(alike: Sequence[RegionProfile]) -> RegionProfile:
     rows = zip(*(region.dear for region in alike), strict=True)
     dear = tuple(
-        replace(row[0], again_s=_mean(d.again_s for d in row), led_s=_mean(d.led_s for d in row)) for row in rows
+        replace(row[0], again_s=fmean(d.again_s for d in row), led_s=fmean(d.led_s for d in row)) for row in rows
     )
     return replace(alike[0], dear=dear)
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _alike(one: RegionProfile, other: RegionProfile) -> bool:

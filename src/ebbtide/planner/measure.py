@@ -567,8 +567,7 @@ class _DearTimes(OperatorMode):
         for call in range(number):
             if calls >> call & 1:
                 visit.users[call].add(number)
-        if type(out) is torch.Tensor:
-            self._lineage.begin(number, op, args, kwargs, out)
+        self._lineage.begin(number, op, args, kwargs, out)
         device.memory()  # where nobody counts allocations, the peak is what was looked at
         return out
 

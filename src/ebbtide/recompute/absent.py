@@ -11,10 +11,13 @@ lies between the projection and them.
    given one, all as they looked in the first run: these have to be the same, one by one, and given what looks the same
    and the same numbers. Saves that are held come from where they are held.
 3. An Absent that is read all the same (by a kernel that takes addresses, as a number, as a save or by an operator that
-   the first run did not find there) raises. Then the region runs again with nothing left out, and those calls are not
-   left out any more. So a wrong guess costs time, and no bit.
-4. What it leads to may not be changed in place, draw random numbers, become a number, or be of a size that depends on
-   bytes: such calls are not left out.
+   the first run did not find there) raises, and one that is there when the run is over may be read later. Then the
+   region runs again with nothing left out, and those calls are not left out any more. So a wrong guess costs time, and
+   no bit.
+4. What lies between may change nothing, draw nothing, and return what looks as its arguments say: it is made of
+   operators that are known to. Other calls are not left out, nor any of a region that speaks with other ranks.
+5. Out of sight is code that asks for the type of a tensor, and native code that reads one behind the dispatcher's back
+   by a constant pointer, or by to_dlpack where what that raises is caught.
 """
 
 import functools
@@ -27,7 +30,7 @@ import torch
 
 from ebbtide._errors import RecomputeError
 from ebbtide._torch import refuse_addresses, storage_offset, wrapper_of
-from ebbtide.recompute.dear import is_hidden_view
+from ebbtide.recompute.dear import classes_of, is_collective, is_hidden_view, op_name
 from ebbtide.recompute.draws import draws_on
 
 
@@ -36,13 +39,25 @@ class AbsentReadError(RecomputeError):
 
 
 class Reads:
-    """Whether somebody has asked for bytes that were left out: region code may have caught what that raised."""
+    """Whether somebody has asked for bytes that were left out: region code may have caught what that raised. Or may ask
+    for them yet: a hook that keeps what a module returns."""
 
-    were_tried = False
+    def __init__(self) -> None:
+        self._were_tried = False
+        self._absents: list[weakref.ref[Absent]] = []
+
+    def hand_out(self, absent: "Absent") -> None:
+        absent.reads = self
+        self._absents.append(weakref.ref(absent))
 
     def refuse(self, who: object) -> AbsentReadError:
-        self.were_tried = True
+        self._were_tried = True
         return AbsentReadError(f"{who} needs what was left out of a second run")
+
+    def check(self, region: str) -> None:
+        """The run is over, and what it went by is gone. Raises AbsentReadError."""
+        if self._were_tried or any(absent() is not None for absent in self._absents):
+            raise self.refuse(f"code of {region}, which keeps it or has caught this,")
 
 
 class Absent(torch.Tensor):
@@ -63,8 +78,10 @@ class Absent(torch.Tensor):
         absent = next(t for t in _given(args, kwargs or {}) if isinstance(t, Absent))
         raise absent.reads.refuse(op)
 
-    def data_ptr(self) -> int:
-        raise self.reads.refuse("a kernel that takes addresses")
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise self.reads.refuse("code that goes by memory")
+
+    data_ptr = untyped_storage = storage = tolist = numpy = __array__ = __dlpack__ = _refuse
 
 
 class Made(NamedTuple):
@@ -90,7 +107,7 @@ class Made(NamedTuple):
 
 def _absent(looks: tuple[Any, ...], reads: Reads) -> Absent:
     absent = wrapper_of(Absent, *looks)
-    absent.reads = reads
+    reads.hand_out(absent)
     refuse_addresses(absent)
     return absent
 
@@ -109,13 +126,26 @@ def sequence_type(out: Any) -> type | None:
 
 def looks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What there is to tell one call of an operator from another without a look at bytes."""
-    return tuple(map(_look, (*args, *kwargs.values())))
+    return (*map(_look, args), *((name, _look(value)) for name, value in kwargs.items()))
 
 
 def _look(given: object) -> object:
     if isinstance(given, torch.Tensor):
-        return given.dtype, given.shape
-    return tuple(map(_look, cast("Sequence[object]", given))) if isinstance(given, list | tuple) else given
+        return given.dtype, given.size(), given.stride(), given.device
+    if isinstance(given, list | tuple):
+        return tuple(map(_look, cast("Sequence[object]", given)))
+    return type(given), given  # 1 and 1.0 are equal
+
+
+def is_plain(t: object) -> bool:
+    """Whether `t` is a tensor that size, strides and offset say it all of."""
+    if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_nested:
+        return False
+    return not (t.is_quantized or t.is_conj() or t.is_neg())
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    return type(t) is torch.Tensor and t.layout is torch.strided and not t.is_nested
 
 
 def has_absent(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -156,10 +186,15 @@ class Lineage:
         self.spoiled = 0
         self.made: list[Made] = []
 
-    def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor) -> None:
+    def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """The call of this number has returned `out`."""
-        self.made.append(made_by(op, args, kwargs, [out], None))
-        self._note(out, 1 << call)
+        if is_collective(op):
+            self.spoiled = -1  # all there are: see LeavingOut.close
+        elif is_plain(out) and may_be_left_out(op, args, kwargs):
+            self.made.append(made_by(op, args, kwargs, [out], None))
+            self._note(out, 1 << call)
+        else:
+            self.spoiled |= 1 << call
 
     def of(self, t: torch.Tensor) -> int:
         """The calls that lead to `t`."""
@@ -167,7 +202,7 @@ class Lineage:
         return 0 if trace is None else trace.calls
 
     def trace(self, t: torch.Tensor) -> Trace | None:
-        if not self._traces or type(t) is not torch.Tensor:
+        if not self._traces or not has_memory(t):
             return None
         storage = t.untyped_storage()
         known = self._traces.get(storage._cdata)
@@ -178,7 +213,7 @@ class Lineage:
         calls = 0
         if self._traces:
             for t in _given(args, kwargs):
-                trace = self.trace(t) if type(t) is torch.Tensor else None
+                trace = self.trace(t) if isinstance(t, torch.Tensor) else None
                 if trace is not None:
                     trace.is_used = trace.is_used or not _is_view(op)
                     calls |= trace.calls
@@ -190,9 +225,8 @@ class Lineage:
         if calls == 0:
             return 0
         sequence = sequence_type(out)
-        outputs: Sequence[object] = (out,) if sequence is None else out
-        tensors = [t for t in outputs if isinstance(t, torch.Tensor) and type(t) is torch.Tensor]
-        if len(tensors) == len(outputs) and _may_be_left_out(op, args, kwargs):
+        tensors: Sequence[Any] = (out,) if sequence is None else out
+        if all(map(is_plain, tensors)) and may_be_left_out(op, args, kwargs):
             self.made.append(made_by(op, args, kwargs, tensors, sequence))
             for t in tensors:
                 self._note(t, calls | self.of(t))
@@ -209,20 +243,39 @@ class Lineage:
         self._traces[storage._cdata] = Trace(storage, calls)
 
 
+# What models do with q and k between projecting and saving them. Beside these, pointwise operators, views, and what is
+# dear.
+_BETWEEN = {
+    "aten::_fused_rms_norm",
+    "aten::_to_copy",
+    "aten::cat",
+    "aten::clone",
+    "aten::constant_pad_nd",
+    "aten::flip",
+    "aten::mean",
+    "aten::native_layer_norm",
+    "aten::repeat",
+    "aten::roll",
+    "aten::stack",
+    "aten::sum",
+}
+
+
+def may_be_left_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call changes nothing, draws nothing, and returns what looks as its arguments say."""
+    return _is_known(op) and draws_on(op, args, kwargs) is None
+
+
+@functools.cache
+def _is_known(op: Any) -> bool:
+    name = op_name(op)
+    if not name.startswith("aten::") or op._schema.is_mutable:
+        return False
+    return name in _BETWEEN or bool(classes_of(op)) or _is_view(op) or torch.Tag.pointwise in op.tags
+
+
 @functools.cache
 def _is_view(op: Any) -> bool:
     """It reads no bytes."""
     schema = getattr(op, "_schema", None)
     return is_hidden_view(op) or (schema is not None and any(made.alias_info is not None for made in schema.returns))
-
-
-def _may_be_left_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return _looks_follow(op) and draws_on(op, args, kwargs) is None
-
-
-@functools.cache
-def _looks_follow(op: Any) -> bool:
-    """It changes nothing, and what it returns looks the same for arguments that do."""
-    schema = getattr(op, "_schema", None)
-    is_sized_by_bytes = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
-    return schema is not None and not schema.is_mutable and not is_sized_by_bytes

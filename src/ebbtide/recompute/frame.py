@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ebbtide._errors import ModuleError, RecomputeError
-from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, keeps_graph
+from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, keeps_graph, not_recompiling
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.parcel import Ticket, check_unmodified
 from ebbtide.recompute.absent import Absent
@@ -166,17 +166,27 @@ class Frame:
         return value
 
     def _run_again(self) -> None:
-        serving = None if self._held is None else Serving(self._held, self.desk)
-        try:
-            self._run_with(serving)
-        except _EnoughError:
-            raise  # of a region around this one
-        except Exception:
-            if self._held is None or serving is None or not serving.has_left_out:
-                raise
-            # Whoever met what was left out may have raised anything. With nothing left out it raises again, or is fine.
+        if self._held is None:
+            self._run_with(None)
+        elif not self._held.leaves_out:
+            self._run_with(Serving(self._held, self.desk))
+        elif not self._runs_without(Serving(self._held, self.desk)):
             self._held.leave_nothing_out()
             self._run_with(Serving(self._held, self.desk))
+
+    def _runs_without(self, serving: Serving) -> bool:
+        """Have the region run again without what is left out. False if somebody needs it: whoever met it may have
+        raised anything, and with nothing left out it raises again, or is fine."""
+        try:
+            with not_recompiling():  # for tensors that are not there
+                self._run_with(serving)
+        except (_EnoughError, torch.OutOfMemoryError):
+            raise  # of a region around this one; or no fault of what is left out
+        except Exception:
+            if not serving.has_left_out:
+                raise
+            return False
+        return True
 
     def _run_with(self, serving: Serving | None) -> None:
         again = SecondRun(self._name, self._holders, self._looks, self._read_led)
@@ -193,8 +203,8 @@ class Frame:
             except _EnoughError as enough:
                 if enough.run is not again:
                     raise
-        if serving is not None and serving.reads.were_tried:
-            raise serving.reads.refuse(f"code of {self._name}, which has caught this,")
+        if serving is not None:
+            serving.reads.check(self._name)
         again.check()
         again.give()
         if graph_task_id() != -1 and not keeps_graph():

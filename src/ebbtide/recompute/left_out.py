@@ -7,9 +7,11 @@ most forwards of a region go the same way. So what the first one found is its co
 they and all between have returned, and which saves are held. A later forward whose first such call was given the like
 and returned it only holds the saves of these numbers. Where it ends it has to have saved the like of every save, and
 left out the same calls; else nothing is left out of its second run, and the course is forgotten. What no save shows,
-the second run finds, which has to go by what the course has made.
+the second run finds, which has to go by what the course has made. Two ways that begin alike and come by turns have but
+one course, and nothing is left out of every other pass.
 """
 
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.absent import Lineage, Made, made_by
+from ebbtide.recompute.dear import is_collective
 from ebbtide.types import Output
 
 _MOST = 16
@@ -60,17 +63,20 @@ class Courses:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Course] = {}
+        self._lock = threading.Lock()  # one model may run in several threads
 
     def of(self, recipe: Hashable, first: _Call) -> Course | None:
         return self._known.get((recipe, first))
 
     def add(self, recipe: Hashable, course: Course) -> None:
-        if len(self._known) >= _MOST:
-            del self._known[next(iter(self._known))]
-        self._known[recipe, course.calls[0]] = course
+        with self._lock:
+            if len(self._known) >= _MOST:
+                del self._known[next(iter(self._known))]
+            self._known[recipe, course.calls[0]] = course
 
     def forget(self, recipe: Hashable, first: _Call) -> None:
-        self._known.pop((recipe, first), None)
+        with self._lock:
+            self._known.pop((recipe, first), None)
 
 
 class LeavingOut:
@@ -136,9 +142,12 @@ class LeavingOut:
         """The forward has ended, or has raised. `looks`: of what it has saved."""
         if not self._left_out:
             return
-        if self._course is not None:
+        if any(map(is_collective, self._calls)):
+            self._leave_nothing_out()  # a second run that fails and begins anew would speak with other ranks twice
+        elif self._course is not None:
             expected = self._course.looks if is_whole else self._course.looks[: len(looks)]
-            if self._is_off or looks != expected:
+            is_short = is_whole and len(self._left_out) < len(self._course.calls)
+            if self._is_off or is_short or looks != expected:
                 self._courses.forget(self._recipe, self._left_out[0])
                 self._leave_nothing_out()
         elif self._lineage.spoiled:

@@ -29,7 +29,14 @@ from ebbtide._torch import (
 from ebbtide.engine.hooks import Desk, is_unmodified
 from ebbtide.engine.parcel import Ticket, odometer
 from ebbtide.engine.timetable import Site
-from ebbtide.recompute.absent import Made, Reads, has_absent, looks_of, sequence_type
+from ebbtide.recompute.absent import (
+    Made,
+    Reads,
+    has_absent,
+    is_plain,
+    looks_of,
+    sequence_type,
+)
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.dear import DearOps, OpKind, is_collective, is_hidden_view, is_wait
 from ebbtide.recompute.draws import draws_on
@@ -145,6 +152,11 @@ class HeldOutputs:
     def forget(self, held: Held) -> None:
         self._in_order.pop(held, None)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a second run may go without some of the calls."""
+        return any(isinstance(call, LeftOut) for calls in self.calls.values() for call in calls)
+
     def leave_nothing_out(self) -> None:
         """What was left out has to run again, now and in later steps."""
         for calls in self.calls.values():
@@ -232,7 +244,7 @@ class Intake:
         returned several: it runs again."""
         visit = self._desk.visit
         site = visit.site(visit.next_index)
-        if type(out) is not torch.Tensor:
+        if not is_plain(out):
             return False
         self._desk.skip(out)
         if site.output is not None:

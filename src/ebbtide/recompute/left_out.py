@@ -11,7 +11,6 @@ the second run finds, which has to go by what the course has made. Two ways that
 one course, and nothing is left out of every other pass.
 """
 
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,20 +62,18 @@ class Courses:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Course] = {}
-        self._lock = threading.Lock()  # one model may run in several threads
 
     def of(self, recipe: Hashable, first: _Call) -> Course | None:
         return self._known.get((recipe, first))
 
     def add(self, recipe: Hashable, course: Course) -> None:
-        with self._lock:
-            if len(self._known) >= _MOST:
-                del self._known[next(iter(self._known))]
-            self._known[recipe, course.calls[0]] = course
+        oldest_first = list(self._known)  # at once: one model may run in several threads
+        if len(oldest_first) >= _MOST:
+            self._known.pop(oldest_first[0], None)
+        self._known[recipe, course.calls[0]] = course
 
     def forget(self, recipe: Hashable, first: _Call) -> None:
-        with self._lock:
-            self._known.pop((recipe, first), None)
+        self._known.pop((recipe, first), None)
 
 
 class LeavingOut:

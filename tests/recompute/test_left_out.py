@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import sys
 import threading
 import weakref
 
@@ -317,6 +318,8 @@ def test_nothing_is_left_out_where_ranks_speak_with_each_other():
 
 
 def test_courses_are_kept_by_many_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns at every step
     courses, raised = Courses(), []
 
     def add(thread):
@@ -331,4 +334,5 @@ def test_courses_are_kept_by_many_threads():
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(interval)
     assert raised == []

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import ebbtide
 from ebbtide import Recipe
-from ebbtide._torch import OperatorMode
+from ebbtide._torch import OperatorMode, not_recompiling
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.absent import Lineage
 from ebbtide.recompute.left_out import Course, Courses, LeavingOut
@@ -230,6 +230,27 @@ def test_compiled_functions_stay_compiled(backend):
     graphs = len(inside)
     runs_again(lambda _layer, q, _x: multiplied(q, 2.0).exp())
     assert len(inside) == graphs  # nothing made it give up
+    torch._dynamo.reset()
+
+
+def test_the_stance_is_set_back_by_the_last_of_several_threads():
+    torch.compile(lambda t: t + 1, backend="eager")(torch.ones(1))  # imports what there is to set
+    stance = torch._dynamo.eval_frame._stance
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with not_recompiling:
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    with not_recompiling:
+        thread.start()
+        entered.wait()
+    assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    left.set()
+    thread.join()
+    assert torch._dynamo.eval_frame._stance == stance
     torch._dynamo.reset()
 
 

@@ -178,7 +178,7 @@ class Frame:
         """Have the region run again without what is left out. False if somebody needs it: whoever met it may have
         raised anything, and with nothing left out it raises again, or is fine."""
         try:
-            with not_recompiling():  # for tensors that are not there
+            with not_recompiling:  # for tensors that are not there
                 self._run_with(serving)
         except (_EnoughError, torch.OutOfMemoryError):
             raise  # of a region around this one; or no fault of what is left out

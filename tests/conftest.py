@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ebbtide._torch import has_compiled_code
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
@@ -19,3 +21,11 @@ def process_group(tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Nothing is left out of second runs in a process with compiled code."""
+    yield
+    if has_compiled_code():
+        torch._dynamo.reset()

@@ -6,7 +6,6 @@ All of it exists in torch 2.11, 2.12 and 2.13.
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -222,33 +221,10 @@ def hidden_from_compiler(hook: Hook) -> Hook:
     return cast(Hook, hidden)
 
 
-class _NotRecompiling:
-    """Sets torch's stance while anybody is inside. It is the process's, so the first who comes sets it, and the last
-    who goes sets it back: second runs of several devices have threads of their own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0 and "torch._dynamo" in sys.modules:
-                stance: Any = torch.compiler.set_stance("eager_on_recompile")
-                stance.__enter__()
-                self._stance = stance
-            self._inside += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._stance is not None:
-                self._stance.__exit__(*raised)
-                self._stance = None
-
-
-not_recompiling = _NotRecompiling()
-"""Context: what would be compiled anew inside runs eagerly."""
+def has_compiled_code() -> bool:
+    """Whether the compiler has made something in this process, and not been reset since."""
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and len(convert_frame.output_codes.seen) > 0
 
 
 def _skip(function: Any) -> None:

@@ -15,9 +15,12 @@ lies between the projection and them.
    region runs again with nothing left out, and those calls are not left out any more. So a wrong guess costs time, and
    no bit.
 4. What lies between may change nothing, draw nothing, and return what looks as its arguments say: it is made of
-   operators that are known to. Other calls are not left out, nor any of a region that speaks with other ranks.
-5. Out of sight is code that asks for the type of a tensor, and native code that reads one behind the dispatcher's back
-   by a constant pointer, or by to_dlpack where what that raises is caught.
+   operators that are known to. Other calls are not left out.
+5. Nothing is left out of a region that speaks with other ranks, for running again once more would speak twice. Nor in a
+   process with compiled code: given what is not there, a function is compiled anew, or not, and rounds otherwise.
+6. Out of sight is code that asks for the type of a tensor, and native code that reads one behind the dispatcher's back
+   by a constant pointer, or by to_dlpack where what that raises is caught. TorchScript that has met an Absent may save
+   otherwise when it runs once more, which is an error.
 """
 
 import functools
@@ -29,8 +32,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide._errors import RecomputeError
-from ebbtide._torch import refuse_addresses, storage_offset, wrapper_of
-from ebbtide.recompute.dear import classes_of, is_collective, is_hidden_view, op_name
+from ebbtide._torch import has_compiled_code, refuse_addresses, storage_offset, wrapper_of
+from ebbtide.recompute.dear import classes_of, is_hidden_view, op_name, speaks
 from ebbtide.recompute.draws import draws_on
 
 
@@ -131,7 +134,8 @@ def looks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...
 
 def _look(given: object) -> object:
     if isinstance(given, torch.Tensor):
-        return given.dtype, given.size(), given.stride(), given.device
+        is_told = given.layout is torch.strided and not given.is_nested
+        return (given.dtype, given.size(), given.stride(), given.device) if is_told else object()  # like no other
     if isinstance(given, list | tuple):
         return tuple(map(_look, cast("Sequence[object]", given)))
     return type(given), given  # 1 and 1.0 are equal
@@ -188,8 +192,8 @@ class Lineage:
 
     def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """The call of this number has returned `out`."""
-        if is_collective(op):
-            self.spoiled = -1  # all there are: see LeavingOut.close
+        if has_compiled_code():
+            self.spoiled = -1  # all there are: see point 5
         elif is_plain(out) and may_be_left_out(op, args, kwargs):
             self.made.append(made_by(op, args, kwargs, [out], None))
             self._note(out, 1 << call)
@@ -211,6 +215,8 @@ class Lineage:
     def given_to(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """The calls that lead to what an operator is given."""
         calls = 0
+        if speaks(op):
+            self.spoiled = -1
         if self._traces:
             for t in _given(args, kwargs):
                 trace = self.trace(t) if isinstance(t, torch.Tensor) else None

@@ -73,11 +73,13 @@ class OpKind(NamedTuple):
         conditions: on which a call is dear.
         is_always_dear: with any arguments, inside of any module.
         is_hidden_view: see `is_hidden_view`.
+        speaks: see `speaks`.
     """
 
     conditions: tuple[_Condition, ...]
     is_always_dear: bool
     is_hidden_view: bool
+    speaks: bool
 
     @property
     def may_be_dear(self) -> bool:
@@ -103,13 +105,19 @@ class DearOps:
         kind = self._kinds.get(op)
         if kind is None:
             conditions = () if _is_never_dear(op) else tuple(_conditions(op, self._choices))
-            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op))
+            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op), speaks(op))
         return kind
 
 
 def is_collective(op: Any) -> bool:
     """Its result may not be read before somebody has waited for it."""
     return op_name(op).startswith("_c10d_functional::")
+
+
+@functools.cache
+def speaks(op: Any) -> bool:
+    """With other ranks, or waits for them."""
+    return op_name(op).startswith(("_c10d", "c10d", "_dtensor::", "fsdp::", "symm_mem::"))
 
 
 def is_wait(op: Any) -> bool:

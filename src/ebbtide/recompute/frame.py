@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ebbtide._errors import ModuleError, RecomputeError
-from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, keeps_graph, not_recompiling
+from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.parcel import Ticket, check_unmodified
 from ebbtide.recompute.absent import Absent
@@ -170,7 +170,7 @@ class Frame:
             self._run_with(None)
         elif not self._held.leaves_out:
             self._run_with(Serving(self._held, self.desk))
-        elif not self._runs_without(Serving(self._held, self.desk)):
+        elif has_compiled_code() or not self._runs_without(Serving(self._held, self.desk)):
             self._held.leave_nothing_out()
             self._run_with(Serving(self._held, self.desk))
 
@@ -178,8 +178,7 @@ class Frame:
         """Have the region run again without what is left out. False if somebody needs it: whoever met it may have
         raised anything, and with nothing left out it raises again, or is fine."""
         try:
-            with not_recompiling:  # for tensors that are not there
-                self._run_with(serving)
+            self._run_with(serving)
         except (_EnoughError, torch.OutOfMemoryError):
             raise  # of a region around this one; or no fault of what is left out
         except Exception:

@@ -18,7 +18,6 @@ import torch
 
 from ebbtide.engine.timetable import Site
 from ebbtide.recompute.absent import Lineage, Made, made_by
-from ebbtide.recompute.dear import is_collective
 from ebbtide.types import Output
 
 _MOST = 16
@@ -87,6 +86,7 @@ class LeavingOut:
     Attributes:
         follows: whether operators have to be shown to `follow`.
         made: see `Course`.
+        speaks: an operator has spoken with other ranks.
     """
 
     def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, courses: Courses) -> None:
@@ -99,6 +99,7 @@ class LeavingOut:
         self._left_out: list[_Call] = []
         self._led: set[int] = set()
         self.follows = False
+        self.speaks = False
         self.made = self._lineage.made
 
     def leave_out(
@@ -139,7 +140,7 @@ class LeavingOut:
         """The forward has ended, or has raised. `looks`: of what it has saved."""
         if not self._left_out:
             return
-        if any(map(is_collective, self._calls)):
+        if self.speaks:
             self._leave_nothing_out()  # a second run that fails and begins anew would speak with other ranks twice
         elif self._course is not None:
             expected = self._course.looks if is_whole else self._course.looks[: len(looks)]

@@ -391,6 +391,8 @@ class Holding(_Numbering):
         if self.is_paused:
             return op(*args, **kwargs)
         kind = self._dear.kind_of(op)
+        if kind.speaks:
+            self._leaving.speaks = True
         if kind.may_be_dear:
             return self._call(op, args, kwargs, kind)
         out = op(*args, **kwargs)

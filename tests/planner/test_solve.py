@@ -15,7 +15,7 @@ from ebbtide.planner import solve as solving
 from ebbtide.planner.candidates import leanest
 from ebbtide.planner.groups import Model
 from ebbtide.planner.options import option_for, options_of
-from ebbtide.planner.profile import Link, Save
+from ebbtide.planner.profile import Dear, Link, Save
 from ebbtide.planner.simulate import least_budget, pace_within, simulate
 from ebbtide.planner.solve import Solver, front, smallest_budget, solve
 from ebbtide.plans import Recipe
@@ -94,6 +94,17 @@ def test_the_bound_holds_for_all_that_can_be_chosen(data):
     choices = [options_of(each) for each in step.regions]
     budget = Solver(step).smallest_budget() + data.draw(st.integers(0, 150)) * MB
     assert solving.least_step_s(step, choices, budget) <= by_brute_force(step, budget) + EXACT
+
+
+def test_the_bound_holds_where_nothing_is_looked_at_behind_the_last_region():
+    """What waits to leave there is part of what the region works with, and may be used from the device."""
+    only = region(
+        saves=(), stuck_bytes=MB, inputs=(), dear=(Dear(0, MB, 0.0, 2 * MS, "aten::mm"),),
+        forward_work_bytes=0, backward_work_bytes=0,
+    )  # fmt: skip
+    step = profile(only, around=around(turns=()), link=Link(1e6, 1e6, 1e6, 1e6, latency_s=0.0, interference=0.0))
+    budget = Solver(step).smallest_budget()
+    assert solving.least_step_s(step, [options_of(only)], budget) == pytest.approx(by_brute_force(step, budget))
 
 
 @given(profiles())

@@ -319,17 +319,27 @@ def functionally(t):
     return funcol.wait_tensor(funcol.all_reduce(t, "sum", torch.distributed.group.WORLD))
 
 
+class First(Layer):
+    """Speaks before there is anything to follow."""
+
+    def forward(self, x):
+        return super().forward(x + self.speak(x.detach().clone()))
+
+
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("layer", [Layer, First])
 @pytest.mark.parametrize("speak", [plainly, functionally])
 @pytest.mark.parametrize("ops", [("attention", "matmul"), ("matmul", "collective")])
-def test_nothing_is_left_out_where_ranks_speak_with_each_other(speak, ops):
+def test_nothing_is_left_out_where_ranks_speak_with_each_other(layer, speak, ops, monkeypatch):
     """A second run that fails and begins anew would do so twice on one of them."""
 
     def between(_layer, q, x):
-        return q.exp() + speak(x.detach().clone())
+        return q.exp() + (speak(x.detach().clone()) if layer is Layer else x)
 
-    recipe = Recipe("selective", ops=ops, sites=(0,), beyond=(0,))
-    assert runs_again(between, recipe=recipe) == [2, 2, 2, 2]
+    monkeypatch.setattr(First, "speak", staticmethod(speak), raising=False)
+    sites = (1,) if layer is First and speak is functionally and "collective" in ops else (0,)
+    recipe = Recipe("selective", ops=ops, sites=sites, beyond=sites)
+    assert runs_again(between, recipe=recipe, layer=layer) == [2, 2, 2, 2]
 
 
 def test_a_planner_sees_where_ranks_speak():

@@ -83,7 +83,8 @@ class _Program:
             work = ((column, option.backward_work_bytes / _GIB) for column, option in own)
             self._at_most(self._fixed - grads / _GIB, (kept, 1.0), *others, *work)
             grads -= region.grad_bytes
-        self._at_most(self._fixed - self._profile.around.peak_bytes / _GIB, *last, *others, (self._tail, 1.0))
+        if self._profile.around.turns:  # else nothing is looked at behind the last region, which what waits is part of
+            self._at_most(self._fixed - self._profile.around.peak_bytes / _GIB, *last, *others, (self._tail, 1.0))
 
     def _channels(self) -> None:
         """What is moved and is not in the tail leaves before forward ends, and comes back before backward does."""

@@ -238,7 +238,6 @@ class InnerMark(Mark):
         self._choice = choice
         self._forward: _RegionForward | None = None
         self._traced = Traced()
-        self._courses = Courses()
         super().__init__(handle, module)
 
     def enter(self) -> None:
@@ -294,6 +293,7 @@ class InnerMark(Mark):
         self._traced.follow(recipe, dear, modules)
         if self._forward is None:
             self._state = RegionState(self._name, self._module)
+            self._courses = Courses()
             self._forward = _RegionForward(self, self._module, self._traced)
 
     def remove(self) -> None:

@@ -212,7 +212,8 @@ class StepWatch(_UntilBackwardEnds):
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
-        self._dearness = dearness
+        self._timed_by = dearness if is_detailed else None
+        self._compared_by = dearness if is_first else None
         self._is_first = is_first
         self._is_for_times = not is_detailed and not is_first
         self._earlier_s = host_forward_s
@@ -235,8 +236,8 @@ class StepWatch(_UntilBackwardEnds):
     # -- where the step comes by -----------------------------------------------------------------------------------
 
     def began(self) -> None:
-        if self._is_detailed and self._dearness is not None:
-            with _DearTimes(self.device, VisitNotes(""), self._dearness):
+        if self._timed_by is not None:
+            with _DearTimes(self.device, VisitNotes(""), self._timed_by):
                 torch.empty(0).detach()  # the first operator that a mode sees imports much, and is not to be timed
         if self._is_detailed:
             self.device.forget_peak()
@@ -289,8 +290,9 @@ class StepWatch(_UntilBackwardEnds):
             yield None
             return
         self._backward_began()
-        if self._is_detailed and self._dearness is not None:
-            # It counts to the backward of the region before, which is read of the other step.
+        if (
+            self._timed_by is not None
+        ):  # it counts to the backward of the region before, which is read of the other step
             self._hold(_HOLD_DETAILED * self.host_forward_s / max(1, len(self.visits)))
         self._note(Place.AGAIN, region)
         visit = VisitNotes(region)
@@ -332,10 +334,10 @@ class StepWatch(_UntilBackwardEnds):
 
     def _mode(self, region: str, visit: VisitNotes) -> contextlib.AbstractContextManager[object]:
         """Around a second run."""
-        if self._dearness is not None and self._is_detailed:
-            return _DearTimes(self.device, visit, self._dearness)
-        if self._dearness is not None and self._is_first:
-            return _Comparing(region, self._dearness, self._compared)
+        if self._timed_by is not None:
+            return _DearTimes(self.device, visit, self._timed_by)
+        if self._compared_by is not None:
+            return _Comparing(region, self._compared_by, self._compared)
         return contextlib.nullcontext()
 
     def overwritten(self) -> set[tuple[str, int]]:

@@ -54,7 +54,9 @@ class Option:
         return sum(parcel.nbytes for parcel in self.moved)
 
 
-_LEFT_OUT = 1.0  # in what it takes the host to look at an operator
+# In what it takes the host to look at an operator: little in forward, two in backward, by steps of a small Llama whose
+# time is the host's.
+_LEFT_OUT = 1.0
 _MARKS = (0.25, 0.5, 0.75)
 _FINE_MARKS = tuple(step / 32 for step in range(1, 32))
 

@@ -134,8 +134,7 @@ def looks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...
 
 def _look(given: object) -> object:
     if isinstance(given, torch.Tensor):
-        is_told = given.layout is torch.strided and not given.is_nested
-        return (given.dtype, given.size(), given.stride(), given.device) if is_told else object()  # like no other
+        return (given.dtype, given.size(), given.stride(), given.device) if _is_strided(given) else object()  # no other
     if isinstance(given, list | tuple):
         return tuple(map(_look, cast("Sequence[object]", given)))
     return type(given), given  # 1 and 1.0 are equal
@@ -143,13 +142,16 @@ def _look(given: object) -> object:
 
 def is_plain(t: object) -> bool:
     """Whether `t` is a tensor that size, strides and offset say it all of."""
-    if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_nested:
-        return False
-    return not (t.is_quantized or t.is_conj() or t.is_neg())
+    return isinstance(t, torch.Tensor) and _has_memory(t) and not (t.is_quantized or t.is_conj() or t.is_neg())
 
 
-def has_memory(t: torch.Tensor) -> bool:
-    return type(t) is torch.Tensor and t.layout is torch.strided and not t.is_nested
+def _has_memory(t: torch.Tensor) -> bool:
+    """Of its own: subclasses may have others inside, or none."""
+    return type(t) is torch.Tensor and _is_strided(t)
+
+
+def _is_strided(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested
 
 
 def has_absent(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -181,7 +183,7 @@ class Lineage:
     """Which calls lead to which tensors, as a sum of 2**n for the n-th call. By storage, so views need no notes.
 
     Attributes:
-        spoiled: the calls that lead to what cannot be left out, as such a sum.
+        spoiled: the calls that lead to what cannot be left out, as such a sum; -1 is all there are.
         made: what they and the operators that they lead to have returned, in order.
     """
 
@@ -193,12 +195,16 @@ class Lineage:
     def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """The call of this number has returned `out`."""
         if has_compiled_code():
-            self.spoiled = -1  # all there are: see point 5
+            self.spoil()
         elif is_plain(out) and may_be_left_out(op, args, kwargs):
             self.made.append(made_by(op, args, kwargs, [out], None))
             self._note(out, 1 << call)
         else:
             self.spoiled |= 1 << call
+
+    def spoil(self) -> None:
+        """No call can be left out (see point 5 of the note)."""
+        self.spoiled = -1
 
     def of(self, t: torch.Tensor) -> int:
         """The calls that lead to `t`."""
@@ -206,7 +212,7 @@ class Lineage:
         return 0 if trace is None else trace.calls
 
     def trace(self, t: torch.Tensor) -> Trace | None:
-        if not self._traces or not has_memory(t):
+        if not self._traces or not _has_memory(t):
             return None
         storage = t.untyped_storage()
         known = self._traces.get(storage._cdata)
@@ -216,7 +222,7 @@ class Lineage:
         """The calls that lead to what an operator is given."""
         calls = 0
         if speaks(op):
-            self.spoiled = -1
+            self.spoil()
         if self._traces:
             for t in _given(args, kwargs):
                 trace = self.trace(t) if isinstance(t, torch.Tensor) else None

@@ -86,7 +86,6 @@ class LeavingOut:
     Attributes:
         follows: whether operators have to be shown to `follow`.
         made: see `Course`.
-        speaks: an operator has spoken with other ranks.
     """
 
     def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, courses: Courses) -> None:
@@ -99,7 +98,6 @@ class LeavingOut:
         self._left_out: list[_Call] = []
         self._led: set[int] = set()
         self.follows = False
-        self.speaks = False
         self.made = self._lineage.made
 
     def leave_out(
@@ -127,6 +125,10 @@ class LeavingOut:
         """Another operator, whose output is not held, returned `out`."""
         self._lineage.follow(op, args, kwargs, out)
 
+    def spoil(self) -> None:
+        """The region does what may not be done twice: nothing is left out."""
+        self._lineage.spoil()
+
     def leads_to(self, t: torch.Tensor, number: int) -> bool:
         """Whether the save `t` of this number is held itself."""
         if self._course is not None:
@@ -140,16 +142,14 @@ class LeavingOut:
         """The forward has ended, or has raised. `looks`: of what it has saved."""
         if not self._left_out:
             return
-        if self.speaks:
-            self._leave_nothing_out()  # a second run that fails and begins anew would speak with other ranks twice
+        if self._lineage.spoiled:
+            self._leave_nothing_out()
         elif self._course is not None:
             expected = self._course.looks if is_whole else self._course.looks[: len(looks)]
             is_short = is_whole and len(self._left_out) < len(self._course.calls)
             if self._is_off or is_short or looks != expected:
                 self._courses.forget(self._recipe, self._left_out[0])
                 self._leave_nothing_out()
-        elif self._lineage.spoiled:
-            self._leave_nothing_out()
         elif is_whole:
             course = Course(tuple(self._left_out), self.made, frozenset(self._led), looks)
             self._courses.add(self._recipe, course)

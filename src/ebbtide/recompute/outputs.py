@@ -392,7 +392,7 @@ class Holding(_Numbering):
             return op(*args, **kwargs)
         kind = self._dear.kind_of(op)
         if kind.speaks:
-            self._leaving.speaks = True
+            self._leaving.spoil()  # a second run that fails and begins anew would speak twice
         if kind.may_be_dear:
             return self._call(op, args, kwargs, kind)
         out = op(*args, **kwargs)

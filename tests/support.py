@@ -10,6 +10,7 @@ import torch
 from capturing import CapturingSim
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide._torch import OperatorMode
 from ebbtide.config import OffloadConfig
 from ebbtide.context import OffloadActivations
 from ebbtide.devices.cpu import CpuDevice
@@ -117,6 +118,18 @@ def bits(t: torch.Tensor) -> bytes:
     # clone, not contiguous(): one element of stride 0 is contiguous and cannot be viewed as bytes.
     plain = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return plain.view(torch.uint8).cpu().numpy().tobytes()
+
+
+class OperatorNames(OperatorMode):
+    """Which operators run, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
 
 
 class Boom(RuntimeError):

@@ -165,7 +165,7 @@ def _here() -> _Place | None:
     if hooks is None:
         return None
     pack, unpack = hooks
-    owner = getattr(inspect.unwrap(pack), "__self__", None)  # unwrap: they may be hidden from the compiler
+    owner = getattr(pack, "__self__", None)
     if isinstance(owner, Desk):
         return _Place(pack, unpack, owner)
     if isinstance(owner, Frame):

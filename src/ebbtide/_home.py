@@ -42,18 +42,30 @@ class Home:
 
     def device(self) -> torch.device | None:
         """None without any parameter."""
-        if not self._signs or any(sign.has_changed() for sign in self._signs):
-            self._device = device_of(self._module)
-            largest = heapq.nlargest(_SIGNS, _owned(self._module), key=lambda owned: owned[2].numel())
-            self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+        self.storages()
         return self._device
 
     def storages(self) -> tuple[int, ...]:
         """Of the parameters that are looked at: others if the weights are no longer where they were."""
-        owned = ((sign.owner(), sign.name) for sign in self._signs)
-        parameters = (owner._parameters.get(name) for owner, name in owned if owner is not None)
-        plain = (t for p in parameters if p is not None for t in plain_tensors(p))
-        return tuple(t.untyped_storage()._cdata for t in plain if t.layout is torch.strided)
+        found = self._found()
+        if found is None:
+            self._device = device_of(self._module)
+            largest = heapq.nlargest(_SIGNS, _owned(self._module), key=lambda owned: owned[2].numel())
+            self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+            found = self._found()
+        return found or ()
+
+    def _found(self) -> tuple[int, ...] | None:
+        """None if one is gone, or on another device, or if none is known. One pass: compute waits for it."""
+        found: list[int] = []
+        for sign in self._signs:
+            owner = sign.owner()
+            p = None if owner is None else owner._parameters.get(sign.name)
+            if p is None or p.device != sign.device:
+                return None
+            parts = (p,) if type(p) is torch.nn.Parameter else plain_tensors(p)
+            found += [t.untyped_storage()._cdata for t in parts if t.layout is torch.strided]
+        return tuple(found) if self._signs else None
 
 
 class _Sign(NamedTuple):
@@ -62,11 +74,6 @@ class _Sign(NamedTuple):
     owner: "weakref.ref[torch.nn.Module]"
     name: str
     device: torch.device
-
-    def has_changed(self) -> bool:
-        owner = self.owner()
-        p = None if owner is None else owner._parameters.get(self.name)
-        return p is None or p.device != self.device
 
 
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:

@@ -21,14 +21,14 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ebbtide._torch import constant_in_traces, is_inside_checkpoint, top_pack_hook
+from ebbtide._torch import constant_in_traces, hidden_from_compiler, is_inside_checkpoint, top_pack_hook
 from ebbtide.engine.hooks import Desk
 from ebbtide.engine.scope import Visit
 from ebbtide.plans import Plan, Recipe
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.compiled import Modules, Traced, sites_refused
 from ebbtide.recompute.dear import DearOps
-from ebbtide.recompute.frame import Frame, Pack, hook_pair
+from ebbtide.recompute.frame import Frame, Pack
 from ebbtide.recompute.left_out import Courses
 from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
@@ -362,11 +362,12 @@ class InnerMark(Mark):
         input_stays = Reason.RECIPE if recipe.inputs == "keep" else desk.stays
         output_stays = Reason.RECIPE if recipe.outputs == "keep" else desk.stays
 
+        @hidden_from_compiler
         def pack(t: torch.Tensor) -> Any:
             is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in inputs
             return desk.pack_as(t, input_stays if is_input else output_stays)
 
-        with hook_pair(pack, desk.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, desk.unpack):
             return call(*args, **kwargs)
 
 

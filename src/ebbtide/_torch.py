@@ -3,7 +3,6 @@
 All of it exists in torch 2.11, 2.12 and 2.13.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from torch.utils._python_dispatch import (
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
-Hook = TypeVar("Hook", bound=Callable[[Any], Any])
 
 _eval_frame = cast(Any, torch._C)._dynamo.eval_frame
+_LEFT_ALONE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Of the backward that runs in this thread; -1 outside of one."""
@@ -127,21 +126,6 @@ def is_called_from(function: Callable[..., Any]) -> bool:
     return False
 
 
-def _dispatch_hidden_from_compiler(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode's __torch_dispatch__, not traced where a compiler would."""
-    set_callback: Callable[[object], object] = _eval_frame.set_eval_frame
-
-    def hidden(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = set_callback(None)
-        try:
-            return dispatch(self, op, types, args, kwargs)
-        finally:
-            set_callback(before)
-
-    _skip(hidden)
-    return hidden
-
-
 class OperatorMode(TorchDispatchMode):
     """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled.
 
@@ -154,7 +138,7 @@ class OperatorMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in cls.__dict__:
-            cls.__torch_dispatch__ = _dispatch_hidden_from_compiler(cast(Any, cls).__torch_dispatch__)
+            hidden_from_compiler(cast(Any, cls).__torch_dispatch__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -199,39 +183,21 @@ def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
     return cast(Any, module).named_modules()
 
 
-def hidden_from_compiler(hook: Hook) -> Hook:
-    """`hook`, not traced when it runs between two compiled graphs.
+def hidden_from_compiler(function: Function) -> Function:
+    """`function`, which a compiler leaves alone wherever it runs, with all that it calls.
 
-    What torch._dynamo.disable does, for a twentieth of its time: hooks are called for every save of a step. Importing
-    torch._dynamo takes a second: while nobody has, nothing can be compiling.
+    What torch._dynamo.disable does, without the import, which takes a second, and without a wrapper: hooks are called
+    for every save of a step. Compiled code that it calls stays compiled.
     """
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    set_callback: Callable[[object], object] = _eval_frame.set_eval_frame
-
-    def hidden(value: Any) -> Any:
-        before = set_callback(None)
-        try:
-            return hook(value)
-        finally:
-            set_callback(before)
-
-    functools.update_wrapper(hidden, hook)  # whose hooks they are is asked of them
-    _skip(hidden)
-    return cast(Hook, hidden)
+    cast(Any, function)._torchdynamo_disable = True  # for one who traces a caller
+    _eval_frame.set_code_exec_strategy(function.__code__, _LEFT_ALONE)  # for the frame itself
+    return function
 
 
 def has_compiled_code() -> bool:
     """Whether the compiler has made something in this process, and not been reset since."""
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     return convert_frame is not None and len(convert_frame.output_codes.seen) > 0
-
-
-def _skip(function: Any) -> None:
-    """Has the compiler leave the frames of `function` alone; what it calls is up to itself."""
-    function._torchdynamo_disable = True  # for one who traces a caller
-    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    _eval_frame.set_code_exec_strategy(function.__code__, strategy)  # for the frame itself
 
 
 def constant_in_traces(function: Function) -> Function:

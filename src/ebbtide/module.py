@@ -417,7 +417,6 @@ class OffloadHandle:
 
     def _note_weights(self) -> None:
         """Anew when they have moved, or others are in their places."""
-        self._home.device()
         storages = self._home.storages()
         if storages != self._weights_at and not is_on_meta(self._module):
             self._weights_at = storages

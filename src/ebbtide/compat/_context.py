@@ -115,7 +115,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """A context inside of the other one in which saves stay where they are. In-place changes raise here too."""
 
     def __init__(self) -> None:
-        super().__init__(hidden_from_compiler(_keep), hidden_from_compiler(kept_tensor))
+        super().__init__(_keep, _kept)
 
 
 def start_keeping() -> None:
@@ -129,5 +129,11 @@ def stop_keeping() -> None:
     _here.kept.pop().__exit__()
 
 
+@hidden_from_compiler
 def _keep(t: torch.Tensor) -> Any:
     return keep(t, "")
+
+
+@hidden_from_compiler
+def _kept(kept: Any) -> torch.Tensor:
+    return kept_tensor(kept)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
 from ebbtide.engine.engines import Engines
@@ -42,6 +43,8 @@ class Flattened:
 class Desk:
     """pack and unpack for one entry of a door.
 
+    Both are hidden from the compiler, which else traces what runs between two compiled graphs.
+
     Attributes:
         visit: the pass through a region that saves belong to now. Doors that know regions change it as they go.
         stays: why saves stay on the device at this place, whatever they are; None where they may travel.
@@ -55,11 +58,9 @@ class Desk:
         self.watch: Watch | None = None
         self._was_read = False
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The pair to push. Hidden from the compiler, which else traces what runs between two compiled graphs."""
-        return torch.autograd.graph.saved_tensors_hooks(
-            hidden_from_compiler(self.pack), hidden_from_compiler(self.unpack)
-        )
+    def hooks(self) -> saved_tensors_hooks:
+        """The pair to push."""
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     def follow(self, said: RegionPlan) -> None:
         """What a plan says about the place where the forward is now: what travels from here, and when."""
@@ -71,6 +72,7 @@ class Desk:
             self.stays = None
             self.visit.sites = None if recipe.sites is None else frozenset(recipe.sites)
 
+    @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
         if type(t) in _PLAIN:
@@ -85,6 +87,7 @@ class Desk:
         """What would be the next save is of no use. It has its number all the same, and a release point may be here."""
         self._take_number(t)
 
+    @hidden_from_compiler
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a save: bit for bit what was packed, on the current stream."""
         self._was_read = True

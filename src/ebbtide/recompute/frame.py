@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph
@@ -92,7 +93,7 @@ class Frame:
         is_captured = self.desk.is_captured(self._devices)
         self._ambient = Ambient(self._devices, is_captured)
         self._held = None if holding is None else holding.held
-        hooks = hook_pair(self.pack, unpack)
+        hooks = saved_tensors_hooks(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
         if holding is not None:
             holding.follows_draws = not is_captured
@@ -124,6 +125,7 @@ class Frame:
         # An inference tensor cannot be saved. Its owner keeps it, and so may we.
         return _Input(t if t.is_inference() else pack_input(t), t.requires_grad, number)
 
+    @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Holder:
         """Autograd saves `t` inside of the region: only its place is noted."""
         holder = Holder(self, len(self._holders))
@@ -192,7 +194,7 @@ class Frame:
         self.desk.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
-        hooks = hook_pair(again.pack, again.unpack)
+        hooks = saved_tensors_hooks(again.pack, again.unpack)
         with self._surroundings(again, serving), self._around(hooks.pack_hook, True) as watch, hooks:
             self._watch = again.watch = watch
             self._tell_given(watch, tensors)
@@ -317,6 +319,7 @@ class SecondRun:
         self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
 
+    @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         number = self.count
         self.count += 1
@@ -339,6 +342,7 @@ class SecondRun:
             raise _EnoughError(self)
         return alias
 
+    @hidden_from_compiler
     def unpack(self, t: torch.Tensor) -> torch.Tensor:
         """Region code that runs a backward of its own reads what it has saved."""
         return t
@@ -373,6 +377,7 @@ _ADVICE = (
 )
 
 
+@hidden_from_compiler
 def unpack(holder: Holder) -> torch.Tensor:
     """The unpack hook of all frames."""
     return holder.frame.value_of(holder)
@@ -387,8 +392,3 @@ def _read(packed: Any, desk: Desk) -> torch.Tensor:
 
 def _lacks_value(holder: Holder | None) -> bool:
     return holder is not None and holder.value is None
-
-
-def hook_pair(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Hooks to push, hidden from the compiler, which else traces what runs between two compiled graphs."""
-    return torch.autograd.graph.saved_tensors_hooks(hidden_from_compiler(pack), hidden_from_compiler(unpack))

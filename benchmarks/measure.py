@@ -10,6 +10,8 @@ import torch
 from benchmarks.modes import Context
 
 WARM_UP_STEPS = 2
+# After a pause a GPU is faster than its power allows for a second, and slower for another: training does not pause.
+WARM_UP_S = 2.5
 
 
 @dataclass
@@ -105,10 +107,19 @@ class _Clock:
 
 def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context, count: int) -> Measured:
     """`count` steps after the warm-up."""
-    for _ in range(WARM_UP_STEPS):
-        one_step(model, loss_of, context)
+    warm_up_s = WARM_UP_S if torch.cuda.is_available() else 0.0
+    for_some_steps(lambda: one_step(model, loss_of, context), WARM_UP_STEPS, warm_up_s)
     measured = [one_step(model, loss_of, context) for _ in range(count)]
     return Measured(measured, checksum(model))
+
+
+def for_some_steps(step: Callable[[], object], count: int, seconds: float) -> None:
+    """At least so many, for at least so long."""
+    start = time.perf_counter()
+    done = 0
+    while done < count or time.perf_counter() - start < seconds:
+        step()
+        done += 1
 
 
 def checksum(model: torch.nn.Module) -> float:

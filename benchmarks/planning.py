@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 import ebbtide
-from benchmarks.measure import one_step, steps
+from benchmarks.measure import for_some_steps, one_step, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.turns import in_turns, tidy
 from benchmarks.workloads import PLANNED, PlannedWorkload
 from ebbtide._bytes import GIB
 
 SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
+LONG_SETTLING_S = 15.0  # in which it also tries what keeping everything takes, and follows the machine
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,29 @@ def checkpoint_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]
 
 
 def settle(
-    model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], budget_bytes: int | None, **settings: object
+    model: torch.nn.Module,
+    loss_of: Callable[[], torch.Tensor],
+    budget_bytes: int | None,
+    seconds: float = 0.0,
+    **settings: object,
 ) -> Settled:
-    """After the steps that a user's run would begin with."""
+    """After the steps that a user's run would begin with, for at least so long."""
     handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT, **settings)
     settling: list[dict[str, float]] = []
+
+    def settling_step() -> None:
+        step = one_step(model, loss_of, contextlib.nullcontext)
+        predicted = handle.plan.predicted
+        settling.append(
+            {
+                "step_ms": round(step.step_ms, 2),
+                "act_peak_gib": round(step.act_peak_bytes / GIB, 3),
+                "predicted_ms": 0.0 if predicted is None else round(predicted.step_s * 1e3, 2),
+            }
+        )
+
     try:
-        for _ in range(SETTLING):
-            step = one_step(model, loss_of, contextlib.nullcontext)
-            predicted = handle.plan.predicted
-            settling.append(
-                {
-                    "step_ms": round(step.step_ms, 2),
-                    "act_peak_gib": round(step.act_peak_bytes / GIB, 3),
-                    "predicted_ms": 0.0 if predicted is None else round(predicted.step_s * 1e3, 2),
-                }
-            )
+        for_some_steps(settling_step, SETTLING, seconds)
         profile = handle.profile
         assert profile is not None
         return Settled(handle.plan, profile, settling)

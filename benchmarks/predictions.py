@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import ebbtide
-from benchmarks.planning import base_bytes, checkpoint_bytes, planned, settle
+from benchmarks.planning import LONG_SETTLING_S, base_bytes, checkpoint_bytes, planned, settle
 from benchmarks.turns import in_turns
 from benchmarks.workloads import PLANNED
 from ebbtide._bytes import GIB
@@ -22,7 +22,7 @@ def measure_predictions(name: str, device: torch.device, count: int) -> tuple[li
     model, losses = workload.build(device)
     loss_of = losses(1.0)
     base = base_bytes(model, loss_of, workload)
-    profile = settle(model, loss_of, checkpoint_bytes(model, loss_of, base)).profile
+    profile = settle(model, loss_of, checkpoint_bytes(model, loss_of, base), LONG_SETTLING_S).profile
     plans = [point.plan for point in Solver(profile).front(workload.predictions)]
     modes = {str(number): functools.partial(planned, model, plan) for number, plan in enumerate(plans)}
     found = in_turns(model, loss_of, modes, count, _ROUNDS)
@@ -39,6 +39,7 @@ def _row(plan: ebbtide.Plan, base: int, measured: dict[str, Any]) -> dict[str, f
         "measured_ms": times["median"],
         "measured_q1_ms": times["q1"],
         "measured_q3_ms": times["q3"],
+        "measured_issued_ms": measured["issued_ms"]["median"],
         "predicted_peak_gib": predicted.peak_bytes / GIB,
         "measured_peak_gib": base / GIB + measured["act_peak_gib"],
     }

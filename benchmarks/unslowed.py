@@ -12,13 +12,13 @@ import ebbtide
 from benchmarks.kernels import kernel_times
 from benchmarks.measure import one_step, spread, steps
 from benchmarks.modes import HOST_LIMIT, Context
-from benchmarks.planning import SETTLING, planned, settle, steady
+from benchmarks.planning import LONG_SETTLING_S, SETTLING, planned, settle, steady
 from benchmarks.turns import Mode, in_turns, tidy
 from benchmarks.workloads import PLANNED, Losses
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver
 
-_ROUNDS = 12
+_ROUNDS = 6
 _PACKED_ROUNDS = 6
 _CHUNK_BYTES = 64 * 2**20
 _CHUNKS = 16  # of the host memory that bare copies use again and again
@@ -35,7 +35,7 @@ def measure_unslowed(
     """
     model, losses = PLANNED[name].build(device)
     loss_of = losses(1.0)
-    settled = settle(model, loss_of, None)
+    settled = settle(model, loss_of, None, LONG_SETTLING_S)
     plans = {"auto": settled.plan, "all that the link carries": all_carried(settled.profile)}
     first = model.get_submodule(next(iter(settled.plan.regions)))
     forward_s = (

@@ -92,7 +92,7 @@ class PlannedWorkload:
     neighbours: tuple[str, ...] = ("nothing", "checkpoint")
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
-    rounds: int = 10
+    rounds: int = 5
 
     @property
     def fits_plain(self) -> bool:

@@ -1,16 +1,20 @@
 """What a control makes of steps that are not what was predicted: scripted steps, no model."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from workloads import GIB, layers, profile
+from workloads import GIB, MS, layers, profile
 from workloads import around as turn_around
 
 from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
+from ebbtide.planner.leads import host_wait_s, queueing_forward_s, with_host
+from ebbtide.planner.measure import Pulse
+from ebbtide.planner.profile import Host, HostTime
 from ebbtide.planner.solve import Solver
 from ebbtide.types import Memory
 
@@ -95,9 +99,9 @@ class ScriptedHandle:
         return {}, {}
 
 
-def control_of(budget_bytes=None, **settings):
+def control_of(budget_bytes=None, host=None, **settings):
     """A control that was given a profile, and its handle."""
-    measured = profile(*layers(6), around=turn_around(after_s=0.001, peak_bytes=500_000_000))
+    measured = with_host(profile(*layers(6), around=turn_around(after_s=0.001, peak_bytes=500_000_000)), host)
     handle = ScriptedHandle()
     scope = handle.scope = Scope(Limits(1, 1, 1), lambda _: True)
     budget = None if budget_bytes is None else (lambda total_bytes: budget_bytes)
@@ -340,6 +344,92 @@ def test_few_copies_say_nothing_of_the_link():
     handle.scope.ledger.stats.out_sample.add(1000, 1.0)
     steps(control, handle, 8, ratio=1.5)
     assert control.profile.link == LINK
+
+
+@pytest.fixture
+def host_clock(monkeypatch):
+    """The host's, for a test to set: seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("ebbtide.planner.measure.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+def a_host(forward_ms=8.0):
+    times = HostTime(forward_ms * MS, 10 * MS, 5 * MS, ops=10)
+    small = {"frame_s": 1 * MS, "op_s": 0.1 * MS, "held_s": 0.2 * MS, "moved_s": 0.1 * MS}
+    return Host((times,) * 6, before_s=0.0, after_s=0.0, turn_s=0.0, lead_s=0.0, steady_lead_s=0.0, **small)
+
+
+def queued_step(control, handle, clock, queueing_s, is_ahead):
+    """A step whose regions took the host so long in forward, ahead of compute or not."""
+    device = handle.device
+    pulse = control.step_begins(1000)
+    device.is_behind = is_ahead
+    for k in range(6):
+        pulse.entered(f"layers.{k}")
+        clock.now += queueing_s / 6
+        pulse.left(f"layers.{k}")
+    pulse.forward_ended()
+    device.is_behind = False
+    pulse._end()
+
+
+def refitted(clock, host_ratio, is_ahead, slower_s=None):
+    """The control behind some steps in which queueing took so many times what was believed, and what is said before.
+
+    The steps take as long as that makes them, or `slower_s` more than was predicted.
+    """
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host())
+    handle.device.has_queue = True
+    before, plan = control.profile, handle.plan
+    predicted = plan.predicted
+    if slower_s is None:
+        slow = replace(before, host=before.host.times(host_ratio))
+        slower_s = host_wait_s(slow, plan) - predicted.host_wait_s
+    assert abs(slower_s) > 0.05 * predicted.step_s
+    handle.device.step_s = predicted.step_s + slower_s
+    waits_s = predicted.stall_forward_s + predicted.stall_backward_s
+    for _ in range(8):
+        handle.waits(waits_s)
+        queued_step(control, handle, clock, host_ratio * queueing_forward_s(before, before.host, plan), is_ahead)
+    assert len(handle.plans) == 2
+    return control.profile, before, predicted
+
+
+def test_a_slow_host_is_taken_for_a_slow_host(host_clock):
+    after, before, _ = refitted(host_clock, host_ratio=3.0, is_ahead=False)
+    assert after.plain_s == pytest.approx(before.plain_s)
+    assert after.host.regions[0].forward_s == pytest.approx(3 * before.host.regions[0].forward_s)
+    assert after.host.op_s == pytest.approx(3 * before.host.op_s)
+
+
+def test_a_host_that_waits_for_a_slow_compute_is_none_that_is_slow(host_clock):
+    """The device queues so many kernels and no more."""
+    after, before, predicted = refitted(host_clock, host_ratio=3.0, is_ahead=True, slower_s=0.1)
+    waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
+    compute_s = predicted.step_s - waits_s
+    assert after.plain_s == pytest.approx(before.plain_s * (compute_s + 0.1) / compute_s)
+    assert after.host.regions == before.host.regions
+
+
+def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
+    after, before, _ = refitted(host_clock, host_ratio=0.5, is_ahead=True, slower_s=0.1)
+    assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
+
+
+def test_peaks_are_looked_at_once_a_region_however_much_is_read_there(monkeypatch):
+    monkeypatch.setattr("ebbtide.planner.measure.graph_task_id", lambda: 1)
+    monkeypatch.setattr("ebbtide.planner.measure.at_end_of_backward", lambda callback: None)
+    device = ScriptedDevice()
+    looks = []
+    monkeypatch.setattr(device, "memory", lambda: looks.append(device.peak_bytes) or Memory(0, device.peak_bytes))
+    pulse = Pulse(device, looks_at_peak=True)
+    for region, peak_bytes in (("b", 3), ("a", 7), ("", 5)):
+        device.peak_bytes = peak_bytes
+        for _ in range(100):
+            pulse.read(region)
+    assert looks == [3, 7, 5]
+    assert pulse.peak_bytes == 7
 
 
 # -- without a budget, nothing may be slower than with everything kept -------------------------------------------------

@@ -138,8 +138,8 @@ class AcceleratorDevice:
         return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
 
     def memory(self) -> Memory:
-        allocator = torch.accelerator.memory
-        return Memory(allocator.memory_allocated(self._index), allocator.max_memory_allocated(self._index))
+        stats = torch.accelerator.memory.memory_stats(self._index)  # once: it takes as long as a few operators
+        return Memory(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
 
     def total_bytes(self) -> int:
         return torch.accelerator.memory.get_memory_info(self._index)[1]

@@ -72,16 +72,23 @@ class Follower:
         self._replans = 0
         self._times: list[float] = []
         self._stalls: list[float] = []
+        self._queueing: list[tuple[float, bool]] = []
         self._peaks: list[int] = []
 
-    def saw(self, step_s: float, stall_s: float = 0.0) -> bool:
-        """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again."""
+    def saw(self, step_s: float, stall_s: float = 0.0, queueing: tuple[float, bool] | None = None) -> bool:
+        """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again.
+
+        Args:
+            queueing: seconds that its forward took the host, and whether compute waited for that.
+        """
         self.steps += 1
         predicted = self.plan.predicted
         if predicted is None or self.steps <= STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
         self._times = [*self._times, step_s][-_FASTEST_OF:]
         self._stalls = [*self._stalls, stall_s][-_TYPICAL_OF:]
+        if queueing is not None:
+            self._queueing = [*self._queueing, queueing][-_TYPICAL_OF:]
         self._off = self._off + 1 if self._is_off(step_s, predicted.step_s) else 0
         if len(self._times) < _TYPICAL_OF:
             return False
@@ -141,6 +148,16 @@ class Follower:
         """What compute waited in a typical step."""
         return _middle(self._stalls)
 
+    @property
+    def queueing_s(self) -> float:
+        """That a typical forward took the host; 0 if that was not seen."""
+        return _middle([seconds for seconds, _ in self._queueing])
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether compute did, in most of the last forwards."""
+        return 2 * sum(waits for _, waits in self._queueing) > len(self._queueing)
+
     def tried(self) -> Tried:
         """The plan that is followed now, and what its steps take."""
         return Tried(self.typical_s, self.plan, self.fastest_s, _middle(self._times))
@@ -158,6 +175,7 @@ class Follower:
         self._replans += 0 if is_trial else 1
         self._times.clear()
         self._stalls.clear()
+        self._queueing.clear()
 
 
 def _middle(values: list[float]) -> float:

@@ -1,12 +1,14 @@
-"""How far ahead of compute a host has to be. Pure."""
+"""How far ahead of compute a host has to be, and what a plan has it do. Pure."""
 
 import dataclasses
 import math
 
-from ebbtide.planner.options import option_for
+from ebbtide.planner.options import Option, option_for, queueing_s
 from ebbtide.planner.profile import Host, Profile
 from ebbtide.planner.simulate import Outcome, Pace, simulate
-from ebbtide.plans import Recipe
+from ebbtide.plans import Plan, Recipe
+
+_WIDE = 2**62  # windows that nothing waits for
 
 
 def with_host(profile: Profile, host: Host | None) -> Profile:
@@ -25,3 +27,20 @@ def _all_kept(profile: Profile) -> Outcome:
     keep, count = Recipe("keep"), len(profile.regions)
     windows, turns = (0,) * count, (0,) * len(profile.around.turns)
     return simulate(profile, [option_for(region, keep) for region in profile.regions], Pace(windows, turns, windows))
+
+
+def queueing_forward_s(profile: Profile, host: Host, plan: Plan) -> float:
+    """What a forward by `plan` takes the host, from the first region to the end of the last one."""
+    own = zip(_options(profile, plan), host.regions, strict=True)
+    return sum(region.forward_s + queueing_s(option, host, region) for option, region in own)
+
+
+def host_wait_s(profile: Profile, plan: Plan) -> float:
+    """What compute waits for the host in a step by `plan`, if it waits for nothing else."""
+    count = len(profile.regions)
+    pace = Pace((_WIDE,) * count, (_WIDE,) * len(profile.around.turns), (_WIDE,) * count)
+    return simulate(profile, _options(profile, plan), pace).host_wait_s
+
+
+def _options(profile: Profile, plan: Plan) -> list[Option]:
+    return [option_for(region, plan.recipe_of(region.name) or Recipe("keep")) for region in profile.regions]

@@ -470,8 +470,42 @@ class _AgainNotes:
         self._watch.asked(self._visit.region, index)
 
 
+class Queueing:
+    """How one forward was queued.
+
+    Attributes:
+        seconds: that the host took for it, from its first region to the end of its last one; where compute does not
+            wait for it, the host may wait for compute there: the device queues so many kernels and no more.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.seconds = 0.0
+        self._device = device
+        self._began_s = 0.0
+        self._point: StreamEvent = None
+        self._regions = self._caught_up = 0
+
+    def entered(self) -> None:
+        if self._point is None:
+            self._began_s = time.perf_counter()
+        else:
+            self._regions += 1
+            self._caught_up += self._device.is_done(self._point)
+        self._point = self._device.record(self._device.current_stream())
+
+    def left(self) -> None:
+        self.seconds = time.perf_counter() - self._began_s
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Compute was in the last region that was queued, or through with it, when the host came to most others."""
+        return 2 * self._caught_up > self._regions
+
+
 class Pulse(_UntilBackwardEnds):
-    """One step, looked at from the outside: when it began and when backward ended. Costs two events.
+    """One step, looked at from the outside: when it began and when backward ended, and whether the host kept ahead.
+
+    Costs two events and one for each region.
 
     Args:
         device: where the model computes.
@@ -484,7 +518,9 @@ class Pulse(_UntilBackwardEnds):
         self.looks_at_peak = looks_at_peak
         self.is_alone = True
         """No other step ran beside it. For whoever knows to say."""
+        self.queueing = Queueing(device) if device.has_queue else None
         self.peak_bytes = 0
+        self._region_read: str | None = None
         if looks_at_peak:
             device.forget_peak()
         self._began = device.record(device.current_stream())
@@ -499,15 +535,20 @@ class Pulse(_UntilBackwardEnds):
 
     def entered(self, region: str) -> None:  # noqa: ARG002 (here, and below: which one does not matter)
         self._look()
+        if self.queueing is not None:
+            self.queueing.entered()
 
     def left(self, region: str) -> None:  # noqa: ARG002
         self._look()
+        if self.queueing is not None:
+            self.queueing.left()
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         pass
 
-    def read(self, region: str) -> None:  # noqa: ARG002
-        if graph_task_id() != -1:
+    def read(self, region: str) -> None:
+        if region != self._region_read and graph_task_id() != -1:  # to look takes as long as a few operators
+            self._region_read = region
             self._backward_began()
             self._look()
 

@@ -196,6 +196,10 @@ class HostTime:
     again_s: float
     ops: int
 
+    def times(self, ratio: float) -> "HostTime":
+        """With so many times the seconds."""
+        return HostTime(self.forward_s * ratio, self.backward_s * ratio, self.again_s * ratio, self.ops)
+
 
 @dataclass(frozen=True)
 class Host:
@@ -222,6 +226,15 @@ class Host:
     op_s: float
     held_s: float
     moved_s: float
+
+    def times(self, ratio: float) -> "Host":
+        """One that takes so many times as long for everything."""
+        seconds = ("before_s", "after_s", "turn_s", "frame_s", "op_s", "held_s", "moved_s")
+        return dataclasses.replace(
+            self,
+            regions=tuple(region.times(ratio) for region in self.regions),
+            **{name: getattr(self, name) * ratio for name in seconds},
+        )
 
     @property
     def seconds(self) -> float:

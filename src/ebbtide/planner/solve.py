@@ -26,7 +26,7 @@ from ebbtide.planner.simulate import Outcome, Pace, fixed_bytes, pace_within, si
 from ebbtide.plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
-_BESIDE = 1.004  # the same, if compute never waits and is only slowed by the copies beside it
+_BESIDE = 1.003  # the same, if compute never waits and is only slowed by the copies beside it
 _WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
 _TRIFLE = 0.05  # of the memory that moving frees
 _SPARSER = 16  # fewer rungs where nothing runs again: there is less to choose

@@ -5,9 +5,11 @@ Note [Upkeep]
 1. Each step's time is compared with what was predicted, without waiting for it: the host may be steps ahead of the
    device, so several pulses are in flight. Steps of which two ran at once (two forwards, then backward) say nothing.
 2. Off by more than following.REPLAN_AT for a while, the profile is refitted and solved again: the link to what its
-   copies were timed at, compute to the step without the time that it waited for the link. Each time it takes more
-   patience, and a plan that turns out slower than the best one so far gives way to that one. All of it, trials too, is
-   done a few times for all sizes together. So it cannot swing.
+   copies were timed at, the host to what forward took it where compute waits for it, and compute to the step without
+   the time that it waited for either. A host that shares its cores is slow for seconds: taken for compute's, that would
+   make regions that keep look as slow as those that run again. Each time it takes more patience, and a plan that turns
+   out slower than the best one so far gives way to that one. All of it, trials too, is done a few times for all sizes
+   together. So it cannot swing.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
    plan looks slow, they are tried, a few of them, and what is slower than they are moves less, or nothing.
 4. The peak is looked at once a plan has run twice, in two steps, and the device's own record of it begins anew then:
@@ -28,10 +30,10 @@ from ebbtide._bytes import format_bytes
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.ledger import Ledger
+from ebbtide.planner import leads
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
-from ebbtide.planner.leads import with_host
 from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import out_of_memory, used_bytes
@@ -192,7 +194,7 @@ class Upkeep:
                     self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
-            elif follow.saw(seconds, seconds * waited_share):
+            elif follow.saw(seconds, seconds * waited_share, _queueing(pulse)):
                 self._again(step.size)
 
     def _again(self, size: _Size) -> None:
@@ -275,7 +277,7 @@ class Upkeep:
 
     def _refitted_plan(self, size: _Size) -> Plan:
         """From what its steps say of the profile."""
-        self._refit(size.follow)
+        self._refit(size)
         # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
         self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.follow.kept is not None}
         self._sizes[size.tokens] = size
@@ -283,20 +285,33 @@ class Upkeep:
         size.follow.most_s = self._most_s(size.solver)
         return size.solver.solve(self._allowance.planned_bytes(size.tokens))
 
-    def _refit(self, follow: Follower) -> None:
-        """The link to what its copies were timed at, and compute to the steps less what it waited for."""
+    def _refit(self, size: _Size) -> None:
+        """The link to what its copies were timed at, the host to what forward took it, and compute to the steps less
+        what it waited for."""
+        follow = size.follow
         predicted = follow.plan.predicted
         assert predicted is not None
         waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
-        compute_s = follow.typical_s - follow.stall_s - predicted.host_wait_s
+        host_ratio = self._host_ratio(size)
+        host_wait_s = predicted.host_wait_s
+        if host_ratio != 1.0:
+            host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
+        compute_s = follow.typical_s - follow.stall_s - host_wait_s
         ratio = compute_s / max(predicted.step_s - waits_s, 1e-9)
         if compute_s < _LEAST_COMPUTE * follow.typical_s:
             ratio = 1.0  # all but waiting: it says nothing of compute
-        ratio = min(max(ratio, 1 / _FURTHEST), _FURTHEST)
-        refitted = dataclasses.replace(
-            self.profile.refitted(ratio, ratio), link=self._link_times.refitted(self.profile.link)
-        )
-        self.profile = with_host(refitted, refitted.host)
+        refitted = _with_host_times(self.profile, host_ratio).refitted(_bounded(ratio), _bounded(ratio))
+        refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self.profile.link))
+        self.profile = leads.with_host(refitted, refitted.host)
+
+    def _host_ratio(self, size: _Size) -> float:
+        """How many times as long as believed the host takes. What it took is more than that where it is far ahead, and
+        then has to wait for compute."""
+        profile, follow = size.solver.profile, size.follow
+        if profile.host is None or follow.queueing_s == 0:
+            return 1.0
+        ratio = _bounded(follow.queueing_s / leads.queueing_forward_s(profile, profile.host, follow.plan))
+        return ratio if follow.waits_for_host or ratio < 1 else 1.0
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
@@ -434,6 +449,18 @@ class Upkeep:
         predicted = self._size.follow.plan.predicted
         replans = self._replans_on_oom and not self._is_shared
         return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, replans)
+
+
+def _queueing(pulse: Pulse) -> tuple[float, bool] | None:
+    return None if pulse.queueing is None else (pulse.queueing.seconds, pulse.queueing.is_waited_for)
+
+
+def _with_host_times(profile: Profile, ratio: float) -> Profile:
+    return profile if profile.host is None else dataclasses.replace(profile, host=profile.host.times(ratio))
+
+
+def _bounded(ratio: float) -> float:
+    return min(max(ratio, 1 / _FURTHEST), _FURTHEST)
 
 
 def _as_measured(tried: Tried) -> Plan:

@@ -18,8 +18,8 @@ from benchmarks.workloads import PLANNED, Losses
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver
 
-_ROUNDS = 6
-_PACKED_ROUNDS = 6
+_ROUNDS = 5
+_PACKED_ROUNDS = 5
 _CHUNK_BYTES = 64 * 2**20
 _CHUNKS = 16  # of the host memory that bare copies use again and again
 _CARRIED = 0.95  # the bar's share of what the link carries in a forward

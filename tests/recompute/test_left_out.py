@@ -140,6 +140,22 @@ def test_a_course_is_not_gone_by_where_what_is_left_out_looks_otherwise(between,
     assert runs_again(between) == counts
 
 
+class Tailed(Layer):
+    """Its last save is what `between` has returned, and what is behind that is no operator that may lie between."""
+
+    def forward(self, x):
+        return self.between(self, self.q(x), x).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("between", "counts"),
+    [(lambda _layer, q, _x: q.exp(), [0] * STEPS), (lambda _layer, q, _x: q.cumsum(1).exp(), [2] * STEPS)],
+    ids=["behind", "before"],
+)
+def test_what_is_behind_the_last_save_does_not_matter(between, counts):
+    assert runs_again(between, layer=Tailed) == counts
+
+
 def test_running_statistics_are_written():
     """Of what writes to them its schema does not say so."""
 

@@ -206,6 +206,10 @@ class Lineage:
         """No call can be left out (see point 5 of the note)."""
         self.spoiled = -1
 
+    @property
+    def spoils_all(self) -> bool:
+        return self.spoiled == -1
+
     def of(self, t: torch.Tensor) -> int:
         """The calls that lead to `t`."""
         trace = self.trace(t)

@@ -9,6 +9,8 @@ and returned it only holds the saves of these numbers. Where it ends it has to h
 left out the same calls; else nothing is left out of its second run, and the course is forgotten. What no save shows,
 the second run finds, which has to go by what the course has made. Two ways that begin alike and come by turns have but
 one course, and nothing is left out of every other pass.
+Behind its last save a second run does not go: what operators there need is not asked (a mixture of experts puts what
+its experts return back in order there).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -97,6 +99,8 @@ class LeavingOut:
         self._lineage = Lineage()
         self._left_out: list[_Call] = []
         self._led: set[int] = set()
+        self._spoiled = 0
+        """The calls that cannot be left out, as far as the last save so far says."""
         self.follows = False
         self.made = self._lineage.made
 
@@ -130,7 +134,8 @@ class LeavingOut:
         self._lineage.spoil()
 
     def leads_to(self, t: torch.Tensor, number: int) -> bool:
-        """Whether the save `t` of this number is held itself."""
+        """Whether the save `t` of this number is held itself. Asked at every save."""
+        self._spoiled = self._lineage.spoiled
         if self._course is not None:
             return number in self._course.led
         if not self.follows or not self._lineage.of(t):
@@ -142,7 +147,9 @@ class LeavingOut:
         """The forward has ended, or has raised. `looks`: of what it has saved."""
         if not self._left_out:
             return
-        if self._lineage.spoiled:
+        if self._lineage.spoils_all:
+            self._spoiled = self._lineage.spoiled
+        if self._spoiled:
             self._leave_nothing_out()
         elif self._course is not None:
             expected = self._course.looks if is_whole else self._course.looks[: len(looks)]
@@ -161,5 +168,5 @@ class LeavingOut:
             if not isinstance(left_out, LeftOut):
                 continue  # region code has asked for gradients, and a second run has met it already
             self._calls[call.made.op][call.number] = left_out.site
-            if self._lineage.spoiled >> place & 1:
+            if self._spoiled >> place & 1:
                 left_out.site.output = Output.NEEDED

@@ -32,7 +32,7 @@ _TRIFLE = 0.05  # of the memory that moving frees
 _SPARSER = 16  # fewer rungs where nothing runs again: there is less to choose
 _TINY_S = 1e-6  # of waiting for the host: sums of the same times differ in the last digits
 _ENOUGH = 4  # regions in a row that have nothing to add: the link is full
-_FINE = 1e-3  # how closely the smallest budget is looked for
+_FINE = 1e-4  # how closely the smallest budget is looked for
 _POINTS = 24
 
 

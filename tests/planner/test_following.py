@@ -13,8 +13,8 @@ from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
 from ebbtide.planner.leads import host_wait_s, queueing_forward_s, with_host
-from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Host, HostTime
+from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.solve import Solver
 from ebbtide.types import Memory
 
@@ -350,7 +350,7 @@ def test_few_copies_say_nothing_of_the_link():
 def host_clock(monkeypatch):
     """The host's, for a test to set: seconds."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("ebbtide.planner.measure.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("ebbtide.planner.pulse.time.perf_counter", lambda: clock.now)
     return clock
 
 
@@ -418,8 +418,8 @@ def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
 
 
 def test_peaks_are_looked_at_once_a_region_however_much_is_read_there(monkeypatch):
-    monkeypatch.setattr("ebbtide.planner.measure.graph_task_id", lambda: 1)
-    monkeypatch.setattr("ebbtide.planner.measure.at_end_of_backward", lambda callback: None)
+    monkeypatch.setattr("ebbtide.planner.pulse.graph_task_id", lambda: 1)
+    monkeypatch.setattr("ebbtide.planner.pulse.at_end_of_backward", lambda callback: None)
     device = ScriptedDevice()
     looks = []
     monkeypatch.setattr(device, "memory", lambda: looks.append(device.peak_bytes) or Memory(0, device.peak_bytes))

@@ -24,8 +24,9 @@ from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
 from ebbtide.planner.flights import Flight
-from ebbtide.planner.measure import Pulse, StepWatch
+from ebbtide.planner.measure import StepWatch
 from ebbtide.planner.profile import Link, Profile
+from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.ranks import Agree, Answer, slowest
 from ebbtide.planner.reading import Surroundings, profile_of
 from ebbtide.planner.reasons import NO_BUDGET

@@ -17,26 +17,26 @@ Note [How a step is measured]
 6. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
 """
 
-import abc
 import contextlib
 import enum
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ebbtide._sums import sums_of
-from ebbtide._torch import OperatorMode, at_end_of_backward, graph_task_id, without_dispatch
+from ebbtide._torch import OperatorMode, graph_task_id, without_dispatch
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
 from ebbtide.planner.profile import NOBODY, OUTSIDE
-from ebbtide.types import AgainWatch, Dearness, Device, Lineage, Memory, Reason, StreamEvent, Trace
+from ebbtide.planner.pulse import UntilBackwardEnds
+from ebbtide.types import Dearness, Device, Lineage, Memory, Reason, StreamEvent, Trace
 
 
 class Place(enum.Enum):
@@ -150,32 +150,7 @@ class _First(NamedTuple):
     elsewhere: list[Seen]
 
 
-class _UntilBackwardEnds(abc.ABC):
-    """Ends with the backward that is the first to read what its forward saved."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.on_end: Callable[[], None] | None = None
-        self._is_awaited = False
-
-    def _backward_began(self) -> None:
-        if not self._is_awaited:
-            self._is_awaited = True
-            at_end_of_backward(self._end)
-
-    def _end(self) -> None:
-        self._conclude()
-        self.is_over = True
-        if self.on_end is not None:
-            self.on_end()
-            self.on_end = None
-
-    @abc.abstractmethod
-    def _conclude(self) -> None:
-        """Backward has ended: take the last notes."""
-
-
-class StepWatch(_UntilBackwardEnds):
+class StepWatch(UntilBackwardEnds):
     """One step, watched.
 
     Args:
@@ -468,109 +443,6 @@ class _AgainNotes:
 
     def asked(self, index: int) -> None:
         self._watch.asked(self._visit.region, index)
-
-
-class Queueing:
-    """How one forward was queued.
-
-    Attributes:
-        seconds: that the host took for it, from its first region to the end of its last one; where compute does not
-            wait for it, the host may wait for compute there: the device queues so many kernels and no more.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.seconds = 0.0
-        self._device = device
-        self._began_s = 0.0
-        self._point: StreamEvent = None
-        self._regions = self._caught_up = 0
-
-    def entered(self) -> None:
-        if self._point is None:
-            self._began_s = time.perf_counter()
-        else:
-            self._regions += 1
-            self._caught_up += self._device.is_done(self._point)
-        self._point = self._device.record(self._device.current_stream())
-
-    def left(self) -> None:
-        self.seconds = time.perf_counter() - self._began_s
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Compute was in the last region that was queued, or through with it, when the host came to most others."""
-        return 2 * self._caught_up > self._regions
-
-
-class Pulse(_UntilBackwardEnds):
-    """One step, looked at from the outside: when it began and when backward ended, and whether the host kept ahead.
-
-    Costs two events and one for each region.
-
-    Args:
-        device: where the model computes.
-        looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
-    """
-
-    def __init__(self, device: Device, looks_at_peak: bool) -> None:
-        super().__init__()
-        self.device = device
-        self.looks_at_peak = looks_at_peak
-        self.is_alone = True
-        """No other step ran beside it. For whoever knows to say."""
-        self.queueing = Queueing(device) if device.has_queue else None
-        self.peak_bytes = 0
-        self._region_read: str | None = None
-        if looks_at_peak:
-            device.forget_peak()
-        self._began = device.record(device.current_stream())
-        self._ended: StreamEvent = None
-
-    def forward_ended(self) -> None:
-        self._look()
-
-    def _look(self) -> None:
-        if self.looks_at_peak:
-            self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
-
-    def entered(self, region: str) -> None:  # noqa: ARG002 (here, and below: which one does not matter)
-        self._look()
-        if self.queueing is not None:
-            self.queueing.entered()
-
-    def left(self, region: str) -> None:  # noqa: ARG002
-        self._look()
-        if self.queueing is not None:
-            self.queueing.left()
-
-    def saved(self, region: str, index: int, t: torch.Tensor) -> None:
-        pass
-
-    def read(self, region: str) -> None:
-        if region != self._region_read and graph_task_id() != -1:  # to look takes as long as a few operators
-            self._region_read = region
-            self._backward_began()
-            self._look()
-
-    def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
-        return contextlib.nullcontext()
-
-    def running_again(self, region: str) -> contextlib.AbstractContextManager[AgainWatch | None]:
-        self.read(region)
-        return contextlib.nullcontext()
-
-    def _conclude(self) -> None:
-        self._ended = self.device.record(self.device.current_stream())
-        self._look()
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether all its events have passed. Never waits."""
-        return self.is_over and self.device.is_done(self._ended)
-
-    def seconds(self) -> float:
-        """Of the whole step, forward and backward."""
-        return self.device.seconds_between(self._began, self._ended)
 
 
 # Not activations: nothing is there to be moved, kept or spared.

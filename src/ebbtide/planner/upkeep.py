@@ -34,8 +34,8 @@ from ebbtide.planner import leads
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
-from ebbtide.planner.measure import Pulse
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.reasons import out_of_memory, used_bytes
 from ebbtide.planner.solve import Solver
 from ebbtide.planner.timing import LinkTimes

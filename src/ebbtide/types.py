@@ -73,6 +73,8 @@ class Device(Protocol):
     """Whether events can be asked if they have passed, and when. Those of a capture cannot: they never pass."""
     has_queue: bool
     """Whether compute is queued by a host that may be ahead of it, or late. Else a step takes what the host takes."""
+    remembers_peak: bool
+    """Whether `memory` knows the most that was allocated in between. Else the most that there was when it was asked."""
 
     def current_stream(self) -> Stream:
         """The stream compute runs on now, in the calling thread. Read at each call, never cached."""

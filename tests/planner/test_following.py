@@ -26,6 +26,7 @@ class ScriptedDevice:
 
     has_clock = True
     has_queue = False
+    remembers_peak = True
     torch_device = torch.device("cpu")
 
     def __init__(self):
@@ -417,18 +418,20 @@ def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
     assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
 
 
-def test_peaks_are_looked_at_once_a_region_however_much_is_read_there(monkeypatch):
+@pytest.mark.parametrize("remembers", [True, False])
+def test_peaks_are_looked_at_as_often_as_it_takes(remembers, monkeypatch):
+    """Once a region; at every read where in between nobody looks."""
     monkeypatch.setattr("ebbtide.planner.pulse.graph_task_id", lambda: 1)
     monkeypatch.setattr("ebbtide.planner.pulse.at_end_of_backward", lambda callback: None)
     device = ScriptedDevice()
+    device.remembers_peak = remembers
     looks = []
     monkeypatch.setattr(device, "memory", lambda: looks.append(device.peak_bytes) or Memory(0, device.peak_bytes))
     pulse = Pulse(device, looks_at_peak=True)
-    for region, peak_bytes in (("b", 3), ("a", 7), ("", 5)):
+    for region, peak_bytes in (("b", 3), ("b", 4), ("a", 7), ("", 5), ("", 5)):
         device.peak_bytes = peak_bytes
-        for _ in range(100):
-            pulse.read(region)
-    assert looks == [3, 7, 5]
+        pulse.read(region)
+    assert looks == ([3, 7, 5] if remembers else [3, 4, 7, 5, 5])
     assert pulse.peak_bytes == 7
 
 

@@ -59,6 +59,7 @@ class AcceleratorDevice:
 
     has_clock = True
     has_queue = True
+    remembers_peak = True
     _passed: torch.Event | None = None
     """The last event that was seen to have passed: whatever is queued from then on runs after it, without a wait."""
 

@@ -94,6 +94,7 @@ class CpuDevice:
 
     has_clock = True
     has_queue = False
+    remembers_peak = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -99,6 +99,7 @@ class SimDevice:
 
     has_clock = True
     has_queue = False
+    remembers_peak = True
 
     def __init__(self, seed: int = 0, order: Order = "late") -> None:
         self.torch_device = torch.device("cpu")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import ebbtide
-from benchmarks.measure import for_some_steps, one_step, steps
+from benchmarks.measure import WARM_UP_S, for_some_steps, one_step, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.turns import in_turns, tidy
 from benchmarks.workloads import PLANNED, PlannedWorkload
@@ -128,8 +128,9 @@ def steady(
     handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
     released: list[int] = []
     try:
-        for _ in range(3):
-            one_step(model, loss_of, contextlib.nullcontext)
+        for_some_steps(
+            lambda: one_step(model, loss_of, contextlib.nullcontext), 3, WARM_UP_S * torch.cuda.is_available()
+        )
         stop = handle.subscribe(
             lambda event: released.append(event.nbytes) if event.what is ebbtide.What.RELEASED else None
         )

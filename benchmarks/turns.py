@@ -16,7 +16,7 @@ Mode = Callable[[], contextlib.AbstractContextManager[Context]]
 def in_turns(
     model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], modes: Mapping[str, Mode], count: int, rounds: int
 ) -> dict[str, dict[str, object]]:
-    """Twice `count` steps of each mode in so many rounds, by its name."""
+    """At least twice `count` steps of each mode in so many rounds, by its name."""
     parts: dict[str, list[Measured]] = {key: [] for key in modes}
     for _ in range(rounds):
         for key, mode in modes.items():

@@ -28,7 +28,7 @@ _CARRIED = 0.95  # the bar's share of what the link carries in a forward
 def measure_unslowed(
     name: str, device: torch.device, count: int, out_gb_per_s: float
 ) -> tuple[dict[str, object], ebbtide.Profile]:
-    """Twice `count` steps of each mode; and the profile that the plans were made from.
+    """At least twice `count` steps of each mode; and the profile that the plans were made from.
 
     Args:
         out_gb_per_s: what the link carries from the device.

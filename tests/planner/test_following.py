@@ -13,9 +13,12 @@ from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
 from ebbtide.planner.leads import host_wait_s, queueing_forward_s, with_host
+from ebbtide.planner.options import option_for
 from ebbtide.planner.profile import Host, HostTime
-from ebbtide.planner.pulse import Pulse
+from ebbtide.planner.pulse import Pulse, Queueing
+from ebbtide.planner.simulate import pace_within, simulate
 from ebbtide.planner.solve import Solver
+from ebbtide.plans import Recipe
 from ebbtide.types import Memory
 
 LINK = profile().link
@@ -41,6 +44,9 @@ class ScriptedDevice:
 
     def record(self, stream):
         return self.step_s  # of the step that begins or ends here
+
+    def is_here(self):
+        return True
 
     def is_done(self, event):
         return not self.is_behind
@@ -404,6 +410,39 @@ def test_a_slow_host_is_taken_for_a_slow_host(host_clock):
     assert after.host.op_s == pytest.approx(3 * before.host.op_s)
 
 
+@pytest.mark.parametrize("host_ratio", [1.5, 2.0, 3.0, 5.0])
+def test_what_a_slow_host_comes_to_is_what_is_predicted_from_then_on(host_ratio, host_clock):
+    """Of the plan that was followed, and of those that come of it."""
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host())
+    handle.device.has_queue = True
+    first = control.profile
+
+    def true_steps(host, count):
+        true, seen = replace(first, host=host), []
+        for _ in range(count):
+            plan = handle.plan
+            outcome = step_by(true, plan)
+            seen.append((plan, outcome.step_s))
+            handle.device.step_s = outcome.step_s
+            handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+            is_ahead = outcome.host_wait_s < 1e-6
+            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead)
+        return seen
+
+    slow = first.host.times(host_ratio)
+    seen = true_steps(slow, 40)
+    assert control.profile.plain_s == pytest.approx(first.plain_s, rel=0.02)
+    plan, took_s = seen[0]
+    assert step_by(control.profile, plan).step_s == pytest.approx(took_s, rel=0.02)
+    assert handle.plan.predicted.step_s == pytest.approx(seen[-1][1], rel=0.05)
+    assert len(handle.plans) <= 3
+
+
+def step_by(step, plan):
+    options = [option_for(each, plan.recipe_of(each.name) or Recipe("keep")) for each in step.regions]
+    return simulate(step, options, pace_within(step, options, 10**15))
+
+
 def test_a_host_that_waits_for_a_slow_compute_is_none_that_is_slow(host_clock):
     """The device queues so many kernels and no more."""
     after, before, predicted = refitted(host_clock, host_ratio=3.0, is_ahead=True, slower_s=0.1)
@@ -416,6 +455,18 @@ def test_a_host_that_waits_for_a_slow_compute_is_none_that_is_slow(host_clock):
 def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
     after, before, _ = refitted(host_clock, host_ratio=0.5, is_ahead=True, slower_s=0.1)
     assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
+
+
+def test_nobody_is_asked_in_a_captured_part():
+    device = ScriptedDevice()
+    device.is_here = lambda: False
+    device.is_done = lambda event: pytest.fail("asked")
+    device.record = lambda stream: pytest.fail("recorded")
+    queueing = Queueing(device)
+    for _ in range(3):
+        queueing.entered()
+        queueing.left()
+    assert not queueing.is_waited_for
 
 
 @pytest.mark.parametrize("remembers", [True, False])

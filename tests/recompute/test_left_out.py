@@ -156,6 +156,19 @@ def test_what_is_behind_the_last_save_does_not_matter(between, counts):
     assert runs_again(between, layer=Tailed) == counts
 
 
+def changed_and_dead(_layer, q, x):
+    y = q.exp()  # its save is led to, and dead when the region has returned
+    with torch.no_grad():
+        y.mul_(2.0)
+    return x * y.detach() + q.sin()
+
+
+@pytest.mark.parametrize("outputs", ["keep", "offload"])
+def test_a_dead_save_that_was_changed_is_nobodys_business(outputs):
+    recipe = Recipe("selective", sites=(0,), beyond=(0,), outputs=outputs)
+    assert runs_again(changed_and_dead, recipe=recipe) == [2] * STEPS
+
+
 def test_running_statistics_are_written():
     """Of what writes to them its schema does not say so."""
 
@@ -348,6 +361,23 @@ def test_nothing_is_left_out_where_ranks_speak_with_each_other(layer, speak, ops
     sites = (1,) if layer is First and speak is functionally and "collective" in ops else (0,)
     recipe = Recipe("selective", ops=ops, sites=sites, beyond=sites)
     assert runs_again(between, recipe=recipe, layer=layer) == [2, 2, 2, 2]
+
+
+class Last(Layer):
+    """Speaks when all is saved."""
+
+    def forward(self, x):
+        y = self.q(x).exp()
+        self.speak(x.detach().clone())
+        return y
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("speak", [plainly, functionally])
+def test_ranks_that_speak_behind_the_last_save_do_so_once(speak, monkeypatch):
+    """No second run comes that far."""
+    monkeypatch.setattr(Last, "speak", staticmethod(speak), raising=False)
+    assert runs_again(None, layer=Last) == [0] * STEPS
 
 
 def test_a_planner_sees_where_ranks_speak():

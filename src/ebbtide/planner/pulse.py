@@ -37,11 +37,12 @@ class UntilBackwardEnds(abc.ABC):
 
 
 class Queueing:
-    """How one forward was queued.
+    """How one forward was queued. In a captured part of it nobody is asked.
 
     Attributes:
         seconds: that the host took for it, from its first region to the end of its last one; where compute does not
-            wait for it, the host may wait for compute there: the device queues so many kernels and no more.
+            wait for it, the host may wait for compute there: the device queues so many kernels and no more. (About a
+            thousand: regions of more look as if compute waited for the host.)
     """
 
     def __init__(self, device: Device) -> None:
@@ -52,6 +53,8 @@ class Queueing:
         self._regions = self._caught_up = 0
 
     def entered(self) -> None:
+        if not self._device.is_here():
+            return
         if self._point is None:
             self._began_s = time.perf_counter()
         else:

@@ -300,9 +300,12 @@ class Upkeep:
         ratio = compute_s / max(predicted.step_s - waits_s, 1e-9)
         if compute_s < _LEAST_COMPUTE * follow.typical_s:
             ratio = 1.0  # all but waiting: it says nothing of compute
-        refitted = _with_host_times(self.profile, host_ratio).refitted(_bounded(ratio), _bounded(ratio))
+        ratio = _bounded(ratio)
+        refitted = _with_host_times(self.profile, host_ratio).refitted(ratio, ratio)
         refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self.profile.link))
-        self.profile = leads.with_host(refitted, refitted.host)
+        # What compute waits for a host that was seen to be slow has been taken out of its times: the host gets no lead
+        # for it.
+        self.profile = refitted if host_ratio != 1.0 else leads.with_host(refitted, refitted.host)
 
     def _host_ratio(self, size: _Size) -> float:
         """How many times as long as believed the host takes. What it took is more than that where it is far ahead, and
@@ -310,7 +313,8 @@ class Upkeep:
         profile, follow = size.solver.profile, size.follow
         if profile.host is None or follow.queueing_s == 0:
             return 1.0
-        ratio = _bounded(follow.queueing_s / leads.queueing_forward_s(profile, profile.host, follow.plan))
+        believed_s = leads.queueing_forward_s(profile, profile.host, follow.plan)
+        ratio = _bounded(follow.queueing_s / max(believed_s, 1e-9))
         return ratio if follow.waits_for_host or ratio < 1 else 1.0
 
     # -- plans -----------------------------------------------------------------------------------------------------

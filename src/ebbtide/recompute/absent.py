@@ -16,8 +16,9 @@ lies between the projection and them.
    no bit.
 4. What lies between may change nothing, draw nothing, and return what looks as its arguments say: it is made of
    operators that are known to. Other calls are not left out.
-5. Nothing is left out of a region that speaks with other ranks, for running again once more would speak twice. Nor in a
-   process with compiled code: given what is not there, a function is compiled anew, or not, and rounds otherwise.
+5. Nothing is left out of a region that speaks with other ranks before its last save, for running again once more would
+   speak twice. Nor in a process with compiled code: given what is not there, a function is compiled anew, or not, and
+   rounds otherwise.
 6. Out of sight is code that asks for the type of a tensor, and native code that reads one behind the dispatcher's back
    by a constant pointer, or by to_dlpack where what that raises is caught. TorchScript that has met an Absent may save
    otherwise when it runs once more, which is an error.
@@ -205,10 +206,6 @@ class Lineage:
     def spoil(self) -> None:
         """No call can be left out (see point 5 of the note)."""
         self.spoiled = -1
-
-    @property
-    def spoils_all(self) -> bool:
-        return self.spoiled == -1
 
     def of(self, t: torch.Tensor) -> int:
         """The calls that lead to `t`."""

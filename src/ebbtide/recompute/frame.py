@@ -323,12 +323,13 @@ class SecondRun:
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         number = self.count
         self.count += 1
-        led = self._read_led(number)
+        holder = self._holders[number]() if number < len(self._holders) else None
+        # What is dead may have been changed since, and nobody is to hear of that.
+        led = None if holder is None else self._read_led(number)
         t = t if led is None else led
         if type(t) is Absent:
             raise t.reads.refuse(f"a save of {self._name}")
         alias = t.detach()
-        holder = self._holders[number]() if number < len(self._holders) else None
         if self.watch is not None:
             self.watch.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)

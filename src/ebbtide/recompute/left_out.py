@@ -147,8 +147,6 @@ class LeavingOut:
         """The forward has ended, or has raised. `looks`: of what it has saved."""
         if not self._left_out:
             return
-        if self._lineage.spoils_all:
-            self._spoiled = self._lineage.spoiled
         if self._spoiled:
             self._leave_nothing_out()
         elif self._course is not None:

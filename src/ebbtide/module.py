@@ -27,7 +27,7 @@ from ebbtide._settings import (
     given,
     is_left_to_planner,
 )
-from ebbtide._torch import graph_task_id, is_inside_checkpoint, named_modules
+from ebbtide._torch import graph_task_id, is_inside_checkpoint, modules_of, named_modules
 from ebbtide.config import Mode, Names, OffloadConfig, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engine import Engine
@@ -229,7 +229,7 @@ class OffloadHandle:
 
     @property
     def profile(self) -> Profile | None:
-        """What a step was measured to do; None before that, and without a planner."""
+        """What a step was measured to do, at the pace of the last steps; None before that, and without a planner."""
         return None if self._control is None else self._control.profile
 
     def engine(self) -> Engine | None:
@@ -426,7 +426,12 @@ class OffloadHandle:
         """What is saved of them frees nothing. One that is replaced before the next forward is moved in that one, or an
         activation in its old place kept: no more than a waste, but in every forward if it is replaced before each."""
         self._knows_buffers = True
-        self._scope.buffers = {b.untyped_storage()._cdata for b in self._module.buffers() if _has_storage(b)}
+        self._scope.buffers = {
+            b.untyped_storage()._cdata
+            for owner in modules_of(self._module)
+            for b in owner._buffers.values()
+            if b is not None and _has_storage(b)
+        }
 
     def was_traced(self, stands_outside: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`."""

@@ -1,7 +1,7 @@
 """What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -79,7 +79,8 @@ class _Generator:
         self._state = _state_of(device)
 
     def was_used(self) -> bool:
-        return not torch.equal(self._state, _state_of(self._device))
+        # Not torch.equal, which is an operator, and slow for one: this is asked of each generator at every forward.
+        return self._state.numpy().tobytes() != _state_of(self._device).numpy().tobytes()
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -131,14 +132,14 @@ class _AttentionBackEnds(NamedTuple):
 
 
 _ATTENTION_BACK_ENDS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_ARE_ENABLED: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION_BACK_ENDS
+)
 
 
 def _attention_back_ends() -> _AttentionBackEnds:
-    c = cast(Any, torch._C)
-    return _AttentionBackEnds(
-        tuple(getattr(c, f"_get_{name}_sdp_enabled")() for name in _ATTENTION_BACK_ENDS),
-        tuple(c._get_sdp_priority_order()),
-    )
+    order = cast(Any, torch._C)._get_sdp_priority_order()
+    return _AttentionBackEnds(tuple([is_enabled() for is_enabled in _ARE_ENABLED]), tuple(order))
 
 
 @contextlib.contextmanager

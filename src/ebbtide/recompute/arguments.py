@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
 
 class Arguments:
     """Arguments of one call without their tensors.
@@ -19,10 +21,12 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._slots: dict[int, int] = {}
+        self._slots: dict[int, _Slot] = {}
         self._open: set[int] = set()  # dataclasses that are being taken apart: one that leads to itself stays whole
         self._tensors: list[torch.Tensor] = []
-        self._skeleton = self._take_apart((args, kwargs))
+        self._found = 0
+        """Tensors so far, one that is passed twice counted twice."""
+        self._args, self._kwargs = self._take(args), self._take(kwargs)
         self._slots.clear()
 
     def take_tensors(self) -> list[torch.Tensor]:
@@ -32,30 +36,44 @@ class Arguments:
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """args and kwargs, with `tensors` in the places of those that were taken."""
-        return cast("tuple[tuple[Any, ...], dict[str, Any]]", self._skeleton.rebuild(tensors))
+        return _whole(self._args, tensors), _whole(self._kwargs, tensors)
 
-    def _take_apart(self, value: object) -> "_Tree":
-        leaves, spec = pytree.tree_flatten(value)
-        return _Tree([self._part(leaf) for leaf in leaves], spec)
+    def _take(self, value: Any) -> object:
+        """`value` without its tensors. The common kinds go without torch's pytree: this runs at every forward."""
+        kind = cast("type[object]", type(value))
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._slot(value)
+        if kind is tuple or kind is list:
+            return _Sequence(kind, [self._take(each) for each in value])
+        if kind is dict:
+            return _Dict({key: self._take(each) for key, each in value.items()})
+        if not pytree.tree_is_leaf(value):
+            leaves, spec = pytree.tree_flatten(value)
+            return _Tree([self._take(leaf) for leaf in leaves], spec)
+        return self._take_apart(value)
 
-    def _part(self, leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            slot = self._slots.setdefault(id(leaf), len(self._tensors))
-            if slot == len(self._tensors):
-                self._tensors.append(leaf)
-            return _Slot(slot)
+    def _slot(self, t: torch.Tensor) -> "_Slot":
+        self._found += 1
+        slot = self._slots.get(id(t))
+        if slot is None:
+            slot = self._slots[id(t)] = _Slot(len(self._tensors))
+            self._tensors.append(t)
+        return slot
+
+    def _take_apart(self, leaf: Any) -> object:
+        before = self._found
         if self._is_data(leaf):
-            fields = {
-                f.name: getattr(leaf, f.name) for f in dataclasses.fields(cast(Any, leaf)) if hasattr(leaf, f.name)
-            }
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
             self._open.add(id(leaf))
-            tree = self._take_apart(fields)
+            parts = self._take(fields)
             self._open.discard(id(leaf))
-            return _Dataclass(leaf, tree) if tree.has_tensors else leaf
+            return _Dataclass(leaf, parts) if self._found > before else leaf
         if isinstance(leaf, functools.partial):
             partial = cast("functools.partial[Any]", leaf)
-            tree = self._take_apart((partial.args, partial.keywords))
-            return _Partial(partial.func, tree) if tree.has_tensors else partial
+            parts = self._take((partial.args, partial.keywords))
+            return _Partial(partial.func, parts) if self._found > before else partial
         return leaf
 
     def _is_data(self, leaf: object) -> bool:
@@ -63,56 +81,93 @@ class Arguments:
         return is_instance and id(leaf) not in self._open
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
+class _Part:
+    """Of arguments: what is no longer as it was passed."""
+
+    __slots__ = ()
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        raise NotImplementedError
+
+
+class _Slot(_Part):
     """The place of a tensor."""
 
-    number: int
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[self._number]
 
 
-class _Tree:
+class _Sequence(_Part):
+    """A tuple or a list."""
+
+    __slots__ = ("_kind", "_parts")
+
+    def __init__(self, kind: type, parts: list[object]) -> None:
+        self._kind = kind
+        self._parts = parts
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self._kind([_whole(part, tensors) for part in self._parts])
+
+
+class _Dict(_Part):
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: dict[Any, object]) -> None:
+        self._parts = parts
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+        return {key: _whole(part, tensors) for key, part in self._parts.items()}
+
+
+class _Tree(_Part):
+    """Any other container that pytree knows."""
+
+    __slots__ = ("_parts", "_spec")
+
     def __init__(self, parts: list[object], spec: pytree.TreeSpec) -> None:
         self._parts = parts
         self._spec = spec
-        self.has_tensors = any(isinstance(part, _Slot | _Dataclass | _Partial) for part in parts)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         return pytree.tree_unflatten([_whole(part, tensors) for part in self._parts], self._spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dataclass:
-    original: Any
-    """Its tensors are in the slots; a shallow copy without them is what stays."""
-    tree: _Tree
+class _Dataclass(_Part):
+    """What stays of `original` is a shallow copy without its fields."""
 
-    def __post_init__(self) -> None:
-        shell = copy.copy(self.original)
-        for f in dataclasses.fields(shell):
-            if hasattr(shell, f.name):  # not `in vars(shell)`: one with slots has no such dict
-                object.__setattr__(shell, f.name, None)
-        object.__setattr__(self, "original", shell)
+    __slots__ = ("_fields", "_shell")
+
+    def __init__(self, original: Any, fields: object) -> None:
+        self._fields = fields
+        self._shell = copy.copy(original)
+        for f in dataclasses.fields(self._shell):
+            if hasattr(self._shell, f.name):  # not `in vars(shell)`: one with slots has no such dict
+                object.__setattr__(self._shell, f.name, None)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> object:
-        whole = copy.copy(self.original)
-        for name, value in self.tree.rebuild(tensors).items():
+        whole = copy.copy(self._shell)
+        for name, value in _whole(self._fields, tensors).items():
             object.__setattr__(whole, name, value)
         return whole
 
 
-@dataclasses.dataclass(frozen=True)
-class _Partial:
-    function: Any
-    tree: _Tree
+class _Partial(_Part):
+    __slots__ = ("_bound", "_function")
+
+    def __init__(self, function: Any, bound: object) -> None:
+        self._function = function
+        self._bound = bound
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> object:
-        args, keywords = self.tree.rebuild(tensors)
-        return functools.partial(self.function, *args, **keywords)
+        args, keywords = _whole(self._bound, tensors)
+        return functools.partial(self._function, *args, **keywords)
 
 
-def _whole(part: object, tensors: Sequence[torch.Tensor]) -> object:
-    if isinstance(part, _Slot):
-        return tensors[part.number]
-    if isinstance(part, _Dataclass | _Partial):
-        return part.rebuild(tensors)
-    return part
+def _whole(part: object, tensors: Sequence[torch.Tensor]) -> Any:
+    return part.rebuild(tensors) if isinstance(part, _Part) else part

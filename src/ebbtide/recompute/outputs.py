@@ -22,6 +22,7 @@ from ebbtide._torch import (
     OperatorMode,
     counting_versions,
     dispatch_mode_stack,
+    dispatch_modes,
     graph_task_id,
     keeps_graph,
     without_dispatch,
@@ -174,19 +175,24 @@ class _Numbering(OperatorMode):
         self.is_paused = False
 
 
-@contextlib.contextmanager
-def numbering_paused() -> Generator[None, None, None]:
+def numbering_paused() -> contextlib.AbstractContextManager[object]:
     """Around what is our own doing, inside of the first or second run of another region.
 
     And around second runs: region code that asks for gradients has one inside of its own first run.
     """
-    modes = [mode for mode in dispatch_mode_stack() if isinstance(mode, _Numbering) and not mode.is_paused]
-    for mode in modes:
+    modes = [mode for mode in dispatch_mode_stack() if isinstance(mode, _Numbering)] if dispatch_modes() else []
+    return _paused(modes) if modes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _paused(modes: Sequence[_Numbering]) -> Generator[None, None, None]:
+    running = [mode for mode in modes if not mode.is_paused]
+    for mode in running:
         mode.is_paused = True
     try:
         yield
     finally:
-        for mode in modes:
+        for mode in running:
             mode.is_paused = False
 
 

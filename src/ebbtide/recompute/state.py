@@ -16,7 +16,7 @@ What a region keeps elsewhere (a list it appends to, a global) is out of sight.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module
 
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
+from ebbtide._torch import modules_of
 
 _Key: TypeAlias = tuple[int, str, bool]
 """A buffer: its module, its name, and whether the module is in training mode."""
@@ -53,18 +54,7 @@ class RegionState:
 
     def find(self) -> "Found":
         """To be called where a forward begins."""
-        return Found(self, list(self._modules()))
-
-    def _modules(self) -> Iterator[Module]:
-        """As they are now: adapters and wrappers come and go. In a plain loop, for this runs at every forward."""
-        seen: set[Module] = set()
-        stack: list[Module | None] = [self._region]
-        while stack:
-            module = stack.pop()
-            if module is not None and module not in seen:
-                seen.add(module)
-                stack.extend(module._modules.values())
-                yield module
+        return Found(self, modules_of(self._region))
 
 
 class Found:
@@ -80,12 +70,9 @@ class Found:
             for module in modules
             if module._buffers
         }
-        self._parameters = [
-            _Parameter(module, name, p, version_of(p))
-            for module in modules
-            for name, p in module._parameters.items()
-            if p is not None
-        ]
+        self._owned = [(module, dict(module._parameters)) for module in modules if module._parameters]
+        self._parameters = [p for _, owned in self._owned for p in owned.values() if p is not None]
+        self._versions = versions_of(self._parameters)
         self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
         self._names: list[tuple[str, ...]] = []
         self._attributes: list[tuple[Module, str, Any]] = []
@@ -94,7 +81,7 @@ class Found:
     @property
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
-        return {found.parameter.device for found in self._parameters}
+        return {p.device for p in self._parameters}
 
     def close(self) -> None:
         """The forward has ended: let go of what it did not change."""
@@ -104,12 +91,12 @@ class Found:
 
     def learn(self) -> None:
         """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""
-        for found in self._parameters:
-            if found.was_changed:
-                raise ModuleError(
-                    f"{self._state.name} changes its parameter {found.name!r} in place in its forward: it cannot run "
-                    "again. Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
-                )
+        changed = self._changed_parameter()
+        if changed is not None:
+            raise ModuleError(
+                f"{self._state.name} changes its parameter {changed!r} in place in its forward: it cannot run again. "
+                "Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
+            )
         for module, buffers in self._buffers.items():
             for name, buffer in buffers.items():
                 buffers[name] = self._learned(module, name, buffer)
@@ -122,9 +109,8 @@ class Found:
             for module, was_training in zip(self._modules, self._training, strict=True):
                 if module.training is not was_training:
                     stack.enter_context(_attribute_set(module, "training", was_training))
-            for found in self._parameters:
-                if found.has_given_way:
-                    stack.enter_context(found.in_place())
+            for module, name, p in self._exchanged_parameters():
+                stack.enter_context(_parameter_set(module, name, p))
             copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
             for module in self._modules:
                 if module._buffers or module in self._buffers:
@@ -174,13 +160,34 @@ class Found:
     # -- parameters and attributes ---------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
-        for found in self._parameters:
-            if found.was_changed:
-                raise ModifiedError(
-                    f"the parameter {found.name!r} of {self._state.name} was changed in place between forward and "
-                    "backward, and the region has to run again with what it was: call backward before "
-                    "optimizer.step(), or give the region the recipe 'keep' or 'offload'"
-                )
+        changed = self._changed_parameter()
+        if changed is not None:
+            raise ModifiedError(
+                f"the parameter {changed!r} of {self._state.name} was changed in place between forward and backward, "
+                "and the region has to run again with what it was: call backward before optimizer.step(), or give the "
+                "region the recipe 'keep' or 'offload'"
+            )
+
+    def _exchanged_parameters(self) -> list[tuple[Module, str, torch.Tensor]]:
+        """Those in whose places others stand now. Sharded and gathered ones FSDP exchanges itself, as each run needs
+        them."""
+        return [
+            (module, name, p)
+            for module, owned in self._owned
+            for name, p in owned.items()
+            if p is not None
+            and (now := module._parameters.get(name)) is not p
+            and type(p) in _PLAIN
+            and type(now) in _PLAIN
+        ]
+
+    def _changed_parameter(self) -> str | None:
+        """The name of one that was changed in place since."""
+        now = versions_of(self._parameters)
+        if now == self._versions:
+            return None
+        names = [name for _, owned in self._owned for name, p in owned.items() if p is not None]
+        return next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
 
     def _changed_attributes(self) -> list[tuple[Module, str, Any]]:
         """What has been set since, with the value it had before."""
@@ -206,36 +213,26 @@ def version_of(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The same of several."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # inference tensors are among them
+        return list(map(version_of, tensors))
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Parameter(NamedTuple):
-    """A parameter as a forward found it."""
-
-    owner: Module
-    name: str
-    parameter: torch.Tensor
-    version: int
-
-    @property
-    def was_changed(self) -> bool:
-        return version_of(self.parameter) != self.version
-
-    @property
-    def has_given_way(self) -> bool:
-        """Another one stands in its place. Sharded and gathered ones FSDP exchanges itself, as each run needs them."""
-        now = self.owner._parameters.get(self.name)
-        return now is not None and now is not self.parameter and type(now) in _PLAIN and type(self.parameter) in _PLAIN
-
-    @contextlib.contextmanager
-    def in_place(self) -> Generator[None, None, None]:
-        parameters: dict[str, Any] = self.owner._parameters
-        now = parameters[self.name]
-        parameters[self.name] = self.parameter
-        try:
-            yield
-        finally:
-            parameters[self.name] = now
+@contextlib.contextmanager
+def _parameter_set(module: Module, name: str, parameter: torch.Tensor) -> Generator[None, None, None]:
+    parameters: dict[str, Any] = module._parameters
+    now = parameters[name]
+    parameters[name] = parameter
+    try:
+        yield
+    finally:
+        parameters[name] = now
 
 
 class _Buffer(NamedTuple):

@@ -38,12 +38,18 @@ class ScriptedDevice:
         self.peak_bytes = 0
         self.peaks_forgotten = 0
         self.failures = 0
+        self._steps_s = []
+        self._held = set()
 
     def current_stream(self):
         return None
 
     def record(self, stream):
-        return self.step_s  # of the step that begins or ends here
+        self._steps_s.append(self.step_s)  # of the step that begins or ends here
+        return len(self._steps_s) - 1
+
+    def hold(self, stream, seconds):
+        self._held.add(len(self._steps_s))
 
     def is_here(self):
         return True
@@ -52,7 +58,7 @@ class ScriptedDevice:
         return not self.is_behind
 
     def seconds_between(self, start, end):
-        return start
+        return 0.0 if end == start + 1 and end in self._held else self._steps_s[end]
 
     def memory(self):
         return Memory(0, self.peak_bytes)
@@ -367,10 +373,13 @@ def a_host(forward_ms=8.0):
     return Host((times,) * 6, before_s=0.0, after_s=0.0, turn_s=0.0, lead_s=0.0, steady_lead_s=0.0, **small)
 
 
-def queued_step(control, handle, clock, queueing_s, is_ahead):
-    """A step whose regions took the host so long in forward, ahead of compute or not."""
+def queued_step(control, handle, clock, queueing_s, is_ahead, host_wait_s=0.0):
+    """A step whose regions took the host so long in forward, ahead of compute or not; that it is where compute is held
+    back."""
     device = handle.device
     pulse = control.step_begins(1000)
+    if pulse.hold_s > 0:
+        device.step_s -= host_wait_s
     device.is_behind = is_ahead
     for k in range(6):
         pulse.entered(f"layers.{k}")
@@ -425,8 +434,8 @@ def test_what_a_slow_host_comes_to_is_what_is_predicted_from_then_on(host_ratio,
             seen.append((plan, outcome.step_s))
             handle.device.step_s = outcome.step_s
             handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
-            is_ahead = outcome.host_wait_s < 1e-6
-            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead)
+            is_ahead, wait_s = outcome.host_wait_s < 1e-6, outcome.host_wait_s
+            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead, wait_s)
         return seen
 
     slow = first.host.times(host_ratio)
@@ -484,6 +493,108 @@ def test_peaks_are_looked_at_as_often_as_it_takes(remembers, monkeypatch):
         pulse.read(region)
     assert looks == ([3, 7, 5] if remembers else [3, 4, 7, 5, 5])
     assert pulse.peak_bytes == 7
+
+
+# -- the pace of compute -----------------------------------------------------------------------------------------------
+
+
+def pace_by(control, handle, ratio, count=8):
+    """Of compute, as the profile has it behind steps in which compute takes so many times what was predicted."""
+    before, predicted = control.profile.plain_s, handle.plan.predicted
+    waits_s = predicted.stall_forward_s + predicted.stall_backward_s
+    handle.device.step_s = waits_s + (predicted.step_s - waits_s) * ratio
+    for _ in range(count):
+        handle.waits(waits_s)
+        step(control)
+    return control.profile.plain_s / before
+
+
+@pytest.mark.parametrize("ratio", [0.98, 1.03])
+def test_the_profile_is_at_the_pace_of_the_last_steps(ratio):
+    """Too little to plan again, and what is planned later is compared with what it was planned from."""
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    assert pace_by(control, handle, ratio) == pytest.approx(ratio)
+    assert pace_by(control, handle, ratio=1.0) == pytest.approx(1 / ratio)
+    assert len(handle.plans) == 1
+
+
+def test_a_single_step_is_no_pace():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    assert pace_by(control, handle, 1.03, count=3) == 1.0
+
+
+def test_what_is_planned_again_is_not_at_the_pace_twice():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    before = control.profile
+    for slower in (1.04, 1.1):
+        true = before.refitted(slower, slower)
+        for _ in range(20):
+            outcome = step_by(true, handle.plan)
+            handle.device.step_s = outcome.step_s
+            handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+            step(control)
+        assert control.profile.plain_s == pytest.approx(true.plain_s, rel=0.005)
+    assert len(handle.plans) == 2
+
+
+class Timeline(ScriptedDevice):
+    """Whose events are the times when they were recorded. Each step waits for the host, if that does not get ahead."""
+
+    has_queue = True
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.ahead_s, self.holds = 0.0, 0.0, []
+
+    def record(self, stream):
+        return self.now
+
+    def seconds_between(self, start, end):
+        return end - start
+
+    def hold(self, stream, seconds):
+        self.now += seconds
+        self.ahead_s += seconds
+        self.holds.append(seconds)
+
+
+def timed_steps(control, device, count, compute_s, host_wait_s, monkeypatch):
+    monkeypatch.setattr("ebbtide.planner.pulse.at_end_of_backward", lambda callback: None)
+    monkeypatch.setattr("ebbtide.planner.pulse.graph_task_id", lambda: 1)
+    for _ in range(count):
+        device.ahead_s = 0.0
+        pulse = control.step_begins(1000)
+        pulse.entered("layers.0")
+        device.now += compute_s / 3
+        pulse.left("layers.0")
+        pulse.entered("layers.1")
+        pulse.left("layers.1")
+        pulse.forward_ended()
+        pulse.read("layers.1")
+        pulse.read("layers.0")
+        device.now += 2 * compute_s / 3 + max(0.0, host_wait_s - device.ahead_s)
+        pulse._end()
+    control.step_begins(1000)
+
+
+@pytest.mark.parametrize("agree", [None, lambda answer: [answer]])
+def test_where_compute_waits_for_the_host_it_is_held_back_in_a_few_steps_to_see_its_pace(agree, monkeypatch):
+    """Not where other ranks would wait for it. What is predicted of waiting may be wrong: that is no pace."""
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host(12.0), agree=agree)
+    device = handle.device = Timeline()
+    predicted, before_s = handle.plan.predicted, control.profile.plain_s
+    assert predicted.host_wait_s > 0.02 * predicted.step_s
+    stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
+    compute_s = (predicted.step_s - predicted.host_wait_s - stalls_s) * 1.03
+    monkeypatch.setattr(device, "peak_bytes", predicted.peak_bytes)
+    timed_steps(control, device, 100, compute_s, 0.6 * predicted.host_wait_s, monkeypatch)
+    assert len(handle.plans) == 1
+    if agree is None:
+        assert control.profile.plain_s == pytest.approx(1.03 * before_s, rel=1e-3)
+        assert device.holds == [pytest.approx(1.5 * predicted.host_wait_s)] * 6
+    else:
+        assert control.profile.plain_s == before_s
+        assert device.holds == []
 
 
 # -- without a budget, nothing may be slower than with everything kept -------------------------------------------------

@@ -15,7 +15,8 @@ Note [Upkeep]
 4. The peak is looked at once a plan has run twice, in two steps, and the device's own record of it begins anew then:
    what it is beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few
    times. It is looked at again when that record goes beyond the budget.
-5. A batch of another size goes by the profile scaled to it, one plan per bucket.
+5. Below REPLAN_AT, and where nothing is planned again, the profile is given out at the pace of the last steps.
+6. A batch of another size goes by the profile scaled to it, one plan per bucket.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from ebbtide.engine.ledger import Ledger
 from ebbtide.planner import leads
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
-from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried
+from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried, bounded
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.reasons import out_of_memory, used_bytes
@@ -46,7 +47,6 @@ _MOST_TRIALS = 4  # of all sizes too
 _MOST_OF_A_TRIAL = 16  # forwards
 _MOST_IN_FLIGHT = 64
 _LOOK_EVERY = 16  # forwards of one size
-_LEAST_COMPUTE = 0.2  # of a step
 _BUCKETS_PER_OCTAVE = 8
 _OOM_SHARE = 20  # of the budget is taken off after running out of memory
 _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted or measured
@@ -54,7 +54,6 @@ _AS_FAST = 1.01  # times the same, measured side by side: the fastest steps
 _MOSTLY_AS_FAST = 1.08  # and half of them
 _AS_MUCH = 0.95  # of what a plan moved
 _UNSEEN = 0.95  # of what the link carries: times that are scaled to another size are not that exact, attention's least
-_FURTHEST = 5.0  # that one refit goes
 
 
 class GoesBy(Protocol):
@@ -106,7 +105,7 @@ class Upkeep:
         is_shared: bool,
     ) -> None:
         self._handle = handle
-        self.profile = profile
+        self._profile = profile
         self._allowance = Allowance(budget)
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
@@ -122,6 +121,15 @@ class Upkeep:
         self._measured_tokens = profile.tokens
         self._size = self._make_size(profile.tokens)
         self._go_by(self._size)
+
+    @property
+    def profile(self) -> Profile:
+        """What the plans come from, at the pace of the last steps (see Note [The pace of compute])."""
+        if self._is_shared:
+            return self._profile  # the same for all ranks
+        follow = max((size.follow for size in self._sizes.values()), key=lambda follow: follow.steps)
+        pace = follow.pace_of_compute
+        return self._profile if pace == 1.0 else self._profile.refitted(pace, pace)
 
     @property
     def tokens(self) -> int:
@@ -150,7 +158,9 @@ class Upkeep:
             self._go_by(size)
         self._bound_trial(size)
         self._look_again(size, engine)
-        pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
+        looks_at_peak = self._wants_peak(size.follow)
+        hold_s = 0.0 if looks_at_peak or self._is_shared else size.follow.next_hold_s()
+        pulse = Pulse(engine.device, looks_at_peak, hold_s)
         for step in self._in_flight:
             other = step.flight.under_way
             if other is not None:
@@ -194,6 +204,8 @@ class Upkeep:
                     self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
+            elif pulse.hold_s > 0:
+                follow.saw_held(seconds)
             elif follow.saw(seconds, seconds * waited_share, _queueing(pulse)):
                 self._again(step.size)
 
@@ -291,21 +303,16 @@ class Upkeep:
         follow = size.follow
         predicted = follow.plan.predicted
         assert predicted is not None
-        waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
         host_ratio = self._host_ratio(size)
         host_wait_s = predicted.host_wait_s
         if host_ratio != 1.0:
             host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
-        compute_s = follow.typical_s - follow.stall_s - host_wait_s
-        ratio = compute_s / max(predicted.step_s - waits_s, 1e-9)
-        if compute_s < _LEAST_COMPUTE * follow.typical_s:
-            ratio = 1.0  # all but waiting: it says nothing of compute
-        ratio = _bounded(ratio)
-        refitted = _with_host_times(self.profile, host_ratio).refitted(ratio, ratio)
-        refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self.profile.link))
+        ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
+        refitted = _with_host_times(self._profile, host_ratio).refitted(ratio, ratio)
+        refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
         # What compute waits for a host that was seen to be slow has been taken out of its times: the host gets no lead
         # for it.
-        self.profile = refitted if host_ratio != 1.0 else leads.with_host(refitted, refitted.host)
+        self._profile = refitted if host_ratio != 1.0 else leads.with_host(refitted, refitted.host)
 
     def _host_ratio(self, size: _Size) -> float:
         """How many times as long as believed the host takes. What it took is more than that where it is far ahead, and
@@ -314,7 +321,7 @@ class Upkeep:
         if profile.host is None or follow.queueing_s == 0:
             return 1.0
         believed_s = leads.queueing_forward_s(profile, profile.host, follow.plan)
-        ratio = _bounded(follow.queueing_s / max(believed_s, 1e-9))
+        ratio = bounded(follow.queueing_s / max(believed_s, 1e-9))
         return ratio if follow.waits_for_host or ratio < 1 else 1.0
 
     # -- plans -----------------------------------------------------------------------------------------------------
@@ -332,7 +339,7 @@ class Upkeep:
         return size
 
     def _solver_for(self, tokens: int) -> Solver:
-        profile = self.profile.scaled(tokens)
+        profile = self._profile.scaled(tokens)
         if self._allowance.asked_bytes is None and tokens != self._measured_tokens:
             profile = dataclasses.replace(profile, link=profile.link.times(_UNSEEN, _UNSEEN))
         return Solver(profile)
@@ -461,10 +468,6 @@ def _queueing(pulse: Pulse) -> tuple[float, bool] | None:
 
 def _with_host_times(profile: Profile, ratio: float) -> Profile:
     return profile if profile.host is None else dataclasses.replace(profile, host=profile.host.times(ratio))
-
-
-def _bounded(ratio: float) -> float:
-    return min(max(ratio, 1 / _FURTHEST), _FURTHEST)
 
 
 def _as_measured(tried: Tried) -> Plan:

@@ -229,7 +229,8 @@ class OffloadHandle:
 
     @property
     def profile(self) -> Profile | None:
-        """What a step was measured to do, at the pace of the last steps; None before that, and without a planner."""
+        """What a step was measured to do, at the pace of the last steps as far as these say; None before it was
+        measured, and without a planner. A new object each time."""
         return None if self._control is None else self._control.profile
 
     def engine(self) -> Engine | None:

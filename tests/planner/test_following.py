@@ -38,18 +38,12 @@ class ScriptedDevice:
         self.peak_bytes = 0
         self.peaks_forgotten = 0
         self.failures = 0
-        self._steps_s = []
-        self._held = set()
 
     def current_stream(self):
         return None
 
     def record(self, stream):
-        self._steps_s.append(self.step_s)  # of the step that begins or ends here
-        return len(self._steps_s) - 1
-
-    def hold(self, stream, seconds):
-        self._held.add(len(self._steps_s))
+        return self.step_s  # of the step that begins or ends here
 
     def is_here(self):
         return True
@@ -58,7 +52,7 @@ class ScriptedDevice:
         return not self.is_behind
 
     def seconds_between(self, start, end):
-        return 0.0 if end == start + 1 and end in self._held else self._steps_s[end]
+        return start
 
     def memory(self):
         return Memory(0, self.peak_bytes)
@@ -373,13 +367,10 @@ def a_host(forward_ms=8.0):
     return Host((times,) * 6, before_s=0.0, after_s=0.0, turn_s=0.0, lead_s=0.0, steady_lead_s=0.0, **small)
 
 
-def queued_step(control, handle, clock, queueing_s, is_ahead, host_wait_s=0.0):
-    """A step whose regions took the host so long in forward, ahead of compute or not; that it is where compute is held
-    back."""
+def queued_step(control, handle, clock, queueing_s, is_ahead):
+    """A step whose regions took the host so long in forward, ahead of compute or not."""
     device = handle.device
     pulse = control.step_begins(1000)
-    if pulse.hold_s > 0:
-        device.step_s -= host_wait_s
     device.is_behind = is_ahead
     for k in range(6):
         pulse.entered(f"layers.{k}")
@@ -434,8 +425,8 @@ def test_what_a_slow_host_comes_to_is_what_is_predicted_from_then_on(host_ratio,
             seen.append((plan, outcome.step_s))
             handle.device.step_s = outcome.step_s
             handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
-            is_ahead, wait_s = outcome.host_wait_s < 1e-6, outcome.host_wait_s
-            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead, wait_s)
+            is_ahead = outcome.host_wait_s < 1e-6
+            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead)
         return seen
 
     slow = first.host.times(host_ratio)
@@ -537,64 +528,55 @@ def test_what_is_planned_again_is_not_at_the_pace_twice():
     assert len(handle.plans) == 2
 
 
-class Timeline(ScriptedDevice):
-    """Whose events are the times when they were recorded. Each step waits for the host, if that does not get ahead."""
-
-    has_queue = True
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.ahead_s, self.holds = 0.0, 0.0, []
-
-    def record(self, stream):
-        return self.now
-
-    def seconds_between(self, start, end):
-        return end - start
-
-    def hold(self, stream, seconds):
-        self.now += seconds
-        self.ahead_s += seconds
-        self.holds.append(seconds)
-
-
-def timed_steps(control, device, count, compute_s, host_wait_s, monkeypatch):
-    monkeypatch.setattr("ebbtide.planner.pulse.at_end_of_backward", lambda callback: None)
-    monkeypatch.setattr("ebbtide.planner.pulse.graph_task_id", lambda: 1)
-    for _ in range(count):
-        device.ahead_s = 0.0
-        pulse = control.step_begins(1000)
-        pulse.entered("layers.0")
-        device.now += compute_s / 3
-        pulse.left("layers.0")
-        pulse.entered("layers.1")
-        pulse.left("layers.1")
-        pulse.forward_ended()
-        pulse.read("layers.1")
-        pulse.read("layers.0")
-        device.now += 2 * compute_s / 3 + max(0.0, host_wait_s - device.ahead_s)
-        pulse._end()
+def test_the_pace_is_that_of_the_size_at_hand():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    before_s = control.profile.plain_s
+    for tokens, slower, count in ((1000, 1.04, 20), (500, 0.97, 10)):
+        for _ in range(count):
+            handle.device.step_s = handle.plan.predicted.step_s * slower
+            handle.waits(handle.plan.predicted.stall_forward_s + handle.plan.predicted.stall_backward_s)
+            step(control, tokens)
+    control.step_begins(500)
+    assert control.profile.plain_s < before_s
     control.step_begins(1000)
+    assert control.profile.plain_s > before_s
 
 
-@pytest.mark.parametrize("agree", [None, lambda answer: [answer]])
-def test_where_compute_waits_for_the_host_it_is_held_back_in_a_few_steps_to_see_its_pace(agree, monkeypatch):
-    """Not where other ranks would wait for it. What is predicted of waiting may be wrong: that is no pace."""
-    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host(12.0), agree=agree)
-    device = handle.device = Timeline()
+def test_ranks_that_share_a_plan_share_its_profile():
+    control, handle = control_of(budget_bytes=int(2.5 * GIB), agree=lambda answer: [answer])
+    assert pace_by(control, handle, 1.03) == 1.0
+
+
+def test_a_plan_that_was_made_of_another_profile_says_no_pace(monkeypatch):
+    control, _ = control_of()
+    monkeypatch.setattr("ebbtide.planner.following.Follower.pace_of_compute", 1.02)
+    assert control.profile.plain_s == pytest.approx(1.02 * control.upkeep._profile.plain_s)
+    monkeypatch.setattr(control.upkeep, "_profile", control.upkeep._profile.refitted(1.1, 1.1))
+    assert control.profile is control.upkeep._profile
+
+
+@pytest.mark.parametrize(("forward_ms", "says"), [(6.0, True), (8.4, True), (12.0, False)])
+def test_a_pace_is_none_where_compute_waits_for_the_host(forward_ms, says):
+    """How long is not measured; a little is believed."""
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host(forward_ms))
     predicted, before_s = handle.plan.predicted, control.profile.plain_s
-    assert predicted.host_wait_s > 0.02 * predicted.step_s
+    assert (predicted.host_wait_s <= 0.01 * predicted.step_s) is says
     stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
-    compute_s = (predicted.step_s - predicted.host_wait_s - stalls_s) * 1.03
-    monkeypatch.setattr(device, "peak_bytes", predicted.peak_bytes)
-    timed_steps(control, device, 100, compute_s, 0.6 * predicted.host_wait_s, monkeypatch)
+    for slower, expected in ((1.0, 1.0), (1.03, 1.03 if says else 1.0)):
+        compute_s = predicted.step_s - predicted.host_wait_s - stalls_s
+        handle.device.step_s = stalls_s + predicted.host_wait_s + compute_s * slower
+        for _ in range(12):
+            handle.waits(stalls_s)
+            step(control)
+        assert control.profile.plain_s == pytest.approx(before_s * expected, rel=1e-6)
     assert len(handle.plans) == 1
-    if agree is None:
-        assert control.profile.plain_s == pytest.approx(1.03 * before_s, rel=1e-3)
-        assert device.holds == [pytest.approx(1.5 * predicted.host_wait_s)] * 6
-    else:
-        assert control.profile.plain_s == before_s
-        assert device.holds == []
+
+
+def test_at_any_pace_a_step_with_everything_kept_waits_for_no_host():
+    control, handle = control_of(host=a_host(20.0))
+    assert pace_by(control, handle, 0.96) == pytest.approx(0.96, rel=0.001)
+    kept = Solver(control.profile).keeping_all()
+    assert host_wait_s(control.profile, kept) == pytest.approx(0.0, abs=1e-9)
 
 
 # -- without a budget, nothing may be slower than with everything kept -------------------------------------------------

@@ -1,5 +1,7 @@
 """Buffers, attributes and weights that change: the second run finds what the first found, or says that it cannot."""
 
+import collections
+
 import pytest
 import torch
 from cases import make
@@ -124,6 +126,35 @@ def test_a_weight_changed_in_forward(rig):
     rig.offload(model, "recompute")
     with pytest.raises(ModuleError, match=r"layers\.0 changes its parameter .weight."):
         model(batch(CPU))
+
+
+class LookedUp(collections.OrderedDict):
+    """Parameters by name, as ZeRO-3 puts them in a module's place: it gathers what is looked up."""
+
+    def __init__(self, parameters, names):
+        super().__init__(parameters)
+        self.names = names
+
+    def __getitem__(self, name):
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def test_parameters_are_looked_up_by_the_region_alone(rig):
+    model, twin = both(Mixed)
+    rig.offload(model, "recompute")
+    lookups = []
+    for each in (twin, model):
+        names = []
+        for layer in each.modules():
+            layer.__dict__["_parameters"] = LookedUp(layer._parameters.items(), names)
+        loss = each(batch(CPU))
+        lookups.append(names.copy())
+        loss.backward()
+    plain, in_forward, in_all = *lookups, names
+    assert plain
+    assert in_forward == plain
+    assert len(in_all) <= 2 * len(plain)
 
 
 def test_training_mode_of_forward_holds_in_the_second_run(rig):

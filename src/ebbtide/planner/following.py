@@ -3,10 +3,9 @@
 Note [The pace of compute]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A device that begins to work is faster than one that has worked for some seconds (its clocks fall when it is warm and at
-its limit of power), by some percent: no reason to plan again, and the watched steps were among the first. So what a
-step of the plan takes, without what compute waits for, says how fast compute is by now. What it waits for the link is
-measured. What it waits for the host is not: where a plan is predicted to wait for that, a few steps are held back until
-the host is ahead, once the device has worked for a while.
+its limit of power), by some percent: no reason to plan again, and the watched steps were among the first. So what the
+last steps took, less what compute waited for the link, says how fast compute is by now. Not where a plan is predicted
+to wait for the host: how long that was is not measured.
 """
 
 import statistics
@@ -26,9 +25,6 @@ _STEPS_OF_A_TRIAL = 5
 _MOSTLY = 1.05  # times `most_s`: slow steps are the plan's own if half of them are that slow
 
 # The pace of compute
-_SETTLED_S = 6.0
-_HELD_STEPS = 3
-_HOLD = 1.5  # times what is waited for the host as predicted
 _WAITS_FOR_HOST = 0.01  # of a step
 _LEAST_COMPUTE = 0.2  # of a step
 _FURTHEST = 5.0  # that one refit goes
@@ -91,9 +87,6 @@ class Follower:
         self._stalls: list[float] = []
         self._queueing: list[tuple[float, bool]] = []
         self._peaks: list[int] = []
-        self._ran_s = 0.0
-        self._holds = 0
-        self._held: list[float] = []
 
     def saw(self, step_s: float, stall_s: float = 0.0, queueing: tuple[float, bool] | None = None) -> bool:
         """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again.
@@ -102,7 +95,6 @@ class Follower:
             queueing: seconds that its forward took the host, and whether compute waited for that.
         """
         self.steps += 1
-        self._ran_s += step_s
         predicted = self.plan.predicted
         if predicted is None or self.steps <= STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
@@ -139,19 +131,6 @@ class Follower:
         self.is_whole_peak = True
         self._peaks.clear()
 
-    def next_hold_s(self) -> float:
-        """How long compute is to be held back in the step that begins, for the host to get ahead; 0 but for a few."""
-        predicted = self.plan.predicted
-        if predicted is None or not self._may_wait_for_host or self._ran_s < _SETTLED_S or self._holds == _HELD_STEPS:
-            return 0.0
-        self._holds += 1
-        return _HOLD * predicted.host_wait_s
-
-    def saw_held(self, step_s: float) -> None:
-        """A step in which compute was held back first took so long then."""
-        self.steps += 1
-        self._held.append(step_s)
-
     def came_by(self) -> None:
         """A step of which only is known that it went by the plan."""
         self.steps += 1
@@ -183,17 +162,14 @@ class Follower:
         return _middle(self._stalls)
 
     @property
-    def _may_wait_for_host(self) -> bool:
-        predicted = self.plan.predicted
-        return predicted is not None and predicted.host_wait_s > _WAITS_FOR_HOST * predicted.step_s
-
-    @property
     def pace_of_compute(self) -> float:
         """How many times as long as predicted it takes: see Note [The pace of compute]. 1 if the steps do not say."""
-        times = self._held if self._may_wait_for_host else self._times
-        if len(times) < _TYPICAL_OF or self.is_trial or self.is_as_measured:
+        predicted = self.plan.predicted
+        if predicted is None or self.is_trial or self.is_as_measured or len(self._times) < _TYPICAL_OF:
             return 1.0
-        return self.compute_ratio(_middle(times), host_wait_s=0.0)
+        if predicted.host_wait_s > _WAITS_FOR_HOST * predicted.step_s:
+            return 1.0
+        return self.compute_ratio(_middle(self._times), predicted.host_wait_s)
 
     def compute_ratio(self, step_s: float, host_wait_s: float) -> float:
         """How many times as long as predicted compute takes in such a step, in which it waits for the host so long."""
@@ -233,9 +209,6 @@ class Follower:
         self._times.clear()
         self._stalls.clear()
         self._queueing.clear()
-        self._ran_s = 0.0
-        self._holds = 0
-        self._held.clear()
 
 
 def bounded(ratio: float) -> float:

@@ -35,7 +35,7 @@ from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
 from ebbtide.engine.select import why_never
 from ebbtide.planner.profile import NOBODY, OUTSIDE
-from ebbtide.planner.pulse import MOST_HOLD_S, UntilBackwardEnds
+from ebbtide.planner.pulse import UntilBackwardEnds
 from ebbtide.types import Dearness, Device, Lineage, Memory, Reason, StreamEvent, Trace
 
 
@@ -76,6 +76,7 @@ class Note(NamedTuple):
 _UNKNOWN = Memory(0, 0)
 _HOLD = 0.5  # of what the host took for forward
 _HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
+_MOST_HOLD_S = 0.1
 
 
 @dataclass
@@ -396,7 +397,7 @@ class StepWatch(UntilBackwardEnds):
         self._note(Place.GOES_ON, "")
 
     def _hold(self, seconds: float) -> None:
-        self.device.hold(self.device.current_stream(), min(seconds, MOST_HOLD_S))
+        self.device.hold(self.device.current_stream(), min(seconds, _MOST_HOLD_S))
 
     @property
     def host_forward_s(self) -> float:

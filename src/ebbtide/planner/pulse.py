@@ -10,9 +10,6 @@ import torch
 from ebbtide._torch import at_end_of_backward, graph_task_id
 from ebbtide.types import AgainWatch, Device, StreamEvent
 
-MOST_HOLD_S = 0.1
-"""That compute is held back at once."""
-
 
 class UntilBackwardEnds(abc.ABC):
     """Ends with the backward that is the first to read what its forward saved."""
@@ -80,21 +77,17 @@ class Pulse(UntilBackwardEnds):
     Args:
         device: where the model computes.
         looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
-        hold_s: have compute do nothing for so long where forward enters its first region and where backward begins, for
-            the host to get ahead. That is none of the step's seconds.
     """
 
-    def __init__(self, device: Device, looks_at_peak: bool, hold_s: float = 0.0) -> None:
+    def __init__(self, device: Device, looks_at_peak: bool) -> None:
         super().__init__()
         self.device = device
         self.looks_at_peak = looks_at_peak
-        self.hold_s = min(hold_s, MOST_HOLD_S)
         self.is_alone = True
         """No other step ran beside it. For whoever knows to say."""
         self.queueing = Queueing(device) if device.has_queue else None
         self.peak_bytes = 0
         self._region_read: str | None = None
-        self._holds: list[tuple[StreamEvent, StreamEvent]] = []
         if looks_at_peak:
             device.forget_peak()
         self._began = device.record(device.current_stream())
@@ -109,8 +102,6 @@ class Pulse(UntilBackwardEnds):
 
     def entered(self, region: str) -> None:  # noqa: ARG002 (here, and below: which one does not matter)
         self._look()
-        if not self._holds:
-            self._hold()
         if self.queueing is not None:
             self.queueing.entered()
 
@@ -130,18 +121,6 @@ class Pulse(UntilBackwardEnds):
             self._backward_began()
             self._look()
 
-    def _backward_began(self) -> None:
-        if not self._is_awaited:
-            self._hold()
-        super()._backward_began()
-
-    def _hold(self) -> None:
-        if self.hold_s > 0 and self.device.is_here():
-            stream = self.device.current_stream()
-            before = self.device.record(stream)
-            self.device.hold(stream, self.hold_s)
-            self._holds.append((before, self.device.record(stream)))
-
     def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
         return contextlib.nullcontext()
 
@@ -160,5 +139,4 @@ class Pulse(UntilBackwardEnds):
 
     def seconds(self) -> float:
         """Of the whole step, forward and backward."""
-        held_s = sum(self.device.seconds_between(before, behind) for before, behind in self._holds)
-        return self.device.seconds_between(self._began, self._ended) - held_s
+        return self.device.seconds_between(self._began, self._ended)

@@ -28,8 +28,8 @@ from ebbtide.planner.profile import Host, HostTime, RegionProfile
 
 # In what a bare dispatch mode takes for an operator: from steps of a ViT on the host of an H200, with batches so small
 # that all of it is the host's, where that was 3.8 us. Modes take 0.81 of that since, and looking at an operator 0.84 of
-# what it did, by steps of a small Llama on another host, and to prepare a region 0.82 by those of a small ViT there: the
-# figures are those, in today's unit.
+# what it did, by steps of a small Llama on another host; to prepare a region takes 0.82 of what it did, by steps of a
+# small ViT there. The figures are those, in today's unit.
 _FRAME = 131.0
 _LOOKED_AT = 2.5
 _HELD = 18.0

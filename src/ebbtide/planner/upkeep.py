@@ -15,7 +15,8 @@ Note [Upkeep]
 4. The peak is looked at once a plan has run twice, in two steps, and the device's own record of it begins anew then:
    what it is beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few
    times. It is looked at again when that record goes beyond the budget.
-5. Below REPLAN_AT, and where nothing is planned again, the profile is given out at the pace of the last steps.
+5. What is off by less, and not planned again, shows in the profile that is given out: it is at the pace of the last
+   steps of the size at hand.
 6. A batch of another size goes by the profile scaled to it, one plan per bucket.
 """
 
@@ -64,9 +65,10 @@ class GoesBy(Protocol):
 
 @dataclasses.dataclass
 class _Size:
-    """Batches of one bucket."""
+    """Batches of one bucket. `profile`: what its plans come from, before it was scaled to their size."""
 
     tokens: int
+    profile: Profile
     solver: Solver
     follow: Follower
 
@@ -115,6 +117,7 @@ class Upkeep:
         self._trials = 0
         self._was_trial_ended = False  # keeping everything may not fit
         self._kept_was_faster = False
+        self._was_host_refitted = False
         self._was_peak_told = False
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_times = LinkTimes(ledger)
@@ -124,12 +127,12 @@ class Upkeep:
 
     @property
     def profile(self) -> Profile:
-        """What the plans come from, at the pace of the last steps (see Note [The pace of compute])."""
-        if self._is_shared:
-            return self._profile  # the same for all ranks
-        follow = max((size.follow for size in self._sizes.values()), key=lambda follow: follow.steps)
-        pace = follow.pace_of_compute
-        return self._profile if pace == 1.0 else self._profile.refitted(pace, pace)
+        """What the plans come from, at the pace that compute has with batches of the size at hand, where that is known
+        (see Note [The pace of compute])."""
+        if self._is_shared or self._size.profile is not self._profile:
+            return self._profile  # the same for all ranks; or the last steps were compared with another one
+        pace = self._size.follow.pace_of_compute
+        return self._profile if pace == 1.0 else self._with_lead(self._profile.refitted(pace, pace))
 
     @property
     def tokens(self) -> int:
@@ -158,9 +161,7 @@ class Upkeep:
             self._go_by(size)
         self._bound_trial(size)
         self._look_again(size, engine)
-        looks_at_peak = self._wants_peak(size.follow)
-        hold_s = 0.0 if looks_at_peak or self._is_shared else size.follow.next_hold_s()
-        pulse = Pulse(engine.device, looks_at_peak, hold_s)
+        pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
         for step in self._in_flight:
             other = step.flight.under_way
             if other is not None:
@@ -204,8 +205,6 @@ class Upkeep:
                     self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
-            elif pulse.hold_s > 0:
-                follow.saw_held(seconds)
             elif follow.saw(seconds, seconds * waited_share, _queueing(pulse)):
                 self._again(step.size)
 
@@ -293,7 +292,7 @@ class Upkeep:
         # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
         self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.follow.kept is not None}
         self._sizes[size.tokens] = size
-        size.solver = self._solver_for(size.tokens)
+        size.profile, size.solver = self._profile, self._solver_for(size.tokens)
         size.follow.most_s = self._most_s(size.solver)
         return size.solver.solve(self._allowance.planned_bytes(size.tokens))
 
@@ -310,9 +309,13 @@ class Upkeep:
         ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
         refitted = _with_host_times(self._profile, host_ratio).refitted(ratio, ratio)
         refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
-        # What compute waits for a host that was seen to be slow has been taken out of its times: the host gets no lead
-        # for it.
-        self._profile = refitted if host_ratio != 1.0 else leads.with_host(refitted, refitted.host)
+        self._was_host_refitted = host_ratio != 1.0
+        self._profile = self._with_lead(refitted)
+
+    def _with_lead(self, profile: Profile) -> Profile:
+        """What compute waits for a host that was seen to be slow has been taken out of its times: the host gets no lead
+        for it."""
+        return profile if self._was_host_refitted else leads.with_host(profile, profile.host)
 
     def _host_ratio(self, size: _Size) -> float:
         """How many times as long as believed the host takes. What it took is more than that where it is far ahead, and
@@ -335,7 +338,7 @@ class Upkeep:
             if instead is None:
                 raise
             plan = instead(tokens, solver)  # training is under way
-        size = self._sizes[tokens] = _Size(tokens, solver, Follower(plan, self._most_s(solver)))
+        size = self._sizes[tokens] = _Size(tokens, self._profile, solver, Follower(plan, self._most_s(solver)))
         return size
 
     def _solver_for(self, tokens: int) -> Solver:

@@ -70,8 +70,9 @@ class Found:
             for module in modules
             if module._buffers
         }
-        self._owned = [(module, dict(module._parameters)) for module in modules if module._parameters]
-        self._parameters = [p for _, owned in self._owned for p in owned.values() if p is not None]
+        # Not by name: ZeRO-3 gathers a parameter that somebody looks up.
+        self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
+        self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
         self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
         self._names: list[tuple[str, ...]] = []
@@ -174,7 +175,7 @@ class Found:
         return [
             (module, name, p)
             for module, owned in self._owned
-            for name, p in owned.items()
+            for name, p in owned
             if p is not None
             and (now := module._parameters.get(name)) is not p
             and type(p) in _PLAIN
@@ -186,7 +187,7 @@ class Found:
         now = versions_of(self._parameters)
         if now == self._versions:
             return None
-        names = [name for _, owned in self._owned for name, p in owned.items() if p is not None]
+        names = [name for _, owned in self._owned for name, p in owned if p is not None]
         return next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
 
     def _changed_attributes(self) -> list[tuple[Module, str, Any]]:

@@ -75,7 +75,6 @@ class Found:
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
         self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
-        self._names: list[tuple[str, ...]] = []
         self._attributes: list[tuple[Module, str, Any]] = []
         self._is_closed = False
 

@@ -24,6 +24,24 @@ from ebbtide.types import Memory
 LINK = profile().link
 
 
+_PLANS = {}
+
+
+class RememberingSolver(Solver):
+    """Most tests here begin with the same plan, and one takes seconds."""
+
+    def solve(self, budget_bytes):
+        key = repr(self.profile), budget_bytes
+        if key not in _PLANS:
+            _PLANS[key] = super().solve(budget_bytes)
+        return _PLANS[key]
+
+
+@pytest.fixture(autouse=True)
+def _remembered(monkeypatch):
+    monkeypatch.setattr("ebbtide.planner.upkeep.Solver", RememberingSolver)
+
+
 class ScriptedDevice:
     """A clock and an allocator that say what a test wants them to."""
 

@@ -16,8 +16,8 @@ _ROUNDS = 3  # a host is not the same from minute to minute
 
 
 def measure_predictions(name: str, device: torch.device, count: int) -> tuple[list[dict[str, float]], ebbtide.Profile]:
-    """A row for each plan, at least twice `count` steps of each, in turns; and the profile that the plans were made from: what
-    a planner had, within the peak of checkpointing, after its first seconds."""
+    """A row for each plan, at least twice `count` steps of each, in turns; and the profile that the plans were made from:
+    what a planner had, within the peak of checkpointing, after its first seconds."""
     workload = PLANNED[name]
     model, losses = workload.build(device)
     loss_of = losses(1.0)

@@ -2,10 +2,10 @@
 
 Note [The pace of compute]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A device that begins to work is faster than one that has worked for some seconds (its clocks fall when it is warm and at
-its limit of power), by some percent: no reason to plan again, and the watched steps were among the first. So what the
-last steps took, less what compute waited for the link, says how fast compute is by now. Not where a plan is predicted
-to wait for the host: how long that was is not measured.
+A device in its first seconds of work is some percent faster or slower than one that has worked for a while: its clocks
+go up and down after a pause, and fall where it is at its limit of power. That is no reason to plan again, and the
+watched steps were among the first. So what the last steps took, less what compute waited for the link, says how fast
+compute is by now. Not where a plan is predicted to wait for the host: how long that was is not measured.
 """
 
 import statistics

@@ -81,16 +81,7 @@ class Arguments:
         return is_instance and id(leaf) not in self._open
 
 
-class _Part:
-    """Of arguments: what is no longer as it was passed."""
-
-    __slots__ = ()
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        raise NotImplementedError
-
-
-class _Slot(_Part):
+class _Slot:
     """The place of a tensor."""
 
     __slots__ = ("_number",)
@@ -102,7 +93,7 @@ class _Slot(_Part):
         return tensors[self._number]
 
 
-class _Sequence(_Part):
+class _Sequence:
     """A tuple or a list."""
 
     __slots__ = ("_kind", "_parts")
@@ -115,7 +106,7 @@ class _Sequence(_Part):
         return self._kind([_whole(part, tensors) for part in self._parts])
 
 
-class _Dict(_Part):
+class _Dict:
     __slots__ = ("_parts",)
 
     def __init__(self, parts: dict[Any, object]) -> None:
@@ -125,7 +116,7 @@ class _Dict(_Part):
         return {key: _whole(part, tensors) for key, part in self._parts.items()}
 
 
-class _Tree(_Part):
+class _Tree:
     """Any other container that pytree knows."""
 
     __slots__ = ("_parts", "_spec")
@@ -138,7 +129,7 @@ class _Tree(_Part):
         return pytree.tree_unflatten([_whole(part, tensors) for part in self._parts], self._spec)
 
 
-class _Dataclass(_Part):
+class _Dataclass:
     """What stays of `original` is a shallow copy without its fields."""
 
     __slots__ = ("_fields", "_shell")
@@ -157,7 +148,7 @@ class _Dataclass(_Part):
         return whole
 
 
-class _Partial(_Part):
+class _Partial:
     __slots__ = ("_bound", "_function")
 
     def __init__(self, function: Any, bound: object) -> None:
@@ -169,5 +160,9 @@ class _Partial(_Part):
         return functools.partial(self._function, *args, **keywords)
 
 
+_PARTS = (_Slot, _Sequence, _Dict, _Tree, _Dataclass, _Partial)
+"""Of arguments: what is no longer as it was passed."""
+
+
 def _whole(part: object, tensors: Sequence[torch.Tensor]) -> Any:
-    return part.rebuild(tensors) if isinstance(part, _Part) else part
+    return part.rebuild(tensors) if isinstance(part, _PARTS) else part

@@ -316,7 +316,7 @@ class SecondRun:
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.watch: AgainWatch | None = None
-        self._wanted = {n for n, ref in enumerate(holders) if (h := ref()) is not None and h.value is None}
+        self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
 
     @hidden_from_compiler

@@ -22,7 +22,6 @@ from ebbtide._torch import (
     OperatorMode,
     counting_versions,
     dispatch_mode_stack,
-    dispatch_modes,
     graph_task_id,
     keeps_graph,
     without_dispatch,
@@ -180,19 +179,18 @@ def numbering_paused() -> contextlib.AbstractContextManager[object]:
 
     And around second runs: region code that asks for gradients has one inside of its own first run.
     """
-    modes = [mode for mode in dispatch_mode_stack() if isinstance(mode, _Numbering)] if dispatch_modes() else []
+    modes = [mode for mode in dispatch_mode_stack() if isinstance(mode, _Numbering) and not mode.is_paused]
     return _paused(modes) if modes else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _paused(modes: Sequence[_Numbering]) -> Generator[None, None, None]:
-    running = [mode for mode in modes if not mode.is_paused]
-    for mode in running:
+    for mode in modes:
         mode.is_paused = True
     try:
         yield
     finally:
-        for mode in running:
+        for mode in modes:
             mode.is_paused = False
 
 

@@ -108,15 +108,15 @@ class Found:
         with contextlib.ExitStack() as stack:
             for module, was_training in zip(self._modules, self._training, strict=True):
                 if module.training is not was_training:
-                    stack.enter_context(_attribute_set(module, "training", was_training))
+                    stack.enter_context(_entry_set(module.__dict__, "training", was_training))
             for module, name, p in self._exchanged_parameters():
-                stack.enter_context(_parameter_set(module, name, p))
+                stack.enter_context(_entry_set(module._parameters, name, p))
             copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
             for module in self._modules:
                 if module._buffers or module in self._buffers:
                     stack.enter_context(_buffers_set(module, self._buffers_as_found(module, copies)))
             for module, name, value in self._attributes if self._is_closed else self._changed_attributes():
-                stack.enter_context(_attribute_set(module, name, value))
+                stack.enter_context(_entry_set(module.__dict__, name, value))
             yield
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -224,17 +224,6 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@contextlib.contextmanager
-def _parameter_set(module: Module, name: str, parameter: torch.Tensor) -> Generator[None, None, None]:
-    parameters: dict[str, Any] = module._parameters
-    now = parameters[name]
-    parameters[name] = parameter
-    try:
-        yield
-    finally:
-        parameters[name] = now
-
-
 class _Buffer(NamedTuple):
     """A buffer as a forward found it."""
 
@@ -254,22 +243,21 @@ class _Buffer(NamedTuple):
 
 
 @contextlib.contextmanager
-def _attribute_set(module: Module, name: str, value: Any) -> Generator[None, None, None]:
-    """Without module.__setattr__, which looks for parameters in the value."""
-    attributes = module.__dict__
-    now = attributes.get(name, _ABSENT)
-    _put(attributes, name, value)
+def _entry_set(entries: dict[str, Any], name: str, value: Any) -> Generator[None, None, None]:
+    """Of a module: without its __setattr__, which looks for parameters in the value."""
+    now = entries.get(name, _ABSENT)
+    _put(entries, name, value)
     try:
         yield
     finally:
-        _put(attributes, name, now)
+        _put(entries, name, now)
 
 
-def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
+def _put(entries: dict[str, Any], name: str, value: Any) -> None:
     if value is _ABSENT:
-        attributes.pop(name, None)
+        entries.pop(name, None)
     else:
-        attributes[name] = value
+        entries[name] = value
 
 
 @contextlib.contextmanager

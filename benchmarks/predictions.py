@@ -12,7 +12,7 @@ from benchmarks.workloads import PLANNED
 from ebbtide._bytes import GIB
 from ebbtide.planner.solve import Solver
 
-_ROUNDS = 3  # a host is not the same from minute to minute
+_ROUNDS = 5  # a host is not the same from one moment to the next
 
 
 def measure_predictions(name: str, device: torch.device, count: int) -> tuple[list[dict[str, float]], ebbtide.Profile]:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from workloads import around as turn_around
 from ebbtide import EbbtideWarning
 from ebbtide.engine.scope import Limits, Scope
 from ebbtide.planner.control import Control, Phase
-from ebbtide.planner.leads import host_wait_s, queueing_forward_s, with_host
+from ebbtide.planner.leads import host_wait_s, options_of_plan, queueing_forward_s, with_host
 from ebbtide.planner.options import option_for
 from ebbtide.planner.profile import Host, HostTime
 from ebbtide.planner.pulse import Pulse, Queueing
@@ -42,6 +43,13 @@ def _remembered(monkeypatch):
     monkeypatch.setattr("ebbtide.planner.upkeep.Solver", RememberingSolver)
 
 
+class ScriptedEvent(NamedTuple):
+    """Of the step that begins or ends here, or of a region within it."""
+
+    step_s: float
+    at_s: float
+
+
 class ScriptedDevice:
     """A clock and an allocator that say what a test wants them to."""
 
@@ -52,6 +60,7 @@ class ScriptedDevice:
 
     def __init__(self):
         self.step_s = 1.0
+        self.at_s = 0.0  # how far compute has come within the step
         self.is_behind = False
         self.peak_bytes = 0
         self.peaks_forgotten = 0
@@ -61,7 +70,7 @@ class ScriptedDevice:
         return None
 
     def record(self, stream):
-        return self.step_s  # of the step that begins or ends here
+        return ScriptedEvent(self.step_s, self.at_s)
 
     def is_here(self):
         return True
@@ -70,7 +79,7 @@ class ScriptedDevice:
         return not self.is_behind
 
     def seconds_between(self, start, end):
-        return start
+        return start.step_s if start.at_s == end.at_s == 0.0 else end.at_s - start.at_s
 
     def memory(self):
         return Memory(0, self.peak_bytes)
@@ -385,44 +394,60 @@ def a_host(forward_ms=8.0):
     return Host((times,) * 6, before_s=0.0, after_s=0.0, turn_s=0.0, lead_s=0.0, steady_lead_s=0.0, **small)
 
 
-def queued_step(control, handle, clock, queueing_s, is_ahead):
-    """A step whose regions took the host so long in forward, ahead of compute or not."""
-    device = handle.device
+def queued_step(control, handle, clock, queueing_s, is_ahead, compute=1.0, stalls_s=0.0):
+    """A step whose regions took the host so long in forward.
+
+    Args:
+        is_ahead: of compute; in forward and backward as a pair.
+        compute: what it takes for a region by itself, times what the profile says.
+        stalls_s: what it waits for copies in backward.
+    """
+    device, profile = handle.device, control.upkeep._profile
+    in_forward, in_backward = is_ahead if isinstance(is_ahead, tuple) else (is_ahead, is_ahead)
     pulse = control.step_begins(1000)
-    device.is_behind = is_ahead
-    for k in range(6):
-        pulse.entered(f"layers.{k}")
+    options = options_of_plan(profile, handle.plan)
+    device.is_behind = in_forward
+    for region in profile.regions:
+        pulse.entered(region.name)
         clock.now += queueing_s / 6
-        pulse.left(f"layers.{k}")
+        pulse.left(region.name)
+        device.at_s += compute * region.forward_s
     pulse.forward_ended()
-    device.is_behind = False
+    device.is_behind = in_backward
+    for region, option in zip(reversed(profile.regions), reversed(options), strict=True):
+        pulse.queueing.read(region.name)
+        device.at_s += compute * (option.again_s + region.backward_s) + stalls_s / 5
+    device.is_behind, device.at_s = False, 0.0
     pulse._end()
 
 
-def refitted(clock, host_ratio, is_ahead, slower_s=None):
-    """The control behind some steps in which queueing took so many times what was believed, and what is said before.
+def refitted(clock, host_ratio, is_ahead, compute=None, host=None):
+    """The control behind some steps that were planned again, and the profile before: queueing took so many times what
+    was believed, and compute so many times as long.
 
-    The steps take as long as that makes them, or `slower_s` more than was predicted.
+    Without `compute` the steps take what such a host makes them take.
     """
-    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host())
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=host or a_host())
     handle.device.has_queue = True
     before, plan = control.profile, handle.plan
     predicted = plan.predicted
-    if slower_s is None:
+    stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
+    if compute is None:
         slow = replace(before, host=before.host.times(host_ratio))
         slower_s = host_wait_s(slow, plan) - predicted.host_wait_s
+    else:
+        slower_s = (compute - 1) * (predicted.step_s - stalls_s - predicted.host_wait_s)
     assert abs(slower_s) > 0.05 * predicted.step_s
     handle.device.step_s = predicted.step_s + slower_s
-    waits_s = predicted.stall_forward_s + predicted.stall_backward_s
+    queueing_s = host_ratio * queueing_forward_s(before, before.host, plan)
     for _ in range(8):
-        handle.waits(waits_s)
-        queued_step(control, handle, clock, host_ratio * queueing_forward_s(before, before.host, plan), is_ahead)
+        queued_step(control, handle, clock, queueing_s, is_ahead, compute or 1.0, stalls_s)
     assert len(handle.plans) == 2
-    return control.profile, before, predicted
+    return control.profile, before
 
 
 def test_a_slow_host_is_taken_for_a_slow_host(host_clock):
-    after, before, _ = refitted(host_clock, host_ratio=3.0, is_ahead=False)
+    after, before = refitted(host_clock, host_ratio=3.0, is_ahead=False)
     assert after.plain_s == pytest.approx(before.plain_s)
     assert after.host.regions[0].forward_s == pytest.approx(3 * before.host.regions[0].forward_s)
     assert after.host.op_s == pytest.approx(3 * before.host.op_s)
@@ -442,9 +467,10 @@ def test_what_a_slow_host_comes_to_is_what_is_predicted_from_then_on(host_ratio,
             outcome = step_by(true, plan)
             seen.append((plan, outcome.step_s))
             handle.device.step_s = outcome.step_s
-            handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+            stalls_s = outcome.stall_forward_s + outcome.stall_backward_s
             is_ahead = outcome.host_wait_s < 1e-6
-            queued_step(control, handle, host_clock, queueing_forward_s(true, host, plan), is_ahead)
+            queueing_s = queueing_forward_s(true, host, plan)
+            queued_step(control, handle, host_clock, queueing_s, is_ahead, stalls_s=stalls_s)
         return seen
 
     slow = first.host.times(host_ratio)
@@ -463,15 +489,23 @@ def step_by(step, plan):
 
 def test_a_host_that_waits_for_a_slow_compute_is_none_that_is_slow(host_clock):
     """The device queues so many kernels and no more."""
-    after, before, predicted = refitted(host_clock, host_ratio=3.0, is_ahead=True, slower_s=0.1)
-    waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
-    compute_s = predicted.step_s - waits_s
-    assert after.plain_s == pytest.approx(before.plain_s * (compute_s + 0.1) / compute_s)
+    after, before = refitted(host_clock, host_ratio=3.0, is_ahead=True, compute=1.4)
+    assert after.plain_s == pytest.approx(before.plain_s * 1.4, rel=0.01)
     assert after.host.regions == before.host.regions
 
 
+@pytest.mark.parametrize("compute", [0.85, 1.2])
+@pytest.mark.parametrize("is_ahead", [(False, True), (True, False)])
+def test_the_regions_that_were_queued_before_compute_came_to_them_say_its_pace(is_ahead, compute, host_clock):
+    """Of one way there are enough; whatever is believed of what compute waits for in the other."""
+    host = a_host()
+    waits = replace(host, regions=tuple(replace(times, backward_s=40 * MS) for times in host.regions))
+    after, before = refitted(host_clock, host_ratio=1.0, is_ahead=is_ahead, compute=compute, host=waits)
+    assert after.plain_s == pytest.approx(before.plain_s * compute, rel=0.01)
+
+
 def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
-    after, before, _ = refitted(host_clock, host_ratio=0.5, is_ahead=True, slower_s=0.1)
+    after, before = refitted(host_clock, host_ratio=0.5, is_ahead=True, compute=1.4)
     assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
 
 
@@ -482,8 +516,9 @@ def test_nobody_is_asked_in_a_captured_part():
     device.record = lambda stream: pytest.fail("recorded")
     queueing = Queueing(device)
     for _ in range(3):
-        queueing.entered()
+        queueing.entered("a")
         queueing.left()
+        queueing.read("a")
     assert not queueing.is_waited_for
 
 
@@ -587,6 +622,26 @@ def test_a_pace_is_none_where_compute_waits_for_the_host(forward_ms, says):
             handle.waits(stalls_s)
             step(control)
         assert control.profile.plain_s == pytest.approx(before_s * expected, rel=1e-6)
+    assert len(handle.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("compute", "host_ratio", "is_ahead"), [(1.03, 1.0, True), (0.98, 1.1, False), (1.03, 2.0, True)]
+)
+def test_the_profile_is_at_the_pace_of_the_host_and_of_compute(compute, host_ratio, is_ahead, host_clock):
+    """Where compute waits for the host in forward, and not in backward. Where it does not, the host is not slow."""
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host(12.0))
+    handle.device.has_queue = True
+    before, plan = control.profile, handle.plan
+    stalls_s = plan.predicted.stall_forward_s + plan.predicted.stall_backward_s
+    handle.device.step_s = 1.04 * plan.predicted.step_s
+    queueing_s = host_ratio * queueing_forward_s(before, before.host, plan)
+    for _ in range(8):
+        queued_step(control, handle, host_clock, queueing_s, (is_ahead, True), compute, stalls_s)
+    control.step_begins(1000)
+    assert control.profile.plain_s == pytest.approx(before.plain_s * compute, rel=0.01)
+    expected = 1.0 if is_ahead else host_ratio
+    assert control.profile.host.regions[0].forward_s == pytest.approx(expected * before.host.regions[0].forward_s)
     assert len(handle.plans) == 1
 
 
@@ -773,7 +828,7 @@ def test_sizes_that_take_turns_do_not_swing(sizes):
         pulse = control.step_begins(tokens)
         moves = handle.plan.predicted.moved_bytes > 0
         handle.device.step_s = (1.04 if moves else 1.0) * plain_s * tokens / 1000
-        pulse._began = handle.device.step_s
+        pulse._began = handle.device.record(None)
         pulse.forward_ended()
         pulse._end()
         slow += moves and k >= 400

@@ -1,12 +1,4 @@
-"""How the steps of a plan turn out, and when it is time to plan again. Pure.
-
-Note [The pace of compute]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-A device in its first seconds of work is some percent faster or slower than one that has worked for a while: its clocks
-go up and down after a pause, and fall where it is at its limit of power. That is no reason to plan again, and the
-watched steps were among the first. So what the last steps took, less what compute waited for the link, says how fast
-compute is by now. Not where a plan is predicted to wait for the host: how long that was is not measured.
-"""
+"""How the steps of a plan turn out, and when it is time to plan again. Pure."""
 
 import statistics
 from typing import NamedTuple
@@ -21,11 +13,10 @@ PATIENCE = 3
 _MOST_REPLANS = 4
 _TYPICAL_OF = 3
 _FASTEST_OF = 8
-_STEPS_OF_A_TRIAL = 5
+_STEPS_OF_A_TRIAL = 8
 _MOSTLY = 1.05  # times `most_s`: slow steps are the plan's own if half of them are that slow
 
 # The pace of compute
-_WAITS_FOR_HOST = 0.01  # of a step
 _LEAST_COMPUTE = 0.2  # of a step
 _FURTHEST = 5.0  # that one refit goes
 
@@ -85,23 +76,16 @@ class Follower:
         self._replans = 0
         self._times: list[float] = []
         self._stalls: list[float] = []
-        self._queueing: list[tuple[float, bool]] = []
         self._peaks: list[int] = []
 
-    def saw(self, step_s: float, stall_s: float = 0.0, queueing: tuple[float, bool] | None = None) -> bool:
-        """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again.
-
-        Args:
-            queueing: seconds that its forward took the host, and whether compute waited for that.
-        """
+    def saw(self, step_s: float, stall_s: float = 0.0) -> bool:
+        """A step took so long, of which compute waited for the lanes so long. Whether it is time to plan again."""
         self.steps += 1
         predicted = self.plan.predicted
         if predicted is None or self.steps <= STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
         self._times = [*self._times, step_s][-_FASTEST_OF:]
         self._stalls = [*self._stalls, stall_s][-_TYPICAL_OF:]
-        if queueing is not None:
-            self._queueing = [*self._queueing, queueing][-_TYPICAL_OF:]
         self._off = self._off + 1 if self._is_off(step_s, predicted.step_s) else 0
         if len(self._times) < _TYPICAL_OF:
             return False
@@ -109,6 +93,8 @@ class Follower:
             self.best = self.tried()
         if self.is_trial:
             return len(self._times) >= _STEPS_OF_A_TRIAL
+        if not self._is_off(_middle(self._times), predicted.step_s):
+            return False  # a host is slow for some steps now and then
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
 
     def saw_peak(self, peak_bytes: int, share: float) -> bool:
@@ -163,11 +149,9 @@ class Follower:
 
     @property
     def pace_of_compute(self) -> float:
-        """How many times as long as predicted it takes: see Note [The pace of compute]. 1 if the steps do not say."""
+        """How many times as long as predicted it takes, by whole steps; 1 if they do not say."""
         predicted = self.plan.predicted
         if predicted is None or self.is_trial or self.is_as_measured or len(self._times) < _TYPICAL_OF:
-            return 1.0
-        if predicted.host_wait_s > _WAITS_FOR_HOST * predicted.step_s:
             return 1.0
         return self.compute_ratio(_middle(self._times), predicted.host_wait_s)
 
@@ -180,16 +164,6 @@ class Follower:
             return 1.0  # all but waiting: it says nothing of compute
         waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
         return bounded(compute_s / max(predicted.step_s - waits_s, 1e-9))
-
-    @property
-    def queueing_s(self) -> float:
-        """That a typical forward took the host; 0 if that was not seen."""
-        return _middle([seconds for seconds, _ in self._queueing])
-
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether compute did, in most of the last forwards."""
-        return 2 * sum(waits for _, waits in self._queueing) > len(self._queueing)
 
     def tried(self) -> Tried:
         """The plan that is followed now, and what its steps take."""
@@ -208,7 +182,6 @@ class Follower:
         self._replans += 0 if is_trial else 1
         self._times.clear()
         self._stalls.clear()
-        self._queueing.clear()
 
 
 def bounded(ratio: float) -> float:

@@ -31,7 +31,7 @@ def _all_kept(profile: Profile) -> Outcome:
 
 def queueing_forward_s(profile: Profile, host: Host, plan: Plan) -> float:
     """What a forward by `plan` takes the host, from the first region to the end of the last one."""
-    own = zip(_options(profile, plan), host.regions, strict=True)
+    own = zip(options_of_plan(profile, plan), host.regions, strict=True)
     return sum(region.forward_s + queueing_s(option, host, region) for option, region in own)
 
 
@@ -39,8 +39,9 @@ def host_wait_s(profile: Profile, plan: Plan) -> float:
     """What compute waits for the host in a step by `plan`, if it waits for nothing else."""
     count = len(profile.regions)
     pace = Pace((_WIDE,) * count, (_WIDE,) * len(profile.around.turns), (_WIDE,) * count)
-    return simulate(profile, _options(profile, plan), pace).host_wait_s
+    return simulate(profile, options_of_plan(profile, plan), pace).host_wait_s
 
 
-def _options(profile: Profile, plan: Plan) -> list[Option]:
+def options_of_plan(profile: Profile, plan: Plan) -> list[Option]:
+    """What `plan` chooses for each region of the profile."""
     return [option_for(region, plan.recipe_of(region.name) or Recipe("keep")) for region in profile.regions]

@@ -60,8 +60,9 @@ class Place(enum.Enum):
 class Note(NamedTuple):
     """A place, the region it is of ("" outside of all), when compute was there, and the memory then.
 
-    `host_s`: when the host was there, on a clock of its own. `passed`: how many of the notes before it compute had come
-    by then, by which the two clocks can be compared. `save`: its index, where backward asks for one.
+    `host_s`: when the host was there, on a clock of its own, which stands still while it watches. `passed`: how many of
+    the notes before it compute had come by then, by which the two clocks can be compared. `save`: its index, where
+    backward asks for one.
     """
 
     place: Place
@@ -77,6 +78,29 @@ _UNKNOWN = Memory(0, 0)
 _HOLD = 0.5  # of what the host took for forward
 _HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
 _MOST_HOLD_S = 0.1
+
+
+class _Stopwatch:
+    """The host's clock, without what watching takes."""
+
+    def __init__(self) -> None:
+        self._aside_s = 0.0
+        self._stopped_s: float | None = None
+
+    def now(self) -> float:
+        return (time.perf_counter() if self._stopped_s is None else self._stopped_s) - self._aside_s
+
+    @contextlib.contextmanager
+    def stopped(self) -> Generator[None, None, None]:
+        if self._stopped_s is not None:
+            yield
+            return
+        self._stopped_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside_s += time.perf_counter() - self._stopped_s
+            self._stopped_s = None
 
 
 @dataclass
@@ -207,6 +231,7 @@ class StepWatch(UntilBackwardEnds):
         self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._region_read: str | None = None
         self._passed = 0
+        self._stopwatch = _Stopwatch()
 
     # -- where the step comes by -----------------------------------------------------------------------------------
 
@@ -219,6 +244,10 @@ class StepWatch(UntilBackwardEnds):
         self._note(Place.BEGAN, "")
 
     def entered(self, region: str) -> None:
+        with self._stopwatch.stopped():
+            self._enter(region)
+
+    def _enter(self, region: str) -> None:
         if self._is_for_times and self._earlier_s > 0 and not self.visits and self.device.is_done(self.notes[0].event):
             self._hold_noted(_HOLD * self._earlier_s)
         self._note(Place.ENTERED, region)
@@ -229,6 +258,10 @@ class StepWatch(UntilBackwardEnds):
         self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
 
     def left(self, region: str) -> None:
+        with self._stopwatch.stopped():
+            self._leave(region)
+
+    def _leave(self, region: str) -> None:
         self._note(Place.LEFT, region)
         self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
         self.outside.clear()
@@ -409,15 +442,18 @@ class StepWatch(UntilBackwardEnds):
         self._note(Place.ENDED, "")
 
     def _note(self, place: Place, region: str, save: int = -1) -> None:
+        with self._stopwatch.stopped():
+            self._write(place, region, save)
+
+    def _write(self, place: Place, region: str, save: int) -> None:
         memory = _UNKNOWN
         if self._is_detailed:
             memory = self.device.memory()
             self.device.forget_peak()
         event = self.device.record(self.device.current_stream())
-        host_s = time.perf_counter()
         while self._passed < len(self.notes) and self.device.is_done(self.notes[self._passed].event):
             self._passed += 1
-        self.notes.append(Note(place, region, event, memory, host_s, self._passed, save))
+        self.notes.append(Note(place, region, event, memory, self._stopwatch.now(), self._passed, save))
 
     @property
     def is_readable(self) -> bool:

@@ -4,6 +4,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -36,43 +37,67 @@ class UntilBackwardEnds(abc.ABC):
         """Backward has ended: take the last notes."""
 
 
-class Queueing:
-    """How one forward was queued. In a captured part of it nobody is asked.
+class Point(NamedTuple):
+    """Where a step comes to a region.
 
     Attributes:
-        seconds: that the host took for it, from its first region to the end of its last one; where compute does not
-            wait for it, the host may wait for compute there: the device queues so many kernels and no more. (About a
-            thousand: regions of more look as if compute waited for the host.)
+        was_behind: compute had not come to the point before by then: all that lies between the two was queued when
+            compute began with it.
+    """
+
+    region: str
+    event: StreamEvent
+    was_behind: bool
+
+
+class Queueing:
+    """How one step was queued. In a captured part of it nobody is asked.
+
+    Attributes:
+        forward, backward: the points where it came to its regions, in order. In backward that is where something of
+            them is read first, or their second run begins.
+        seconds: that the host took for its forward, from its first region to the end of its last one; where compute
+            does not wait for it, the host may wait for compute there: the device queues so many kernels and no more.
+            (About a thousand: regions of more look as if compute waited for the host.)
     """
 
     def __init__(self, device: Device) -> None:
+        self.forward: list[Point] = []
+        self.backward: list[Point] = []
         self.seconds = 0.0
         self._device = device
         self._began_s = 0.0
-        self._point: StreamEvent = None
-        self._regions = self._caught_up = 0
 
-    def entered(self) -> None:
-        if not self._device.is_here():
-            return
-        if self._point is None:
+    def entered(self, region: str) -> None:
+        if not self.forward:
             self._began_s = time.perf_counter()
-        else:
-            self._regions += 1
-            self._caught_up += self._device.is_done(self._point)
-        self._point = self._device.record(self._device.current_stream())
+        self._come_to(region, self.forward)
 
     def left(self) -> None:
         self.seconds = time.perf_counter() - self._began_s
 
+    def read(self, region: str) -> None:
+        if not self.backward or self.backward[-1].region != region:
+            self._come_to(region, self.backward)
+
+    def _come_to(self, region: str, points: list[Point]) -> None:
+        if self._device.is_here():
+            was_behind = bool(points) and not self._device.is_done(points[-1].event)
+            points.append(Point(region, self._device.record(self._device.current_stream()), was_behind))
+
+    def seconds_between(self, start: Point, end: Point) -> float:
+        """Of compute, which has passed both."""
+        return self._device.seconds_between(start.event, end.event)
+
     @property
     def is_waited_for(self) -> bool:
         """Compute was in the last region that was queued, or through with it, when the host came to most others."""
-        return 2 * self._caught_up > self._regions
+        caught_up = [not point.was_behind for point in self.forward[1:]]
+        return 2 * sum(caught_up) > len(caught_up)
 
 
 class Pulse(UntilBackwardEnds):
-    """One step, looked at from the outside. Costs two events, and one for each region.
+    """One step, looked at from the outside. Costs two events, and two for each region.
 
     Args:
         device: where the model computes.
@@ -100,12 +125,12 @@ class Pulse(UntilBackwardEnds):
         if self.looks_at_peak:
             self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
-    def entered(self, region: str) -> None:  # noqa: ARG002 (here, and below: which one does not matter)
+    def entered(self, region: str) -> None:
         self._look()
         if self.queueing is not None:
-            self.queueing.entered()
+            self.queueing.entered(region)
 
-    def left(self, region: str) -> None:  # noqa: ARG002
+    def left(self, region: str) -> None:  # noqa: ARG002 (which one does not matter)
         self._look()
         if self.queueing is not None:
             self.queueing.left()
@@ -120,6 +145,8 @@ class Pulse(UntilBackwardEnds):
             self._region_read = region
             self._backward_began()
             self._look()
+            if self.queueing is not None and region:
+                self.queueing.read(region)
 
     def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
         return contextlib.nullcontext()

@@ -11,12 +11,13 @@ Note [Upkeep]
    out slower than the best one so far gives way to that one. All of it, trials too, is done a few times for all sizes
    together. So it cannot swing.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
-   plan looks slow, they are tried, a few of them, and what is slower than they are moves less, or nothing.
+   plan looks slow, they are tried, a few of them, then a few of its own once more, and what is slower than they are
+   moves less, or nothing.
 4. The peak is looked at once a plan has run twice, in two steps, and the device's own record of it begins anew then:
    what it is beyond the prediction is taken off the budget that is planned for, what it is below is given back. A few
    times. It is looked at again when that record goes beyond the budget.
 5. What is off by less, and not planned again, shows in the profile that is given out: it is at the pace of the last
-   steps of the size at hand.
+   steps of the size at hand (pace.py).
 6. A batch of another size goes by the profile scaled to it, one plan per bucket.
 """
 
@@ -36,6 +37,7 @@ from ebbtide.planner import leads
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried, bounded
+from ebbtide.planner.pace import Paces, Passed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.reasons import out_of_memory, used_bytes
@@ -54,6 +56,7 @@ _LOOKS_SLOW = 1.02  # times the step with everything kept, as it was predicted o
 _AS_FAST = 1.01  # times the same, measured side by side: the fastest steps
 _MOSTLY_AS_FAST = 1.08  # and half of them
 _AS_MUCH = 0.95  # of what a plan moved
+_WAITS_FOR_HOST = 0.01  # of a step: how long that was nobody knows
 _UNSEEN = 0.95  # of what the link carries: times that are scaled to another size are not that exact, attention's least
 
 
@@ -71,6 +74,7 @@ class _Size:
     profile: Profile
     solver: Solver
     follow: Follower
+    paces: Paces = dataclasses.field(default_factory=Paces)
 
 
 class _Step(NamedTuple):
@@ -127,12 +131,19 @@ class Upkeep:
 
     @property
     def profile(self) -> Profile:
-        """What the plans come from, at the pace that compute has with batches of the size at hand, where that is known
-        (see Note [The pace of compute])."""
-        if self._is_shared or self._size.profile is not self._profile:
+        """What the plans come from, at the pace that compute and host have with batches of the size at hand, where that
+        is known (see Note [The pace])."""
+        size = self._size
+        if self._is_shared or size.profile is not self._profile:
             return self._profile  # the same for all ranks; or the last steps were compared with another one
-        pace = self._size.follow.pace_of_compute
-        return self._profile if pace == 1.0 else self._with_lead(self._profile.refitted(pace, pace))
+        host, compute = self._host_pace(size), self._compute_pace(size)
+        if compute is None:
+            waits = size.solver.profile.host is not None and _waits_for_host(size.follow.plan)
+            compute = 1.0 if waits else size.follow.pace_of_compute
+        if host == compute == 1.0:
+            return self._profile
+        refitted = _with_host_times(self._profile, host).refitted(compute, compute)
+        return refitted if host != 1.0 else self._with_lead(refitted)
 
     @property
     def tokens(self) -> int:
@@ -205,8 +216,12 @@ class Upkeep:
                     self._fit_peak(step.size)
             elif not pulse.is_alone:
                 follow.came_by()
-            elif follow.saw(seconds, seconds * waited_share, _queueing(pulse)):
-                self._again(step.size)
+            else:
+                is_off = follow.saw(seconds, seconds * waited_share)
+                if pulse.queueing is not None and follow.steps > STEPS_TO_LEARN:
+                    step.size.paces.saw(Passed(pulse.queueing, step.share, pulse.seconds() * waited_share))
+                if is_off:
+                    self._again(step.size)
 
     def _again(self, size: _Size) -> None:
         """The steps are not what they should be."""
@@ -243,8 +258,7 @@ class Upkeep:
         may_keep = size.tokens <= self._measured_tokens and not self._was_trial_ended
         if _moves(follow.plan) and may_keep and self._trials < _MOST_TRIALS:
             self._trials += 1
-            follow.goes_by(size.solver.keeping_all(), is_trial=True)
-            self._go_by(size)
+            self._try(size, size.solver.keeping_all())
         elif follow.is_as_measured:
             follow.most_s = None  # it was as fast when it was tried: it is the machine
         elif kept is not None:
@@ -258,19 +272,33 @@ class Upkeep:
             self._change_to(size, self._refitted_plan(size))
 
     def _weigh(self, size: _Size) -> None:
-        """Steps with everything kept were tried: are those of the plan before as fast?"""
-        follow, tried = size.follow, size.follow.before_trial
-        assert tried is not None
-        kept = follow.kept = follow.tried()
-        if tried.fastest_s <= kept.fastest_s * _AS_FAST and tried.middle_s <= kept.middle_s * _MOSTLY_AS_FAST:
-            self._change_to(size, _as_measured(tried), is_as_measured=True)
-            follow.most_s = max(kept.fastest_s, tried.fastest_s) * _LOOKS_SLOW
-            return
+        """Steps with everything kept were tried: are those of the plan before as fast? That was looked at because some
+        of them were slow, and maybe by chance: it is tried too before it gives way."""
+        follow, before, now = size.follow, size.follow.before_trial, size.follow.tried()
+        assert before is not None
+        was_kept = not _moves(now.plan)
+        kept, moved = (now, before) if was_kept else (before, now)
+        follow.kept = kept
+        if _is_as_fast(moved, kept):
+            self._change_to(size, _as_measured(moved), is_as_measured=True)
+            follow.most_s = max(kept.fastest_s, moved.fastest_s) * _LOOKS_SLOW
+        elif was_kept:
+            self._try(size, moved.plan)
+        else:
+            self._move_less(size, kept, moved)
+
+    def _move_less(self, size: _Size, kept: Tried, moved: Tried) -> None:
+        """The plan is slower than keeping everything."""
         plan = self._refitted_plan(size)
-        is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(tried.plan)
+        is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(moved.plan)
         self._kept_was_faster = not is_less
         self._change_to(size, plan if is_less else _as_measured(kept), is_as_measured=not is_less)
-        follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
+        size.follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
+
+    def _try(self, size: _Size, plan: Plan) -> None:
+        size.follow.goes_by(plan, is_trial=True)
+        size.paces.clear()
+        self._go_by(size)
 
     def _bound_trial(self, size: _Size) -> None:
         """A trial that cannot be read (steps beside each other, graphs that are dropped) ends all the same."""
@@ -279,12 +307,12 @@ class Upkeep:
             self._end_trial(size)
 
     def _end_trial(self, size: _Size) -> None:
-        """Back to the plan before, and nothing is tried any more."""
-        tried = size.follow.before_trial
-        assert tried is not None
+        """Back to the plan that moves, and nothing is tried any more."""
+        before, plan = size.follow.before_trial, size.follow.plan
+        assert before is not None
         self._was_trial_ended = True
         size.follow.most_s = None
-        self._change_to(size, tried.plan)
+        self._change_to(size, plan if _moves(plan) else before.plan)
 
     def _refitted_plan(self, size: _Size) -> Plan:
         """From what its steps say of the profile."""
@@ -302,11 +330,12 @@ class Upkeep:
         follow = size.follow
         predicted = follow.plan.predicted
         assert predicted is not None
-        host_ratio = self._host_ratio(size)
-        host_wait_s = predicted.host_wait_s
-        if host_ratio != 1.0:
-            host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
-        ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
+        host_ratio, ratio = self._host_pace(size), self._compute_pace(size)
+        if ratio is None:
+            host_wait_s = predicted.host_wait_s
+            if host_ratio != 1.0:
+                host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
+            ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
         refitted = _with_host_times(self._profile, host_ratio).refitted(ratio, ratio)
         refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
         self._was_host_refitted = host_ratio != 1.0
@@ -317,15 +346,14 @@ class Upkeep:
         for it."""
         return profile if self._was_host_refitted else leads.with_host(profile, profile.host)
 
-    def _host_ratio(self, size: _Size) -> float:
-        """How many times as long as believed the host takes. What it took is more than that where it is far ahead, and
-        then has to wait for compute."""
-        profile, follow = size.solver.profile, size.follow
-        if profile.host is None or follow.queueing_s == 0:
-            return 1.0
-        believed_s = leads.queueing_forward_s(profile, profile.host, follow.plan)
-        ratio = bounded(follow.queueing_s / max(believed_s, 1e-9))
-        return ratio if follow.waits_for_host or ratio < 1 else 1.0
+    def _host_pace(self, size: _Size) -> float:
+        """How many times as long as believed the host takes."""
+        return bounded(size.paces.of_host(size.solver.profile, size.follow.plan))
+
+    def _compute_pace(self, size: _Size) -> float | None:
+        """The same of compute, by the regions in which it does not wait for the host; None if these do not say."""
+        pace = size.paces.of_compute(size.solver.profile, size.follow.plan)
+        return None if pace is None else bounded(pace)
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
@@ -367,6 +395,7 @@ class Upkeep:
 
     def _change_to(self, size: _Size, plan: Plan, *, is_as_measured: bool = False) -> None:
         size.follow.goes_by(plan, is_as_measured=is_as_measured)
+        size.paces.clear()
         self._go_by(size)
 
     def _go_by(self, size: _Size) -> None:
@@ -465,8 +494,8 @@ class Upkeep:
         return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, replans)
 
 
-def _queueing(pulse: Pulse) -> tuple[float, bool] | None:
-    return None if pulse.queueing is None else (pulse.queueing.seconds, pulse.queueing.is_waited_for)
+def _waits_for_host(plan: Plan) -> bool:
+    return plan.predicted is not None and plan.predicted.host_wait_s > _WAITS_FOR_HOST * plan.predicted.step_s
 
 
 def _with_host_times(profile: Profile, ratio: float) -> Profile:
@@ -477,6 +506,10 @@ def _as_measured(tried: Tried) -> Plan:
     """The plan, with its step as it turned out."""
     assert tried.plan.predicted is not None
     return dataclasses.replace(tried.plan, predicted=dataclasses.replace(tried.plan.predicted, step_s=tried.step_s))
+
+
+def _is_as_fast(tried: Tried, kept: Tried) -> bool:
+    return tried.fastest_s <= kept.fastest_s * _AS_FAST and tried.middle_s <= kept.middle_s * _MOSTLY_AS_FAST
 
 
 def _step_s(plan: Plan) -> float:

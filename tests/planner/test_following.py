@@ -176,7 +176,7 @@ def test_steps_that_are_off_are_planned_again_with_what_they_took(ratio):
     before, predicted = control.profile.plain_s, handle.plan.predicted
     waits_s = predicted.stall_forward_s + predicted.stall_backward_s
     handle.device.step_s = predicted.step_s * ratio
-    for _ in range(8):
+    for _ in range(10):
         handle.waits(waits_s)
         step(control)
     assert len(handle.plans) == 2
@@ -360,7 +360,7 @@ def test_a_backward_that_never_came_is_no_failure():
 def test_a_slow_link_is_taken_for_a_slow_link():
     control, handle = control_of(budget_bytes=int(2.0 * GIB))
     plain_s, moved = control.profile.plain_s, handle.plan.predicted.moved_bytes
-    for _ in range(8):
+    for _ in range(10):
         predicted = handle.plan.predicted
         handle.device.step_s = predicted.step_s * 1.5
         handle.waits(predicted.stall_forward_s + predicted.stall_backward_s + predicted.step_s * 0.5)
@@ -440,7 +440,7 @@ def refitted(clock, host_ratio, is_ahead, compute=None, host=None):
     assert abs(slower_s) > 0.05 * predicted.step_s
     handle.device.step_s = predicted.step_s + slower_s
     queueing_s = host_ratio * queueing_forward_s(before, before.host, plan)
-    for _ in range(8):
+    for _ in range(10):
         queued_step(control, handle, clock, queueing_s, is_ahead, compute or 1.0, stalls_s)
     assert len(handle.plans) == 2
     return control.profile, before

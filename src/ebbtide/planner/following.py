@@ -86,15 +86,13 @@ class Follower:
             return False  # the timetable has still to learn the order
         self._times = [*self._times, step_s][-_FASTEST_OF:]
         self._stalls = [*self._stalls, stall_s][-_TYPICAL_OF:]
-        self._off = self._off + 1 if self._is_off(step_s, predicted.step_s) else 0
         if len(self._times) < _TYPICAL_OF:
             return False
+        self._off = self._off + 1 if self._is_off(predicted.step_s) else 0
         if self.best is None or self.typical_s < self.best.step_s:
             self.best = self.tried()
         if self.is_trial:
             return len(self._times) >= _STEPS_OF_A_TRIAL
-        if not self._is_off(_middle(self._times), predicted.step_s):
-            return False  # a host is slow for some steps now and then
         return self._off >= PATIENCE * 2**self._replans and self._replans < _MOST_REPLANS
 
     def saw_peak(self, peak_bytes: int, share: float) -> bool:
@@ -121,10 +119,9 @@ class Follower:
         """A step of which only is known that it went by the plan."""
         self.steps += 1
 
-    def _is_off(self, step_s: float, predicted_s: float) -> bool:
-        if self.is_slow:
-            return True
-        return predicted_s > 0 and abs(step_s / predicted_s - 1) > REPLAN_AT
+    def _is_off(self, predicted_s: float) -> bool:
+        """By the middle one of the last steps: some are slow now and then, and some of slow ones are not."""
+        return self.is_slow or (predicted_s > 0 and abs(_middle(self._times) / predicted_s - 1) > REPLAN_AT)
 
     @property
     def is_slow(self) -> bool:

@@ -16,8 +16,7 @@ from benchmarks.workloads import PLANNED, PlannedWorkload
 from ebbtide._bytes import GIB
 
 SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
-SETTLING_S = 6.0  # for these steps at least: until a GPU is at its pace
-LONG_SETTLING_S = 15.0  # in which it also tries what keeping everything takes, and follows the machine
+LONG_SETTLING_S = 15.0  # in which it also tries what keeping everything takes, and follows the machine to its pace
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     neighbours = {mode: functools.partial(prepared, mode, model) for mode in workload.neighbours}
     budgets = {"checkpoint's peak": checkpoint_bytes(model, loss_of, base)}
     budgets |= {f"{gib} GiB": base + gib * GIB for gib in workload.budgets_gib}
-    plans = {key: settle(model, loss_of, nbytes, SETTLING_S) for key, nbytes in budgets.items()}
+    plans = {key: settle(model, loss_of, nbytes, LONG_SETTLING_S) for key, nbytes in budgets.items()}
     modes = neighbours | {key: functools.partial(planned, model, settled.plan) for key, settled in plans.items()}
     result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, workload.rounds)}
     result["plans"] = {key: about(settled, base) for key, settled in plans.items()}

@@ -46,6 +46,7 @@ class Follower:
     Attributes:
         plan: that is followed now.
         steps: that went by it, as far as they have passed.
+        seconds: that those of them took whose time is known, but for the first.
         begun: forwards that went by it.
         peak_bytes: most that one of them allocated, 0 before that was looked at: in two steps, and where these differ,
             in four, of which the largest one is left out. What a reference cycle held until the collector came by is
@@ -63,6 +64,7 @@ class Follower:
     def __init__(self, plan: Plan, most_s: float | None = None) -> None:
         self.plan = plan
         self.steps = 0
+        self.seconds = 0.0
         self.begun = 0
         self.peak_bytes = 0
         self.best: Tried | None = None
@@ -84,11 +86,12 @@ class Follower:
         predicted = self.plan.predicted
         if predicted is None or self.steps <= STEPS_TO_LEARN:
             return False  # the timetable has still to learn the order
+        self.seconds += step_s
         self._times = [*self._times, step_s][-_FASTEST_OF:]
         self._stalls = [*self._stalls, stall_s][-_TYPICAL_OF:]
         if len(self._times) < _TYPICAL_OF:
             return False
-        self._off = self._off + 1 if self._is_off(predicted.step_s) else 0
+        self._off = self._off + 1 if self.is_off_by(REPLAN_AT) else 0
         if self.best is None or self.typical_s < self.best.step_s:
             self.best = self.tried()
         if self.is_trial:
@@ -119,9 +122,10 @@ class Follower:
         """A step of which only is known that it went by the plan."""
         self.steps += 1
 
-    def _is_off(self, predicted_s: float) -> bool:
+    def is_off_by(self, share: float) -> bool:
         """By the middle one of the last steps: some are slow now and then, and some of slow ones are not."""
-        return self.is_slow or (predicted_s > 0 and abs(_middle(self._times) / predicted_s - 1) > REPLAN_AT)
+        predicted_s = 0.0 if self.plan.predicted is None else self.plan.predicted.step_s
+        return self.is_slow or (predicted_s > 0 and abs(_middle(self._times) / predicted_s - 1) > share)
 
     @property
     def is_slow(self) -> bool:
@@ -171,6 +175,7 @@ class Follower:
             self.before_trial = self.tried()
         self.plan = plan
         self.steps = 0
+        self.seconds = 0.0
         self.begun = 0
         self.look_again()
         self.is_trial = is_trial

@@ -9,7 +9,8 @@ Note [Upkeep]
    the time that it waited for either. A host that shares its cores is slow for seconds: taken for compute's, that would
    make regions that keep look as slow as those that run again. Each time it takes more patience, and a plan that turns
    out slower than the best one so far gives way to that one. All of it, trials too, is done a few times for all sizes
-   together. So it cannot swing.
+   together. So it cannot swing. Within a budget this is done once for less: when the device is at its pace, which it
+   was not when it was watched, for plans at the limit of the link are other ones where compute is a few percent slower.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
    plan looks slow, they are tried, a few of them, then a few of its own once more, and what is slower than they are
    moves less, or nothing.
@@ -45,6 +46,8 @@ from ebbtide.planner.solve import Solver
 from ebbtide.planner.timing import LinkTimes
 from ebbtide.plans import Plan
 
+_SETTLES_IN_S = 5.0  # of steps by one plan: a device is at its pace
+_SETTLED_AT = 0.02
 _MOST_REPLANS = 8  # of all sizes of batches
 _MOST_TRIALS = 4  # of all sizes too
 _MOST_OF_A_TRIAL = 16  # forwards
@@ -118,6 +121,7 @@ class Upkeep:
         self._sizes: dict[int, _Size] = {}
         self._in_flight: list[_Step] = []
         self._replans = 0
+        self._has_settled = False
         self._trials = 0
         self._was_trial_ended = False  # keeping everything may not fit
         self._kept_was_faster = False
@@ -220,8 +224,16 @@ class Upkeep:
                 is_off = follow.saw(seconds, seconds * waited_share)
                 if pulse.queueing is not None and follow.steps > STEPS_TO_LEARN:
                     step.size.paces.saw(Passed(pulse.queueing, step.share, pulse.seconds() * waited_share))
-                if is_off:
+                if is_off or self._is_to_settle(follow):
                     self._again(step.size)
+
+    def _is_to_settle(self, follow: Follower) -> bool:
+        """Once, within a budget, and if that changes enough."""
+        is_ready = follow.seconds >= _SETTLES_IN_S and self._allowance.asked_bytes is not None
+        if not is_ready or self._has_settled or self._is_shared:
+            return False
+        self._has_settled = True
+        return follow.is_off_by(_SETTLED_AT) and not follow.is_as_measured
 
     def _again(self, size: _Size) -> None:
         """The steps are not what they should be."""

@@ -420,6 +420,20 @@ def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
         assert run.of(What.FETCHED) == [f"layers.0#0.{index}" for index in range(4)]
 
 
+def test_what_a_step_needs_last_is_looked_ahead_to_as_well():
+    """Block 2 runs again first, and needs nothing back: when it looks ahead no step has needed anything yet, and what
+    comes last is what the step before came by last."""
+    moves = RegionPlan(Recipe("offload"), ((0, 0),), ALL)
+    stays = RegionPlan(Recipe("recompute", inputs="keep"), ((0, 0),), ALL)
+    plan = Plan({"layers.0": moves, "layers.1": moves, "layers.2": stays}, outside=RegionPlan("keep"))
+    run = Run(plan, window=1, prefetch=1)
+    missed = []
+    for _ in range(4):
+        run.step()
+        missed.append(run.of(What.MISSED))
+    assert missed == [["layers.1#0.3"], [], [], []]
+
+
 class Net(nn.Module):
     def __init__(self, depth):
         super().__init__()

@@ -346,7 +346,7 @@ class Engine:
         in_vain = 0
         for _ in range(_MOST_SITES):
             following = None if at is None else at.expected_after(before)
-            if at is None or following is None or following is self._timetable.last or in_vain == _MOST_IN_VAIN:
+            if at is None or following is None or in_vain == _MOST_IN_VAIN:
                 self._is_through = True
                 return
             claim = None if following.live is None else following.live()
@@ -354,6 +354,9 @@ class Engine:
                 in_vain += 1
             else:
                 yield at, following, claim
+            if following is self._timetable.last:  # once around, with what a step needs last: none was needed yet
+                self._is_through = True
+                return
             before, at = at, following
 
     def _look_anew(self) -> None:

@@ -417,24 +417,26 @@ def queued_step(control, handle, clock, queueing_s, is_ahead, compute=1.0, stall
 
     Args:
         is_ahead: of compute; in forward and backward as a pair.
-        compute: what it takes for a region by itself, times what the profile says.
+        compute: what it takes for a region by itself, times what the profile says; as a pair too.
         stalls_s: what it waits for copies in backward.
     """
     device, profile = handle.device, control.upkeep._profile
     in_forward, in_backward = is_ahead if isinstance(is_ahead, tuple) else (is_ahead, is_ahead)
+    forward, backward = compute if isinstance(compute, tuple) else (compute, compute)
     pulse = control.step_begins(1000)
     options = options_of_plan(profile, handle.plan)
+    handle.waits(stalls_s)
     device.is_behind = in_forward
     for region in profile.regions:
         pulse.entered(region.name)
         clock.now += queueing_s / 6
         pulse.left(region.name)
-        device.at_s += compute * region.forward_s
+        device.at_s += forward * region.forward_s
     pulse.forward_ended()
     device.is_behind = in_backward
     for region, option in zip(reversed(profile.regions), reversed(options), strict=True):
         pulse.queueing.read(region.name)
-        device.at_s += compute * (option.again_s + region.backward_s) + stalls_s / 5
+        device.at_s += backward * (option.again_s + region.backward_s) + stalls_s / 5
     device.is_behind, device.at_s = False, 0.0
     pulse._end()
 
@@ -644,7 +646,8 @@ def test_a_pace_is_none_where_compute_waits_for_the_host(forward_ms, says):
 
 
 @pytest.mark.parametrize(
-    ("compute", "host_ratio", "is_ahead"), [(1.03, 1.0, True), (0.98, 1.1, False), (1.03, 2.0, True)]
+    ("compute", "host_ratio", "is_ahead"),
+    [((1.03, 1.03), 1.0, True), ((0.98, 0.98), 1.1, False), ((1.03, 1.03), 2.0, True), ((1.06, 1.01), 1.0, True)],
 )
 def test_the_profile_is_at_the_pace_of_the_host_and_of_compute(compute, host_ratio, is_ahead, host_clock):
     """Where compute waits for the host in forward, and not in backward. Where it does not, the host is not slow."""
@@ -657,7 +660,9 @@ def test_the_profile_is_at_the_pace_of_the_host_and_of_compute(compute, host_rat
     for _ in range(8):
         queued_step(control, handle, host_clock, queueing_s, (is_ahead, True), compute, stalls_s)
     control.step_begins(1000)
-    assert control.profile.plain_s == pytest.approx(before.plain_s * compute, rel=0.01)
+    region, was = control.profile.regions[0], before.regions[0]
+    assert region.forward_s == pytest.approx(compute[0] * was.forward_s, rel=0.005)
+    assert region.backward_s == pytest.approx(compute[1] * was.backward_s, rel=0.005)
     expected = 1.0 if is_ahead else host_ratio
     assert control.profile.host.regions[0].forward_s == pytest.approx(expected * before.host.regions[0].forward_s)
     assert len(handle.plans) == 1

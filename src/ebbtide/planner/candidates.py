@@ -191,7 +191,7 @@ def _moves_nothing(unit: Unit, choice: int) -> bool:
 def placed(model: Model, solution: Iterable[Counted]) -> Iterator[Choices]:
     """The ways to spread counts over the depth that differ in what the simulator sees: bursts, and what comes last."""
     pieces = list(solution)
-    for spread in (_early, _even, _kept_last, _moved_at_the_end):
+    for spread in (_early, _moved_first, _even, _kept_last, _moved_at_the_end):
         choices = [0] * len(model.units)
         for piece in pieces:
             for number, choice in zip(piece.units, spread(model, piece), strict=True):
@@ -208,6 +208,12 @@ def _repeated(model: Model, piece: Counted) -> list[int]:
 
 def _early(model: Model, piece: Counted) -> list[int]:
     return _repeated(model, piece)
+
+
+def _moved_first(model: Model, piece: Counted) -> list[int]:
+    """What moves much has the whole of forward to leave."""
+    unit = model.units[piece.units[0]]
+    return sorted(_repeated(model, piece), key=lambda choice: -unit.moved_bytes[choice])
 
 
 def _even(model: Model, piece: Counted) -> list[int]:

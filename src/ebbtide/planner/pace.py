@@ -8,6 +8,8 @@ Note [The pace]
    clocks go up and down after a pause, and fall where it is at its limit of power. The watched steps are among the
    first. And a host is half as fast while another thread has its core, for a second or a tenth of one.
 2. What is off by less than REPLAN_AT is no reason to plan again, but what is predicted goes by it.
+   Watched steps are held back so that the host is ahead, and a device that is held back is cool: what comes behind that
+   is quicker, by up to 7 %, and backward by less. So each way has a pace of its own.
 3. A step says how long compute and host took together, and not which of them. But where the whole of a region had been
    queued when compute came to it, what compute took for it is its own (`Point.was_behind`): these regions say its pace.
    What it waits for the host in the others is what is left, and nothing has to be believed of that.
@@ -17,13 +19,13 @@ Note [The pace]
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from ebbtide.planner import leads
 from ebbtide.planner.options import Option
-from ebbtide.planner.profile import Profile, RegionProfile
+from ebbtide.planner.profile import Profile
 from ebbtide.planner.pulse import Point, Queueing
 from ebbtide.plans import Plan
 
@@ -39,12 +41,20 @@ class Passed(NamedTuple):
 
     Attributes:
         share: its batch, of the size that was planned for.
-        stall_s: what compute waited for the link.
+        stall_forward_s, stall_backward_s: what compute waited for the link.
     """
 
     queueing: Queueing
     share: float
-    stall_s: float
+    stall_forward_s: float
+    stall_backward_s: float
+
+
+class OfCompute(NamedTuple):
+    """How many times as long as the profile says it takes: in forward, and in backward with what runs again there."""
+
+    forward: float
+    backward: float
 
 
 class Paces:
@@ -63,15 +73,23 @@ class Paces:
         self._passed.append(passed)
         self._forwards.append((passed.queueing.seconds, passed.queueing.is_waited_for))
 
-    def of_compute(self, profile: Profile, plan: Plan) -> float | None:
+    def of_compute(self, profile: Profile, plan: Plan) -> OfCompute | None:
         """1 if compute waited for the host in all but a few regions; None if the steps do not say: they were too few,
         came by the regions in another order, or waited for the link mostly."""
         options = leads.options_of_plan(profile, plan)
-        found = [_seen_in(passed, profile, options) for passed in self._passed]
-        own = [each.pace for each in found if each is not None and each.share >= _LEAST_SHARE]
-        if len(own) >= _LEAST_STEPS:
-            return statistics.median(own)
-        return 1.0 if sum(each is not None for each in found) >= _LEAST_STEPS else None
+        forward, backward = _forward(profile, options), _backward(profile, options)
+        seen_forward = [
+            _seen_in(passed, passed.queueing.forward, forward, passed.stall_forward_s) for passed in self._passed
+        ]
+        seen_backward = [
+            _seen_in(passed, passed.queueing.backward, backward, passed.stall_backward_s) for passed in self._passed
+        ]
+        paces = _median(seen_forward), _median(seen_backward)
+        known = [pace for pace in paces if pace is not None]
+        if known:
+            return OfCompute(*(known[0] if pace is None else pace for pace in paces))
+        says = [one is not None or other is not None for one, other in zip(seen_forward, seen_backward, strict=True)]
+        return OfCompute(1.0, 1.0) if sum(says) >= _LEAST_STEPS else None
 
     def of_host(self, profile: Profile, plan: Plan) -> float:
         """1 if the steps do not say."""
@@ -82,53 +100,54 @@ class Paces:
         return statistics.median(pace if is_waited_for else min(1.0, pace) for pace, is_waited_for in took)
 
 
-class _Took(NamedTuple):
-    """What compute took for a region on one way, and what it should have taken; `was_own`: without the host."""
+class _Way(NamedTuple):
+    """The regions as forward comes by them, or backward: what compute should take for each.
 
-    seconds: float
-    believed_s: float
-    was_own: bool
+    Attributes:
+        lost_s: what it loses to the copies beside it.
+    """
+
+    names: list[str]
+    believed_s: list[float]
+    lost_s: float
+
+
+def _forward(profile: Profile, options: Sequence[Option]) -> _Way:
+    link, moved_bytes = profile.link, sum(option.moved_bytes for option in options)
+    names, believed_s = [r.name for r in profile.regions], [r.forward_s for r in profile.regions]
+    return _Way(names, believed_s, link.interference * moved_bytes / link.out)
+
+
+def _backward(profile: Profile, options: Sequence[Option]) -> _Way:
+    link, moved_bytes = profile.link, sum(option.moved_bytes for option in options)
+    pairs = list(zip(reversed(profile.regions), reversed(options), strict=True))
+    names, believed_s = [r.name for r, _ in pairs], [o.again_s + r.backward_s for r, o in pairs]
+    return _Way(names, believed_s, link.interference * moved_bytes / link.back)
 
 
 class _Seen(NamedTuple):
-    """In one step, by regions that were queued before compute came to them. `share`: of the time of all regions."""
+    """On one way of one step, by regions that were queued before compute came to them. `share`: of the time of all."""
 
     pace: float
     share: float
 
 
-def _seen_in(passed: Passed, profile: Profile, options: Sequence[Option]) -> _Seen | None:
-    took = list(_regions(passed.queueing, profile.regions, options))
-    own_s = sum(each.seconds for each in took if each.was_own)
-    believed_s = sum(each.believed_s for each in took if each.was_own)
-    waited_s = passed.stall_s + passed.share * _lost_s(profile, options)
-    if not took or waited_s > _MOST_STALLED * sum(each.seconds for each in took):
+def _seen_in(passed: Passed, points: Sequence[Point], way: _Way, stall_s: float) -> _Seen | None:
+    """By all regions but the last one: where that ends nobody looks."""
+    if [point.region for point in points] != way.names or len(points) < 2:
         return None
-    pace = (own_s - waited_s) / (believed_s * passed.share) if believed_s > 0.0 else 1.0
-    return _Seen(pace, believed_s / sum(each.believed_s for each in took))
+    took = list(zip(pairwise(points), way.believed_s, strict=False))
+    seconds = [passed.queueing.seconds_between(start, end) for (start, end), _ in took]
+    was_own = [end.was_behind for (_, end), _ in took]
+    waited_s = stall_s + passed.share * way.lost_s
+    if waited_s > _MOST_STALLED * sum(seconds):
+        return None
+    believed_s = passed.share * sum(s for (_, s), own in zip(took, was_own, strict=True) if own)
+    own_s = sum(s for s, own in zip(seconds, was_own, strict=True) if own) - waited_s
+    all_s = passed.share * sum(s for _, s in took)
+    return _Seen(own_s / believed_s if believed_s > 0.0 else 1.0, believed_s / max(all_s, 1e-9))
 
 
-def _regions(queueing: Queueing, regions: Sequence[RegionProfile], options: Sequence[Option]) -> Iterator[_Took]:
-    """All but the last one of each way: where that ends nobody looks."""
-    ways = (
-        (queueing.forward, [region.name for region in regions], [region.forward_s for region in regions]),
-        (
-            queueing.backward,
-            [region.name for region in reversed(regions)],
-            [o.again_s + r.backward_s for o, r in zip(reversed(options), reversed(regions), strict=True)],
-        ),
-    )
-    for points, names, believed in ways:
-        if [point.region for point in points] == names:
-            yield from _way(queueing, points, believed)
-
-
-def _way(queueing: Queueing, points: Sequence[Point], believed: Sequence[float]) -> Iterator[_Took]:
-    for (start, end), believed_s in zip(pairwise(points), believed, strict=False):
-        yield _Took(queueing.seconds_between(start, end), believed_s, end.was_behind)
-
-
-def _lost_s(profile: Profile, options: Sequence[Option]) -> float:
-    """What compute loses to the copies beside it."""
-    link, moved = profile.link, sum(option.moved_bytes for option in options)
-    return link.interference * (moved / link.out + moved / link.back)
+def _median(seen: Sequence[_Seen | None]) -> float | None:
+    own = [each.pace for each in seen if each is not None and each.share >= _LEAST_SHARE]
+    return statistics.median(own) if len(own) >= _LEAST_STEPS else None

@@ -22,10 +22,10 @@ class LinkTimes:
         self._waited_s = self._total_waited_s()
         self._samples = self._sampled()
 
-    def waited_s(self) -> float:
-        """What compute has waited for copies since the last call."""
+    def waited_s(self) -> tuple[float, float]:
+        """What compute has waited for copies since the last call, in forward and in backward."""
         before, self._waited_s = self._waited_s, self._total_waited_s()
-        return self._waited_s - before
+        return self._waited_s[0] - before[0], self._waited_s[1] - before[1]
 
     def refitted(self, link: Link) -> Link:
         """`link` at the rates of the copies since the last call, where these were many and are others."""
@@ -34,9 +34,9 @@ class LinkTimes:
         back = _rate_since(self._samples[1], before[1], link.back) / link.back
         return link.times(out, back)
 
-    def _total_waited_s(self) -> float:
+    def _total_waited_s(self) -> tuple[float, float]:
         self._ledger.settle()
-        return self._ledger.stats.stall_forward_s + self._ledger.stats.stall_backward_s
+        return self._ledger.stats.stall_forward_s, self._ledger.stats.stall_backward_s
 
     def _sampled(self) -> tuple[Sample, Sample]:
         stats = self._ledger.stats

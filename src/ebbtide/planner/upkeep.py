@@ -38,7 +38,7 @@ from ebbtide.planner import leads
 from ebbtide.planner.allowance import Allowance
 from ebbtide.planner.flights import Flight
 from ebbtide.planner.following import STEPS_TO_LEARN, Follower, Tried, bounded
-from ebbtide.planner.pace import Paces, Passed
+from ebbtide.planner.pace import OfCompute, Paces, Passed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.pulse import Pulse
 from ebbtide.planner.reasons import out_of_memory, used_bytes
@@ -143,10 +143,11 @@ class Upkeep:
         host, compute = self._host_pace(size), self._compute_pace(size)
         if compute is None:
             waits = size.solver.profile.host is not None and _waits_for_host(size.follow.plan)
-            compute = 1.0 if waits else size.follow.pace_of_compute
-        if host == compute == 1.0:
+            pace = 1.0 if waits else size.follow.pace_of_compute
+            compute = OfCompute(pace, pace)
+        if host == compute.forward == compute.backward == 1.0:
             return self._profile
-        refitted = _with_host_times(self._profile, host).refitted(compute, compute)
+        refitted = _with_host_times(self._profile, host).refitted(compute.forward, compute.backward)
         return refitted if host != 1.0 else self._with_lead(refitted)
 
     @property
@@ -209,7 +210,8 @@ class Upkeep:
         if not passed:
             return
         # Whose waiting it was nobody knows; the longer the step, the more of it.
-        waited_share = min(1.0, self._link_times.waited_s() / max(sum(pulse.seconds() for _, pulse in passed), 1e-9))
+        took_s = max(sum(pulse.seconds() for _, pulse in passed), 1e-9)
+        forward, backward = (waited_s / took_s for waited_s in self._link_times.waited_s())
         for step, pulse in passed:
             follow = step.size.follow
             if step.plan is not follow.plan or self._sizes.get(step.size.tokens) is not step.size:
@@ -221,9 +223,10 @@ class Upkeep:
             elif not pulse.is_alone:
                 follow.came_by()
             else:
-                is_off = follow.saw(seconds, seconds * waited_share)
+                is_off = follow.saw(seconds, seconds * min(1.0, forward + backward))
                 if pulse.queueing is not None and follow.steps > STEPS_TO_LEARN:
-                    step.size.paces.saw(Passed(pulse.queueing, step.share, pulse.seconds() * waited_share))
+                    stalls_s = pulse.seconds() * forward, pulse.seconds() * backward
+                    step.size.paces.saw(Passed(pulse.queueing, step.share, *stalls_s))
                 if is_off or self._is_to_settle(follow):
                     self._again(step.size)
 
@@ -342,13 +345,14 @@ class Upkeep:
         follow = size.follow
         predicted = follow.plan.predicted
         assert predicted is not None
-        host_ratio, ratio = self._host_pace(size), self._compute_pace(size)
-        if ratio is None:
+        host_ratio, compute = self._host_pace(size), self._compute_pace(size)
+        if compute is None:
             host_wait_s = predicted.host_wait_s
             if host_ratio != 1.0:
                 host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
             ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
-        refitted = _with_host_times(self._profile, host_ratio).refitted(ratio, ratio)
+            compute = OfCompute(ratio, ratio)
+        refitted = _with_host_times(self._profile, host_ratio).refitted(compute.forward, compute.backward)
         refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
         self._was_host_refitted = host_ratio != 1.0
         self._profile = self._with_lead(refitted)
@@ -362,10 +366,10 @@ class Upkeep:
         """How many times as long as believed the host takes."""
         return bounded(size.paces.of_host(size.solver.profile, size.follow.plan))
 
-    def _compute_pace(self, size: _Size) -> float | None:
+    def _compute_pace(self, size: _Size) -> OfCompute | None:
         """The same of compute, by the regions in which it does not wait for the host; None if these do not say."""
         pace = size.paces.of_compute(size.solver.profile, size.follow.plan)
-        return None if pace is None else bounded(pace)
+        return None if pace is None else OfCompute(bounded(pace.forward), bounded(pace.backward))
 
     # -- plans -----------------------------------------------------------------------------------------------------
 

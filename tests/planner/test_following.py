@@ -202,6 +202,24 @@ def test_a_plan_within_a_budget_is_made_once_more_when_the_device_is_at_its_pace
     assert handle.plan.predicted.step_s == pytest.approx(step_by(true, handle.plan).step_s, rel=0.005)
 
 
+def test_one_slow_step_is_no_pace_to_settle_at(monkeypatch):
+    """However long steps are."""
+    monkeypatch.setattr("ebbtide.planner.upkeep._SETTLES_IN_S", 0.0)
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    for k in range(30):
+        handle.device.step_s = handle.plan.predicted.step_s * (1.04 if k < 6 else 1.0)
+        step(control)
+    assert len(handle.plans) == 1
+
+
+def test_a_plan_whose_step_was_measured_is_settled(monkeypatch):
+    monkeypatch.setattr("ebbtide.planner.upkeep._SETTLES_IN_S", 0.0)
+    control, handle = control_of(budget_bytes=int(2.5 * GIB))
+    control.upkeep._size.follow.is_as_measured = True
+    steps(control, handle, 30, ratio=1.03)
+    assert len(handle.plans) == 1
+
+
 def test_one_slow_step_is_none_to_plan_again_for():
     control, handle = control_of()
     for k in range(30):
@@ -524,6 +542,22 @@ def test_the_regions_that_were_queued_before_compute_came_to_them_say_its_pace(i
     assert after.plain_s == pytest.approx(before.plain_s * compute, rel=0.01)
 
 
+def test_what_neither_host_nor_regions_explain_is_laid_to_compute(host_clock):
+    """Compute is in the last region that was queued all along, and the host takes what was believed: it is what is
+    between the regions, or in a hook. It is planned again until that is predicted, not as often as may be."""
+    control, handle = control_of(budget_bytes=int(2.0 * GIB), host=a_host())
+    handle.device.has_queue = True
+    before = control.profile
+    true = before.refitted(2.5, 2.5)
+    for _ in range(60):
+        outcome = step_by(true, handle.plan)
+        handle.device.step_s = outcome.step_s
+        queueing_s = queueing_forward_s(before, before.host, handle.plan)
+        queued_step(control, handle, host_clock, queueing_s, is_ahead=False)
+    assert handle.plan.predicted.step_s == pytest.approx(outcome.step_s, rel=0.05)
+    assert len(handle.plans) <= 4
+
+
 def test_a_host_that_is_quicker_than_was_believed_is_ahead(host_clock):
     after, before = refitted(host_clock, host_ratio=0.5, is_ahead=True, compute=1.4)
     assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
@@ -540,6 +574,21 @@ def test_nobody_is_asked_in_a_captured_part():
         queueing.left()
         queueing.read("a")
     assert not queueing.is_waited_for
+
+
+def test_what_comes_behind_its_backward_is_none_of_a_step(monkeypatch):
+    """A graph that is kept runs again, or ran in part at first."""
+    monkeypatch.setattr("ebbtide.planner.pulse.graph_task_id", lambda: 1)
+    monkeypatch.setattr("ebbtide.planner.pulse.at_end_of_backward", lambda callback: None)
+    device = ScriptedDevice()
+    device.has_queue = True
+    pulse = Pulse(device, looks_at_peak=False)
+    for region in ("b", "b", "", "a"):
+        pulse.read(region)
+    pulse._end()
+    for region in ("b", "a"):
+        pulse.read(region)
+    assert [point.region for point in pulse.queueing.backward] == ["b", "a"]
 
 
 @pytest.mark.parametrize("remembers", [True, False])
@@ -903,9 +952,22 @@ def test_a_trial_that_runs_out_of_memory_ends():
 
 def test_a_trial_that_cannot_be_read_ends():
     control, handle, first = in_a_trial()
-    held = [control.step_begins(1000) for _ in range(20)]
+    held = [control.step_begins(1000) for _ in range(30)]
     assert handle.plan == first
-    assert len(held) == 20
+    assert len(held) == 30
+
+
+def test_the_second_half_of_a_trial_that_cannot_be_read_ends_as_well():
+    """With everything kept the steps were quicker, and the plan that moves is tried once more."""
+    control, handle, first = in_a_trial()
+    handle.device.step_s = control.profile.plain_s
+    while handle.plan.predicted.moved_bytes == 0:
+        step(control)
+    assert control.upkeep._size.follow.is_trial
+    held = [control.step_begins(1000) for _ in range(30)]
+    assert handle.plan == first
+    assert not control.upkeep._size.follow.is_trial
+    assert len(held) == 30
 
 
 def test_a_machine_that_grows_slower_is_no_reason_to_move_nothing():

@@ -9,7 +9,7 @@ from planner.workloads import MS, layers, profile, region, workload_a
 from ebbtide import PlanError
 from ebbtide.planner.clock import Clock
 from ebbtide.planner.leads import with_host
-from ebbtide.planner.measure import Note, Place
+from ebbtide.planner.measure import Note, Place, _Stopwatch
 from ebbtide.planner.options import option_for
 from ebbtide.planner.profile import Host, HostTime
 from ebbtide.planner.queueing import host_of
@@ -27,7 +27,10 @@ HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
 def watch(*notes, has_queue=True):
     """Notes of (place, region, compute's clock in ms, the host's, passed): events are times here."""
     device = SimpleNamespace(has_queue=has_queue, seconds_between=lambda start, end: end - start)
-    made = [Note(place, name, at * MS, Memory(0, 0), host * MS, passed) for place, name, at, host, passed in notes]
+    made = [
+        Note(place, name, at * MS, Memory(0, 0), host * MS, passed, at_s=host * MS)
+        for place, name, at, host, passed in notes
+    ]
     return SimpleNamespace(device=device, notes=made)
 
 
@@ -133,6 +136,25 @@ def test_a_host_that_is_held_back_is_taken_by_what_it_took_before():
     times = of_many([4, 4, 5, 4, 5, 4, 5, 4], [9, 9, 8, 9, 30, 5, 5, 6])
     assert [each.backward_s for each in times] == pytest.approx([5 * MS] * 8)
     assert [each.forward_s for each in times] == pytest.approx([4 * MS] * 8)
+
+
+def test_the_clock_of_the_host_stands_still_while_it_watches(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("ebbtide.planner.measure.time.perf_counter", lambda: now[0])
+    clock = _Stopwatch()
+    now[0] += 1.0
+    with clock.stopped():
+        now[0] += 5.0
+        with clock.stopped():
+            now[0] += 5.0
+        assert clock.now() == 11.0
+    now[0] += 2.0
+    assert clock.now() == 13.0
+    with pytest.raises(PlanError, match="halfway"), clock.stopped():
+        now[0] += 5.0
+        raise PlanError("halfway")
+    now[0] += 1.0
+    assert clock.now() == 14.0
 
 
 @pytest.mark.parametrize(("passed", "lead_ms"), [(1, 0), (0, 32)])
@@ -292,5 +314,6 @@ def test_a_profile_whose_host_has_other_regions_is_an_error():
 def test_a_host_that_was_held_back_is_bounded_by_its_forward():
     """What launches far ahead of compute takes as long as compute. The first run took 4 ms."""
     times = host_of(step_of_one(4, 1000, 2000), ("a",), [region("a", inputs=())], (7,)).regions[0]
-    assert times.forward_s == times.again_s == pytest.approx(1.5 * 4 * MS)
+    assert times.forward_s == pytest.approx(4 * MS)
+    assert times.again_s == pytest.approx(1.5 * 4 * MS)
     assert times.backward_s == pytest.approx(2.5 * 4 * MS)

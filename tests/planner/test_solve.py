@@ -13,7 +13,8 @@ from planner.workloads import GIB, MS, around, layers, profile, region, workload
 
 from ebbtide import PlanError
 from ebbtide.planner import solve as solving
-from ebbtide.planner.candidates import leanest
+from ebbtide.planner.candidates import leanest, placed
+from ebbtide.planner.counts import Counted
 from ebbtide.planner.groups import Model
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Dear, Link, Profile, Save
@@ -452,3 +453,16 @@ def test_times_that_differ_by_noise_leave_equal_layers_one_group():
 def test_layers_of_two_kinds_are_two_groups():
     step = profile(*(region(f"layers.{k}", saves=(Save(0, (1 + k % 2) * 100 * MB, 0.0),)) for k in range(16)))
     assert [group.units for group in Model(step, False).groups] == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
+
+
+@pytest.mark.parametrize("moving", [1, 2, 5])
+def test_what_moves_most_is_tried_in_front(moving):
+    """Where it has the whole of forward to leave, among others."""
+    model = Model(profile(*layers(6)), only_moves=False)
+    unit = model.units[0]
+    most = max(range(len(unit.recipes)), key=unit.moved_bytes.__getitem__)
+    stays = next(k for k, recipe in enumerate(unit.recipes) if recipe == Recipe("recompute", inputs="keep"))
+    counted = [Counted(tuple(range(6)), {stays: 6 - moving, most: moving})]
+    tried = set(placed(model, counted))
+    assert (*[most] * moving, *[stays] * (6 - moving)) in tried
+    assert all(choices.count(most) == moving for choices in tried)

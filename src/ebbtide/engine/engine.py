@@ -354,7 +354,9 @@ class Engine:
                 in_vain += 1
             else:
                 yield at, following, claim
-            if following is self._timetable.last:  # once around, with what a step needs last: none was needed yet
+            if (
+                following is self._timetable.last
+            ):  # once around; where a step has needed nothing yet, what it needs last
                 self._is_through = True
                 return
             before, at = at, following

@@ -127,6 +127,10 @@ class Follower:
         predicted_s = 0.0 if self.plan.predicted is None else self.plan.predicted.step_s
         return self.is_slow or (predicted_s > 0 and abs(_middle(self._times) / predicted_s - 1) > share)
 
+    def has_run_for(self, seconds: float) -> bool:
+        """For so long, and for as many steps as it takes to tell."""
+        return self.seconds >= seconds and len(self._times) == _FASTEST_OF
+
     @property
     def is_slow(self) -> bool:
         """Beyond `most_s`."""

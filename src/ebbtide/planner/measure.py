@@ -60,9 +60,9 @@ class Place(enum.Enum):
 class Note(NamedTuple):
     """A place, the region it is of ("" outside of all), when compute was there, and the memory then.
 
-    `host_s`: when the host was there, on a clock of its own, which stands still while it watches. `passed`: how many of
-    the notes before it compute had come by then, by which the two clocks can be compared. `save`: its index, where
-    backward asks for one.
+    `host_s`: when the host was there, on a clock of its own, which stands still while it watches; `at_s`: on one that
+    does not. `passed`: how many of the notes before it compute had come by then, by which that one and compute's can be
+    compared. `save`: its index, where backward asks for one.
     """
 
     place: Place
@@ -72,6 +72,7 @@ class Note(NamedTuple):
     host_s: float = 0.0
     passed: int = 0
     save: int = -1
+    at_s: float = 0.0
 
 
 _UNKNOWN = Memory(0, 0)
@@ -451,9 +452,10 @@ class StepWatch(UntilBackwardEnds):
             memory = self.device.memory()
             self.device.forget_peak()
         event = self.device.record(self.device.current_stream())
+        at_s = time.perf_counter()
         while self._passed < len(self.notes) and self.device.is_done(self.notes[self._passed].event):
             self._passed += 1
-        self.notes.append(Note(place, region, event, memory, self._stopwatch.now(), self._passed, save))
+        self.notes.append(Note(place, region, event, memory, self._stopwatch.now(), self._passed, save, at_s))
 
     @property
     def is_readable(self) -> bool:

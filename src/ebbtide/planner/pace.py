@@ -17,6 +17,7 @@ Note [The pace]
    no slower than was believed.
 """
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ _STEPS = 8
 _LEAST_STEPS = 3
 _HOST_STEPS = 32  # its speed comes and goes
 _LEAST_SHARE = 0.2  # of the time of all regions is compute's own, or it says nothing
-_MOST_STALLED = 0.5  # of what is compute's own
+_MOST_STALLED = 0.05  # of it compute waits for the link: nobody knows in which regions
 
 
 class Passed(NamedTuple):
@@ -57,12 +58,20 @@ class OfCompute(NamedTuple):
     backward: float
 
 
+class _Queued(NamedTuple):
+    """A forward: how many regions it came by, the host's seconds for them, and whether compute waited for that."""
+
+    regions: int
+    seconds: float
+    is_waited_for: bool
+
+
 class Paces:
     """Of the last steps of one plan: how many times as long as `profile` says compute and the host take."""
 
     def __init__(self) -> None:
         self._passed: deque[Passed] = deque(maxlen=_STEPS)
-        self._forwards: deque[tuple[float, bool]] = deque(maxlen=_HOST_STEPS)
+        self._forwards: deque[_Queued] = deque(maxlen=_HOST_STEPS)
 
     def clear(self) -> None:
         """Another plan is followed."""
@@ -70,33 +79,34 @@ class Paces:
         self._forwards.clear()
 
     def saw(self, passed: Passed) -> None:
+        queueing = passed.queueing
         self._passed.append(passed)
-        self._forwards.append((passed.queueing.seconds, passed.queueing.is_waited_for))
+        self._forwards.append(_Queued(len(queueing.forward), queueing.seconds, queueing.is_waited_for))
 
     def of_compute(self, profile: Profile, plan: Plan) -> OfCompute | None:
-        """1 if compute waited for the host in all but a few regions; None if the steps do not say: they were too few,
-        came by the regions in another order, or waited for the link mostly."""
+        """A way that does not say has the pace of the other one. 1 if compute waited for the host in all but a few
+        regions; None if the steps do not say: they were too few, came by the regions in another order (or by one of
+        them several times running), or waited for the link."""
         options = leads.options_of_plan(profile, plan)
         forward, backward = _forward(profile, options), _backward(profile, options)
-        seen_forward = [
-            _seen_in(passed, passed.queueing.forward, forward, passed.stall_forward_s) for passed in self._passed
-        ]
-        seen_backward = [
-            _seen_in(passed, passed.queueing.backward, backward, passed.stall_backward_s) for passed in self._passed
-        ]
-        paces = _median(seen_forward), _median(seen_backward)
+        seen = (
+            [_seen_in(each, each.queueing.forward, forward, each.stall_forward_s) for each in self._passed],
+            [_seen_in(each, each.queueing.backward, backward, each.stall_backward_s) for each in self._passed],
+        )
+        paces = [_median(way) for way in seen]
         known = [pace for pace in paces if pace is not None]
         if known:
             return OfCompute(*(known[0] if pace is None else pace for pace in paces))
-        says = [one is not None or other is not None for one, other in zip(seen_forward, seen_backward, strict=True)]
-        return OfCompute(1.0, 1.0) if sum(says) >= _LEAST_STEPS else None
+        waited = sum(any(each is not None for each in ways) for ways in zip(*seen, strict=True))
+        return OfCompute(1.0, 1.0) if waited >= _LEAST_STEPS and profile.host is not None else None
 
     def of_host(self, profile: Profile, plan: Plan) -> float:
         """1 if the steps do not say."""
-        if profile.host is None or len(self._forwards) < _LEAST_STEPS:
+        forwards = [each for each in self._forwards if each.regions == len(profile.regions)]
+        if profile.host is None or len(forwards) < _LEAST_STEPS:
             return 1.0
         believed_s = max(leads.queueing_forward_s(profile, profile.host, plan), 1e-9)
-        took = ((seconds / believed_s, is_waited_for) for seconds, is_waited_for in self._forwards)
+        took = ((each.seconds / believed_s, each.is_waited_for) for each in forwards)
         return statistics.median(pace if is_waited_for else min(1.0, pace) for pace, is_waited_for in took)
 
 
@@ -119,10 +129,11 @@ def _forward(profile: Profile, options: Sequence[Option]) -> _Way:
 
 
 def _backward(profile: Profile, options: Sequence[Option]) -> _Way:
+    """Without the regions that have none (in front of all that is trained)."""
     link, moved_bytes = profile.link, sum(option.moved_bytes for option in options)
-    pairs = list(zip(reversed(profile.regions), reversed(options), strict=True))
-    names, believed_s = [r.name for r, _ in pairs], [o.again_s + r.backward_s for r, o in pairs]
-    return _Way(names, believed_s, link.interference * moved_bytes / link.back)
+    times = [(r.name, o.again_s + r.backward_s) for r, o in zip(profile.regions, options, strict=True)]
+    came_by = [(name, seconds) for name, seconds in reversed(times) if seconds > 0.0]
+    return _Way([n for n, _ in came_by], [s for _, s in came_by], link.interference * moved_bytes / link.back)
 
 
 class _Seen(NamedTuple):
@@ -136,16 +147,16 @@ def _seen_in(passed: Passed, points: Sequence[Point], way: _Way, stall_s: float)
     """By all regions but the last one: where that ends nobody looks."""
     if [point.region for point in points] != way.names or len(points) < 2:
         return None
-    took = list(zip(pairwise(points), way.believed_s, strict=False))
-    seconds = [passed.queueing.seconds_between(start, end) for (start, end), _ in took]
-    was_own = [end.was_behind for (_, end), _ in took]
-    waited_s = stall_s + passed.share * way.lost_s
-    if waited_s > _MOST_STALLED * sum(seconds):
+    seconds = [passed.queueing.seconds_between(start, end) for start, end in pairwise(points)]
+    if stall_s > _MOST_STALLED * sum(seconds):
         return None
-    believed_s = passed.share * sum(s for (_, s), own in zip(took, was_own, strict=True) if own)
-    own_s = sum(s for s, own in zip(seconds, was_own, strict=True) if own) - waited_s
-    all_s = passed.share * sum(s for _, s in took)
-    return _Seen(own_s / believed_s if believed_s > 0.0 else 1.0, believed_s / max(all_s, 1e-9))
+    was_own = [end.was_behind for end in points[1:]]
+    own_s = sum(itertools.compress(seconds, was_own))
+    believed_s = passed.share * sum(itertools.compress(way.believed_s, was_own))
+    if believed_s <= 0.0:
+        return _Seen(1.0, 0.0)
+    waited_s = (stall_s + passed.share * way.lost_s) * own_s / sum(seconds)
+    return _Seen((own_s - waited_s) / believed_s, believed_s / (passed.share * sum(way.believed_s[:-1])))
 
 
 def _median(seen: Sequence[_Seen | None]) -> float | None:

@@ -66,15 +66,16 @@ class Queueing:
         self.backward: list[Point] = []
         self.seconds = 0.0
         self._device = device
-        self._began_s = 0.0
+        self._began_s: float | None = None
 
     def entered(self, region: str) -> None:
-        if not self.forward:
+        if self._began_s is None:
             self._began_s = time.perf_counter()
         self._come_to(region, self.forward)
 
     def left(self) -> None:
-        self.seconds = time.perf_counter() - self._began_s
+        if self._began_s is not None:
+            self.seconds = time.perf_counter() - self._began_s
 
     def read(self, region: str) -> None:
         if not self.backward or self.backward[-1].region != region:
@@ -145,7 +146,8 @@ class Pulse(UntilBackwardEnds):
             self._region_read = region
             self._backward_began()
             self._look()
-            if self.queueing is not None and region:
+            # What comes behind its backward (a graph that is kept, or ran in part) is none of the step.
+            if self.queueing is not None and region and not self.is_over:
                 self.queueing.read(region)
 
     def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)

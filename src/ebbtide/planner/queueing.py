@@ -65,11 +65,10 @@ def host_of(
         first_s, backward_s = clock.forward_s[k] - clock.prepared_s[k], max(0.0, clock.backward_s[k] - own_s)
         runs.append(_Runs(first_s, clock.again_s[k], backward_s))
     runs = _steadied(runs, regions, ops)
-    graph_s = statistics.median(max(0.0, run.again_s - run.first_s) for run in runs)
+    graph_s = statistics.median(run.kept_s - run.first_s for run in runs)
     return Host(
         regions=tuple(
-            HostTime(max(run.first_s, run.again_s), run.backward_s, run.again_s, count)
-            for run, count in zip(runs, ops, strict=True)
+            HostTime(run.kept_s, run.backward_s, run.again_s, count) for run, count in zip(runs, ops, strict=True)
         ),
         before_s=clock.before_s,
         after_s=clock.after_s,
@@ -84,12 +83,18 @@ def host_of(
 
 
 class _Runs(NamedTuple):
-    """What the host took for a region, in seconds. A first run of one that runs again makes no graph: `again_s` is what
-    the run that keeps takes."""
+    """What the host took for a region, in seconds."""
 
     first_s: float
     again_s: float
     backward_s: float
+
+    @property
+    def kept_s(self) -> float:
+        """For a run that keeps: a first run of a region that runs again makes no graph, its second one does. Where that
+        one was held back nobody knows."""
+        was_held_back = self.again_s >= _MOST_AGAIN * self.first_s
+        return self.first_s if was_held_back else max(self.first_s, self.again_s)
 
 
 def _steadied(runs: Sequence[_Runs], regions: Sequence[RegionProfile], ops: Sequence[int]) -> list[_Runs]:
@@ -125,7 +130,7 @@ def _seen_lead_s(watch: StepWatch) -> float:
     own = itertools.takewhile(lambda note: note.place is not Place.GOES_ON, watch.notes)
     for note, ahead in ((note, watch.notes[note.passed]) for note in own):
         since_s = watch.device.seconds_between(first.event, ahead.event)
-        lead_s = max(lead_s, note.host_s - first.host_s - since_s)
+        lead_s = max(lead_s, note.at_s - first.at_s - since_s)
     return lead_s
 
 

@@ -5,12 +5,13 @@ Note [Upkeep]
 1. Each step's time is compared with what was predicted, without waiting for it: the host may be steps ahead of the
    device, so several pulses are in flight. Steps of which two ran at once (two forwards, then backward) say nothing.
 2. Off by more than following.REPLAN_AT for a while, the profile is refitted and solved again: the link to what its
-   copies were timed at, the host to what forward took it where compute waits for it, and compute to the step without
-   the time that it waited for either. A host that shares its cores is slow for seconds: taken for compute's, that would
-   make regions that keep look as slow as those that run again. Each time it takes more patience, and a plan that turns
-   out slower than the best one so far gives way to that one. All of it, trials too, is done a few times for all sizes
-   together. So it cannot swing. Within a budget this is done once for less: when the device is at its pace, which it
-   was not when it was watched, for plans at the limit of the link are other ones where compute is a few percent slower.
+   copies were timed at, the host to what forward took it where compute waits for it, and compute to what it took where
+   it does not wait (pace.py); if no region says that, to the step without the time that it waited for either. A host
+   that shares its cores is slow for seconds: taken for compute's, that would make regions that keep look as slow as
+   those that run again. Each time it takes more patience, and a plan that turns out slower than the best one so far
+   gives way to that one. All of it, trials too, is done a few times for all sizes together. So it cannot swing. Within
+   a budget this is done once for less: when the device is at its pace, which it was not when it was watched, for plans
+   at the limit of the link are other ones where compute is a few percent slower.
 3. Without a budget no step may be slower than with everything kept. What those take only such steps can say: where a
    plan looks slow, they are tried, a few of them, then a few of its own once more, and what is slower than they are
    moves less, or nothing.
@@ -50,7 +51,7 @@ _SETTLES_IN_S = 5.0  # of steps by one plan: a device is at its pace
 _SETTLED_AT = 0.02
 _MOST_REPLANS = 8  # of all sizes of batches
 _MOST_TRIALS = 4  # of all sizes too
-_MOST_OF_A_TRIAL = 16  # forwards
+_MOST_OF_A_TRIAL = 24  # forwards: what is in flight, and what a trial takes
 _MOST_IN_FLIGHT = 64
 _LOOK_EVERY = 16  # forwards of one size
 _BUCKETS_PER_OCTAVE = 8
@@ -232,7 +233,7 @@ class Upkeep:
 
     def _is_to_settle(self, follow: Follower) -> bool:
         """Once, within a budget, and if that changes enough."""
-        is_ready = follow.seconds >= _SETTLES_IN_S and self._allowance.asked_bytes is not None
+        is_ready = follow.has_run_for(_SETTLES_IN_S) and self._allowance.asked_bytes is not None
         if not is_ready or self._has_settled or self._is_shared:
             return False
         self._has_settled = True
@@ -288,7 +289,7 @@ class Upkeep:
 
     def _weigh(self, size: _Size) -> None:
         """Steps with everything kept were tried: are those of the plan before as fast? That was looked at because some
-        of them were slow, and maybe by chance: it is tried too before it gives way."""
+        of them were slow, and maybe by chance: it is tried too, and gives way if it is slower again."""
         follow, before, now = size.follow, size.follow.before_trial, size.follow.tried()
         assert before is not None
         was_kept = not _moves(now.plan)
@@ -304,7 +305,7 @@ class Upkeep:
 
     def _move_less(self, size: _Size, kept: Tried, moved: Tried) -> None:
         """The plan is slower than keeping everything."""
-        plan = self._refitted_plan(size)
+        plan = self._refitted_plan(size, kept)
         is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(moved.plan)
         self._kept_was_faster = not is_less
         self._change_to(size, plan if is_less else _as_measured(kept), is_as_measured=not is_less)
@@ -329,9 +330,9 @@ class Upkeep:
         size.follow.most_s = None
         self._change_to(size, plan if _moves(plan) else before.plan)
 
-    def _refitted_plan(self, size: _Size) -> Plan:
-        """From what its steps say of the profile."""
-        self._refit(size)
+    def _refitted_plan(self, size: _Size, kept: Tried | None = None) -> Plan:
+        """From what its steps say of the profile, or those with everything kept, where they were tried."""
+        self._refit(size, kept)
         # Of other sizes nothing is known any more, but what was found out by steps with everything kept.
         self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.follow.kept is not None}
         self._sizes[size.tokens] = size
@@ -339,23 +340,27 @@ class Upkeep:
         size.follow.most_s = self._most_s(size.solver)
         return size.solver.solve(self._allowance.planned_bytes(size.tokens))
 
-    def _refit(self, size: _Size) -> None:
-        """The link to what its copies were timed at, the host to what forward took it, and compute to the steps less
-        what it waited for."""
+    def _refit(self, size: _Size, kept: Tried | None) -> None:
+        """The link to what its copies were timed at, and host and compute to their paces; compute to whole steps if no
+        region says its own, or all that regions say is that nothing has changed."""
+        host, compute = self._host_pace(size), self._compute_pace(size)
+        if compute is None or host == compute.forward == compute.backward == 1.0:
+            ratio = self._ratio_by_steps(size, host) if kept is None else bounded(kept.step_s / _step_s(kept.plan))
+            compute = OfCompute(ratio, ratio)
+        refitted = _with_host_times(self._profile, host).refitted(compute.forward, compute.backward)
+        refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
+        self._was_host_refitted = host != 1.0
+        self._profile = self._with_lead(refitted)
+
+    def _ratio_by_steps(self, size: _Size, host: float) -> float:
+        """How many times as long as predicted compute takes, where it waits for such a host as long as predicted."""
         follow = size.follow
         predicted = follow.plan.predicted
         assert predicted is not None
-        host_ratio, compute = self._host_pace(size), self._compute_pace(size)
-        if compute is None:
-            host_wait_s = predicted.host_wait_s
-            if host_ratio != 1.0:
-                host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host_ratio), follow.plan)
-            ratio = follow.compute_ratio(follow.typical_s, host_wait_s)
-            compute = OfCompute(ratio, ratio)
-        refitted = _with_host_times(self._profile, host_ratio).refitted(compute.forward, compute.backward)
-        refitted = dataclasses.replace(refitted, link=self._link_times.refitted(self._profile.link))
-        self._was_host_refitted = host_ratio != 1.0
-        self._profile = self._with_lead(refitted)
+        host_wait_s = predicted.host_wait_s
+        if host != 1.0:
+            host_wait_s = leads.host_wait_s(_with_host_times(size.solver.profile, host), follow.plan)
+        return follow.compute_ratio(follow.typical_s, host_wait_s)
 
     def _with_lead(self, profile: Profile) -> Profile:
         """What compute waits for a host that was seen to be slow has been taken out of its times: the host gets no lead

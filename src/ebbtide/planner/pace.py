@@ -6,10 +6,10 @@ Note [The pace]
 ~~~~~~~~~~~~~~~
 1. A device in its first seconds of work is some percent faster or slower than one that has worked for a while: its
    clocks go up and down after a pause, and fall where it is at its limit of power. The watched steps are among the
-   first. And a host is half as fast while another thread has its core, for a second or a tenth of one.
+   first, and held back so that the host is ahead: what comes behind that runs on a cool device, up to 7 % quicker, and
+   backward by less. So each way has a pace of its own. And a host is half as fast while another thread has its core,
+   for a second or a tenth of one.
 2. What is off by less than REPLAN_AT is no reason to plan again, but what is predicted goes by it.
-   Watched steps are held back so that the host is ahead, and a device that is held back is cool: what comes behind that
-   is quicker, by up to 7 %, and backward by less. So each way has a pace of its own.
 3. A step says how long compute and host took together, and not which of them. But where the whole of a region had been
    queued when compute came to it, what compute took for it is its own (`Point.was_behind`): these regions say its pace.
    What it waits for the host in the others is what is left, and nothing has to be believed of that.
@@ -148,14 +148,15 @@ def _seen_in(passed: Passed, points: Sequence[Point], way: _Way, stall_s: float)
     if [point.region for point in points] != way.names or len(points) < 2:
         return None
     seconds = [passed.queueing.seconds_between(start, end) for start, end in pairwise(points)]
-    if stall_s > _MOST_STALLED * sum(seconds):
+    all_s = max(sum(seconds), 1e-9)
+    if stall_s > _MOST_STALLED * all_s:
         return None
     was_own = [end.was_behind for end in points[1:]]
     own_s = sum(itertools.compress(seconds, was_own))
     believed_s = passed.share * sum(itertools.compress(way.believed_s, was_own))
     if believed_s <= 0.0:
         return _Seen(1.0, 0.0)
-    waited_s = (stall_s + passed.share * way.lost_s) * own_s / sum(seconds)
+    waited_s = (stall_s + passed.share * way.lost_s) * own_s / all_s
     return _Seen((own_s - waited_s) / believed_s, believed_s / (passed.share * sum(way.believed_s[:-1])))
 
 

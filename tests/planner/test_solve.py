@@ -275,6 +275,14 @@ def test_without_a_budget_all_that_leaves_is_off_the_peak(path):
     assert freed >= 0.99 * predicted.moved_bytes > 0
 
 
+def test_three_compiled_layers_move_where_the_link_carries_three():
+    """Of 16, at the peak that checkpointing has: a compiled layer runs again as a whole or not at all."""
+    profile = Profile.load(MEASURED / "A-compiled.json")
+    predicted = Solver(profile).solve(int(11.29 * GIB)).predicted
+    assert predicted.step_s <= 1.004 * predicted.bound_s
+    assert predicted.step_s <= 1.251 * profile.plain_s
+
+
 def test_without_a_budget_the_link_is_full_to_the_last_parcels():
     # Counting goes by quarters of what a region saves, here of 1.1 GiB: half of one more than that has room.
     step = workload_a(8)

@@ -346,20 +346,20 @@ class Engine:
         in_vain = 0
         for _ in range(_MOST_SITES):
             following = None if at is None else at.expected_after(before)
-            if at is None or following is None or in_vain == _MOST_IN_VAIN:
-                self._is_through = True
-                return
+            if at is None or following is None:
+                break
             claim = None if following.live is None else following.live()
             if claim is None or claim.parcel.is_needed:
                 in_vain += 1
             else:
                 yield at, following, claim
-            if (
-                following is self._timetable.last
-            ):  # once around; where a step has needed nothing yet, what it needs last
-                self._is_through = True
-                return
+            # Once around; where a step has needed nothing yet, with what it needs last.
+            if following is self._timetable.last or in_vain == _MOST_IN_VAIN:
+                break
             before, at = at, following
+        else:
+            return
+        self._is_through = True
 
     def _look_anew(self) -> None:
         """What comes next is not what looking ahead went by: the next look begins where backward is."""

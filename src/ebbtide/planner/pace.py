@@ -17,11 +17,10 @@ Note [The pace]
    no slower than was believed.
 """
 
-import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 from ebbtide.planner import leads
@@ -152,8 +151,8 @@ def _seen_in(passed: Passed, points: Sequence[Point], way: _Way, stall_s: float)
     if stall_s > _MOST_STALLED * all_s:
         return None
     was_own = [end.was_behind for end in points[1:]]
-    own_s = sum(itertools.compress(seconds, was_own))
-    believed_s = passed.share * sum(itertools.compress(way.believed_s, was_own))
+    own_s = sum(compress(seconds, was_own))
+    believed_s = passed.share * sum(compress(way.believed_s, was_own))
     if believed_s <= 0.0:
         return _Seen(1.0, 0.0)
     waited_s = (stall_s + passed.share * way.lost_s) * own_s / all_s

@@ -274,7 +274,7 @@ class Upkeep:
         may_keep = size.tokens <= self._measured_tokens and not self._was_trial_ended
         if _moves(follow.plan) and may_keep and self._trials < _MOST_TRIALS:
             self._trials += 1
-            self._try(size, size.solver.keeping_all())
+            self._change_to(size, size.solver.keeping_all(), is_trial=True)
         elif follow.is_as_measured:
             follow.most_s = None  # it was as fast when it was tried: it is the machine
         elif kept is not None:
@@ -299,7 +299,7 @@ class Upkeep:
             self._change_to(size, _as_measured(moved), is_as_measured=True)
             follow.most_s = max(kept.fastest_s, moved.fastest_s) * _LOOKS_SLOW
         elif was_kept:
-            self._try(size, moved.plan)
+            self._change_to(size, moved.plan, is_trial=True)
         else:
             self._move_less(size, kept, moved)
 
@@ -310,11 +310,6 @@ class Upkeep:
         self._kept_was_faster = not is_less
         self._change_to(size, plan if is_less else _as_measured(kept), is_as_measured=not is_less)
         size.follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
-
-    def _try(self, size: _Size, plan: Plan) -> None:
-        size.follow.goes_by(plan, is_trial=True)
-        size.paces.clear()
-        self._go_by(size)
 
     def _bound_trial(self, size: _Size) -> None:
         """A trial that cannot be read (steps beside each other, graphs that are dropped) ends all the same."""
@@ -414,8 +409,8 @@ class Upkeep:
         )
         return solver.solve(least_bytes)
 
-    def _change_to(self, size: _Size, plan: Plan, *, is_as_measured: bool = False) -> None:
-        size.follow.goes_by(plan, is_as_measured=is_as_measured)
+    def _change_to(self, size: _Size, plan: Plan, *, is_as_measured: bool = False, is_trial: bool = False) -> None:
+        size.follow.goes_by(plan, is_as_measured=is_as_measured, is_trial=is_trial)
         size.paces.clear()
         self._go_by(size)
 

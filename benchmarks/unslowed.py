@@ -46,9 +46,10 @@ def measure_unslowed(
         "bare copies, 95 %": int(_CARRIED * forward_s * out_gb_per_s * 1e9),
     }
     link = _BareCopies(device)
+    # What a bar divides comes one behind the other: plain steps alone differ by a percent within a minute.
     modes: dict[str, Mode] = {"nothing": lambda: contextlib.nullcontext(contextlib.nullcontext)}
-    modes |= {key: functools.partial(link.beside, first, moved) for key, moved in nbytes.items()}
     modes |= {key: functools.partial(planned, model, plan) for key, plan in plans.items()}
+    modes |= {key: functools.partial(link.beside, first, moved) for key, moved in nbytes.items()}
     result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, _ROUNDS)}
     result["copied_gib"] = {key: moved / GIB for key, moved in nbytes.items()}
     result["steady"] = {key: steady(model, loss_of, plan, count) for key, plan in plans.items()}

@@ -175,8 +175,9 @@ def _wan(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
-    """Where the two took turns, the middle one of the turns' ratios: what is near in time had the same clocks."""
-    turns = list(zip(mode.get("turns_ms", ()), base.get("turns_ms", ()), strict=True))
+    """Where the two took turns, the middle one of the turns' ratios: what is near in time had the same clocks. One may
+    have had more of them, without the other."""
+    turns = list(zip(mode.get("turns_ms", ()), base.get("turns_ms", ()), strict=False))
     if turns:
         return statistics.median(mine / theirs for mine, theirs in turns)
     return mode["step_ms"]["median"] / base["step_ms"]["median"]

@@ -39,7 +39,8 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     budgets |= {f"{gib} GiB": base + gib * GIB for gib in workload.budgets_gib}
     plans = {key: settle(model, loss_of, nbytes, LONG_SETTLING_S) for key, nbytes in budgets.items()}
     modes = neighbours | {key: functools.partial(planned, model, settled.plan) for key, settled in plans.items()}
-    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, workload.rounds)}
+    finely = ("nothing", *workload.finely) if workload.finely else ()
+    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, workload.rounds, finely)}
     result["plans"] = {key: about(settled, base) for key, settled in plans.items()}
     result["budgets_gib"] = {key: (nbytes - base) / GIB for key, nbytes in budgets.items()}
     result["steady"] = {key: steady(model, loss_of, settled.plan, count) for key, settled in plans.items()}

@@ -50,7 +50,7 @@ def measure_unslowed(
     modes: dict[str, Mode] = {"nothing": lambda: contextlib.nullcontext(contextlib.nullcontext)}
     modes |= {key: functools.partial(planned, model, plan) for key, plan in plans.items()}
     modes |= {key: functools.partial(link.beside, first, moved) for key, moved in nbytes.items()}
-    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, _ROUNDS)}
+    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, _ROUNDS, ("nothing", "auto"))}
     result["copied_gib"] = {key: moved / GIB for key, moved in nbytes.items()}
     result["steady"] = {key: steady(model, loss_of, plan, count) for key, plan in plans.items()}
     result["kernels"] = _kernels(model, loss_of, modes)

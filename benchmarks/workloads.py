@@ -86,6 +86,7 @@ class PlannedWorkload:
         budgets_gib: of activations, besides checkpointing's own peak.
         predictions: how many plans all along the front are compared with what comes of them.
         rounds: in which the modes take turns.
+        finely: plans that a bar compares with plain steps to the thousandth.
     """
 
     build: Callable[[torch.device], tuple[torch.nn.Module, Losses]]
@@ -93,6 +94,7 @@ class PlannedWorkload:
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
     rounds: int = 5
+    finely: tuple[str, ...] = ()
 
     @property
     def fits_plain(self) -> bool:
@@ -157,7 +159,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
 
 
 PLANNED = {
-    "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40)),
+    "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40), finely=("40 GiB",)),
     "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED)),
     "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",), predictions=5, rounds=3),
     "MoE": PlannedWorkload(_moe),

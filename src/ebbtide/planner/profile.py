@@ -259,7 +259,7 @@ class Link:
     out_duplex: float
     back_duplex: float
     latency_s: float
-    interference: float = 0.01
+    interference: float = 0.013  # of bare copies beside the steps of a Llama 1B; see docs/measured.md, P1
 
     def __post_init__(self) -> None:
         for name in ("out", "back", "out_duplex", "back_duplex"):

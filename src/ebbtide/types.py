@@ -17,6 +17,8 @@ StreamEvent: TypeAlias = Any
 class Reason(enum.Enum):
     """Why a save did not travel."""
 
+    __hash__ = object.__hash__  # members are single; the one of Enum runs Python code, for every save that is kept
+
     PARAMETER = "parameter or a view of one"
     AUTOCAST_WEIGHT = "autocast's copy of a parameter"
     BUFFER = "buffer of the module"

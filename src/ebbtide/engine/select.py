@@ -30,12 +30,14 @@ def why_never(t: torch.Tensor, scope: Scope) -> Reason | None:
         return Reason.PARAMETER
     if not scope.serves(t.device):
         return Reason.OTHER_DEVICE
-    if t.layout is not _STRIDED or t.is_quantized or t.is_nested:
+    if t.layout is not _STRIDED:
         return Reason.LAYOUT
     storage = t.untyped_storage()
     storage_nbytes = storage.nbytes()
     if storage_nbytes < scope.limits.min_bytes:
         return Reason.SMALL
+    if t.is_quantized or t.is_nested:
+        return Reason.LAYOUT
     if t.numel() == 0 or storage_nbytes == 0:
         return Reason.EMPTY
     if storage._cdata in scope.buffers:

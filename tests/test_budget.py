@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 
 from ebbtide import ConfigError
@@ -16,6 +17,7 @@ TOTAL = 80 * 2**30
     [
         (40 * 2**30, 40 * 2**30),
         (int(40e9), 40_000_000_000),
+        (np.int64(40e9), 40_000_000_000),
         ("40GiB", 40 * 2**30),
         ("40GB", 40_000_000_000),
         ("37.5 gib", 75 * 2**29),

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import ebbtide
+
 OPTIONAL = ["matplotlib", "scipy", "transformers", "tyro"]
 
 
@@ -25,6 +27,17 @@ def loaded() -> dict[str, list[str]]:
 @pytest.mark.parametrize("package", OPTIONAL)
 def test_import_brings_no_optional_package(loaded, package):
     assert package not in set(loaded["after"]) - set(loaded["before"])
+
+
+@pytest.mark.parametrize("use", ["compat.install", "integrations"])
+def test_what_is_imported_by_its_users_is_found_by_name(use):
+    """In a process of its own: nobody else has imported it."""
+    subprocess.run([sys.executable, "-c", f"import ebbtide; ebbtide.{use}"], check=True)
+
+
+def test_other_names_are_not_found():
+    with pytest.raises(AttributeError, match="has no attribute 'offlaod'"):
+        _ = ebbtide.offlaod
 
 
 def test_import_worked(loaded):

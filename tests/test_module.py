@@ -147,11 +147,24 @@ def test_names_that_match_nothing_list_near_names():
         ({"window": "0"}, "window='0'"),
         ({"host_limit": -1}, "host_limit=-1"),
         ({"min_bytes": None}, "min_bytes=None"),
+        ({"keep_last": "2"}, "keep_last='2'"),
+        ({"include": 3}, "include=3: expected names or patterns of modules"),
+        ({"exclude": ["layers.0", nn.Linear(1, 1)]}, "exclude=Linear.*expected names or patterns of modules"),
     ],
 )
 def test_bad_settings_are_refused_at_the_door(settings, message):
     with pytest.raises((ebbtide.ConfigError, ebbtide.ModuleError), match=message):
         offload(make(Transformer, CPU), **settings)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ebbtide.ModuleError, match=r"offload\(function\): expected a torch.nn.Module"):
+        ebbtide.offload(lambda x: x)
+
+
+def test_none_names_no_module():
+    model = make(Transformer, CPU)
+    check_three_steps(offload(model, include=None, exclude=None, regions=None), model)
 
 
 # -- the module stays what it was --------------------------------------------------------------------------------------

@@ -56,6 +56,13 @@ def test_text_folds_equal_regions():
     assert len(set(ends)) == 1
 
 
+def test_text_folds_what_is_done_for_one_reason():
+    """That differs in figures, and nothing else."""
+    reasons = ["late: 64.00 MiB of 1.00 GiB", "late: 1.00 GiB of 1.00 GiB", "the link carries 1.00 GiB"]
+    regions = {f"layers.{k}": dataclasses.replace(MOVED, reason=reason) for k, reason in enumerate(reasons)}
+    assert [cells(row)[0] for row in str(Plan(regions)).splitlines()[2:]] == ["layers.0-1", "layers.2"]
+
+
 def test_text_says_what_waits_for_the_host():
     slow = dataclasses.replace(PLAN.predicted, host_wait_s=0.004)
     headline = str(dataclasses.replace(PLAN, predicted=slow)).splitlines()[0]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ebbtide
-from ebbtide import ConfigError, ModuleError, Plan, Recipe, RegionPlan
+from ebbtide import ConfigError, EbbtideWarning, ModuleError, Plan, Prediction, Recipe, RegionPlan
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
@@ -403,3 +403,26 @@ def test_plans_that_take_turns_learn_their_order_apart(sizes, are_apart):
         model(torch.randn((32, 16)[step % 2], 64, requires_grad=True)).backward()
         missed.append(handle.stats().misses.count - before)
     assert (missed[-2:] == [0, 0]) == are_apart
+
+
+# -- what a planner's plan was made for --------------------------------------------------------------------------------
+
+PREDICTED = Prediction(0.1, 0.1, 0.0, 0.0, 2**30, 0, 0)
+
+
+def test_a_plan_that_says_nothing_of_some_blocks_was_made_for_another_model():
+    made = Plan(regions("offload", "layers.0"), outside=RegionPlan("keep"), predicted=PREDICTED)
+    with pytest.warns(EbbtideWarning, match=r"nothing of 2 of 3 repeated blocks of Transformer \(layers.1, layers.2"):
+        offload(make(Transformer, CPU), plan=made)
+
+
+@pytest.mark.parametrize("names", [LAYERS, ["layers.0.mlp", "layers.1", "layers.2.mlp"], ["layers"]])
+@pytest.mark.parametrize("predicted", [PREDICTED, None])
+def test_a_plan_of_all_blocks_or_of_their_parts_says_nothing(names, predicted, recwarn):
+    offload(make(Transformer, CPU), plan=Plan(regions("offload", *names), RegionPlan("keep"), predicted=predicted))
+    assert not recwarn.list
+
+
+def test_a_plan_written_by_hand_may_leave_blocks_out(recwarn):
+    offload(make(Transformer, CPU), plan=Plan(regions("offload", "layers.0"), outside=RegionPlan("keep")))
+    assert not recwarn.list

@@ -175,6 +175,13 @@ def test_with_a_profile_nothing_is_run(profile):
         plan(make(4), batch(0), budget="1TiB", profile=profile)
 
 
+def test_a_profile_that_knows_no_second_runs_serves_no_budget(profile):
+    kept = dataclasses.replace(profile, regions=tuple(dataclasses.replace(r, again_s=0.0) for r in profile.regions))
+    with pytest.raises(PlanError, match="measured without a budget"):
+        plan(make(), batch(0), budget="1TiB", profile=kept)
+    assert plan(make(), batch(0), profile=kept).budget_bytes is None
+
+
 def test_a_share_is_of_the_devices_memory(profile):
     of_a_small_one = dataclasses.replace(profile, device_bytes=2**40)
     assert plan(make(), batch(0), budget=0.5, profile=of_a_small_one).budget_bytes == 2**39

@@ -1,5 +1,8 @@
 """Activations go out with the forward and are back before backward needs them, bit for bit."""
 
+import importlib
+import typing
+
 from ebbtide._errors import (
     CaptureError,
     ConfigError,
@@ -54,3 +57,10 @@ __all__ = [
     "plan",
     "release_memory",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """What few use, and what is only imported by these: `ebbtide.compat`, `ebbtide.integrations`."""
+    if name in ("compat", "integrations"):
+        return importlib.import_module(f"ebbtide.{name}")
+    raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from numbers import Integral
 
 import torch
 
@@ -21,9 +22,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(value: int | str, name: str) -> int:
     """Bytes of `value`: a positive int, or text like "40GiB", "1.5 GB", "4096". Raises ConfigError naming `name`."""
-    if isinstance(value, bool) or not isinstance(value, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(value, str):
+        nbytes = _parse_text(value, name)
+    elif type(value) is not bool and isinstance(value, Integral):  # numpy has integers of its own
+        nbytes = int(value)
+    else:
         raise ConfigError(f"{name}={value!r}: expected bytes as an int, or text like '512MiB'")
-    nbytes = value if isinstance(value, int) else _parse_text(value, name)
     if nbytes <= 0:
         raise ConfigError(f"{name}={value!r}: expected more than zero bytes, like '512MiB'")
     return nbytes

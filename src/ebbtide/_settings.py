@@ -1,5 +1,7 @@
 """Settings that go together and settings that do not, said at the door. Pure."""
 
+from numbers import Integral
+
 from ebbtide._bytes import GIB, MIB, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide.config import Mode
@@ -16,7 +18,7 @@ class Budget:
     def __init__(self, given: int | float | str) -> None:
         self._share: float | None = None
         self._nbytes = 0
-        if isinstance(given, bool) or not isinstance(given, int | float | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(given, bool) or not isinstance(given, Integral | float | str):
             raise ConfigError(
                 f"budget={given!r}: expected bytes as an int, text like '40GiB', or a share of the device's memory "
                 "such as 0.8"
@@ -102,7 +104,7 @@ def _check_for_planner(regions: object, on_oom: object, budget: object, nothing_
     """Settings that a planner goes by. `nothing_by`: the setting that leaves nothing to it, None where it decides."""
     if on_oom not in ("raise", "replan"):
         raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")
-    if nothing_by is not None and regions not in ((), []):
+    if nothing_by is not None and regions not in ((), [], None):
         raise ConfigError(
             f"regions= names the modules that are planned one by one, and with {nothing_by} nothing is planned: leave "
             f"{nothing_by} out, or regions= (include=, exclude=, recipe= and plan= take names of modules themselves)"

@@ -1,7 +1,7 @@
 """What a user can set, checked where it is written."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -42,15 +42,15 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode={self.mode!r} is not a mode: write one of {', '.join(map(repr, get_args(Mode)))}")
-        if isinstance(self.keep_last, bool) or self.keep_last < 0:
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"keep_last={self.keep_last!r}: expected how many of the last regions to keep, 0 or more")
 
 
 def make_config(
     *,
     mode: Mode = "all",
-    include: Names | list[Names] | tuple[Names, ...] = (),
-    exclude: Names | list[Names] | tuple[Names, ...] = (),
+    include: Names | list[Names] | tuple[Names, ...] | None = (),
+    exclude: Names | list[Names] | tuple[Names, ...] | None = (),
     keep_last: int = 0,
     store: str | StoreFactory | None = None,
     window: int | str = 512 * MIB,
@@ -61,8 +61,8 @@ def make_config(
     """The config of what a user wrote at a door. Raises ConfigError."""
     return OffloadConfig(
         mode=mode,
-        include=_names(include),
-        exclude=_names(exclude),
+        include=as_names("include", include),
+        exclude=as_names("exclude", exclude),
         keep_last=keep_last,
         store=store,
         window_bytes=parse_bytes(window, "window"),
@@ -72,5 +72,14 @@ def make_config(
     )
 
 
-def _names(names: Names | list[Names] | tuple[Names, ...]) -> tuple[Names, ...]:
-    return tuple(names) if isinstance(names, list | tuple) else (names,)
+def as_names(option: str, given: Any) -> tuple[Names, ...]:
+    """What a user wrote where modules are named. Raises ConfigError."""
+    if given is None:
+        return ()
+    names = tuple(cast("list[Any]", given)) if isinstance(given, list | tuple) else (given,)
+    for name in names:
+        if not isinstance(name, str) and not (isinstance(name, type) and issubclass(name, torch.nn.Module)):
+            raise ConfigError(
+                f"{option}={name!r}: expected names or patterns of modules, such as 'layers.*.mlp', or their classes"
+            )
+    return names

@@ -15,6 +15,7 @@ from ebbtide.engine.hooks import Desk
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope
+from ebbtide.reports.table import stats_text
 from ebbtide.types import StoreFactory
 
 
@@ -58,6 +59,10 @@ class OffloadActivations:
     def stats(self) -> Stats:
         """Totals of all contexts with these settings since the first was entered."""
         return self._scope.ledger.read(self._engines)
+
+    def report(self) -> str:
+        """The figures of `stats` as a table."""
+        return stats_text(self.stats())
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Have `listener` called with an Event for whatever happens to parcels; what is returned ends it.

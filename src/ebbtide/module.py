@@ -28,7 +28,7 @@ from ebbtide._settings import (
     is_left_to_planner,
 )
 from ebbtide._torch import graph_task_id, is_inside_checkpoint, modules_of, named_modules
-from ebbtide.config import Mode, Names, OffloadConfig, make_config
+from ebbtide.config import Mode, Names, OffloadConfig, as_names, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.engines import Engines
@@ -149,6 +149,19 @@ class OffloadHandle:
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
         self.go_by(plan)
         self._take_from_planner()
+        self._warn_of_blocks_without(plan)
+
+    def _warn_of_blocks_without(self, plan: Plan) -> None:
+        """Of a planner's plan: it names what it was made for."""
+        others = [block for block in self._blocks if not any(_is_one_inside(block, name) for name in plan.regions)]
+        if plan.predicted is not None and others:
+            warnings.warn(
+                f"the plan says nothing of {len(others)} of {len(self._blocks)} repeated blocks of "
+                f"{type(self._module).__name__} ({', '.join(others[:3])}, ...): what they save stays, and what was "
+                "predicted does not hold. If it was made for another model, make one for this",
+                EbbtideWarning,
+                stacklevel=3,
+            )
 
     def _take_from_planner(self) -> None:
         """Somebody else says what is done."""
@@ -266,7 +279,7 @@ class OffloadHandle:
     def plan_within(
         self,
         budget: Budget | None,
-        regions: Names | list[Names] | tuple[Names, ...],
+        regions: Names | list[Names] | tuple[Names, ...] | None,
         profile: Profile | str | Path | None,
         replans_on_oom: bool,
     ) -> None:
@@ -274,8 +287,7 @@ class OffloadHandle:
 
         Raises ConfigError, PlanError, ModuleError.
         """
-        names = regions if isinstance(regions, list | tuple) else (regions,)
-        named = names_of(self._module, find_named(self._module, names, "regions"))
+        named = names_of(self._module, find_named(self._module, as_names("regions", regions), "regions"))
         found = named or {**self._blocks, **self._norm}
         if not found:
             raise PlanError(
@@ -356,8 +368,10 @@ class OffloadHandle:
 
     def enter_root(self) -> None:
         self._was_entered = True
-        if is_inside_checkpoint() or _knobs.is_disabled():
+        if _knobs.is_disabled() or is_inside_checkpoint():
             self._stack().append(None)
+            if not _knobs.is_disabled() and graph_task_id() == -1:
+                self._scope.ledger.note_checkpointed(type(self._module).__name__)
             return
         around = self.session()
         if around is not None and around.goes_on():
@@ -498,10 +512,10 @@ def offload(
     *,
     mode: Mode | None = None,
     budget: int | float | str | None = None,
-    include: Names | list[Names] | tuple[Names, ...] = (),
-    exclude: Names | list[Names] | tuple[Names, ...] = (),
+    include: Names | list[Names] | tuple[Names, ...] | None = (),
+    exclude: Names | list[Names] | tuple[Names, ...] | None = (),
     keep_last: int = 0,
-    regions: Names | list[Names] | tuple[Names, ...] = (),
+    regions: Names | list[Names] | tuple[Names, ...] | None = (),
     recipe: RecipeLike | Mapping[Names, RecipeLike] | None = None,
     plan: Plan | None = None,
     profile: Profile | str | Path | None = None,
@@ -593,6 +607,11 @@ def offload(
         host_limit=host_limit,
     )
     budget_of = None if budget is None else Budget(budget)
+    if not isinstance(module, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ModuleError(
+            f"offload({type(module).__name__}): expected a torch.nn.Module. Around other code write "
+            "`with ebbtide.offload_activations():`"
+        )
     _check_alone(module)
     within = functools.partial(
         OffloadHandle.plan_within,
@@ -666,6 +685,11 @@ def _check_device(module: torch.nn.Module, config: OffloadConfig) -> None:
             f"store={config.store!r} frees nothing for {type(module).__name__} on {sorted(map(str, devices))}: for a "
             "model on the CPU write store='disk' or 'disk:/folder'"
         )
+
+
+def _is_one_inside(name: str, other: str) -> bool:
+    """Whether one of the two modules is the other, or a part of it."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
 def _last(regions: dict[str, torch.nn.Module], count: int) -> list[torch.nn.Module]:

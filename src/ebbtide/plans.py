@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,10 @@ class Recipe:
             _check_op_choice(choice)
         if not self.ops:
             raise ConfigError("ops=() makes a selective recipe hold nothing: write Recipe('recompute')")
+        self._check_had()
         if self.sites is not None:
             self._check_sites()
-        object.__setattr__(self, "beyond", tuple(self.beyond))
+        object.__setattr__(self, "beyond", _listed("beyond", self.beyond))
         if self.beyond and (self.action != "selective" or not set(self.beyond) <= set(self.sites or ())):
             raise ConfigError(
                 f"beyond={self.beyond!r} with action={self.action!r} and sites={self.sites!r}: expected some of the "
@@ -97,11 +99,19 @@ class Recipe:
             return f"selective ({ops}) {_past(self.outputs)}, inputs {_past(self.inputs)}"
         return self.action
 
+    def _check_had(self) -> None:
+        """Settings that the action does not have would be ignored."""
+        has = {"inputs": self.runs_again, "outputs": self.action == "selective", "ops": self.action == "selective"}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not has.get(field.name, True) and value != field.default:
+                raise ConfigError(f"{field.name}={value!r} means nothing to the recipe {self.action!r}: leave it out")
+
     def _check_sites(self) -> None:
         assert self.sites is not None
         if self.action not in ("offload", "selective"):
             raise ConfigError(f"sites= chooses what an 'offload' or 'selective' recipe takes; {self.action!r} has none")
-        sites = tuple(self.sites)
+        sites = _listed("sites", self.sites)
         if any(isinstance(site, bool) or not isinstance(site, int) or site < 0 for site in sites):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"sites={self.sites!r}: expected the indices of saves in the region, such as (0, 3)")
         object.__setattr__(self, "sites", sites)
@@ -122,7 +132,8 @@ class Cost:
     """What a recipe is expected to mean for one pass through a region. Bytes, seconds.
 
     Attributes:
-        kept_bytes: stay on the device until its backward.
+        kept_bytes: stay on the device until its backward, also what the recipe sends and backward needs before it
+            could leave.
         moved_bytes: go out, and come back.
         again_s: what its second run takes.
     """
@@ -200,6 +211,8 @@ class Plan:
     predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.regions, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"regions={self.regions!r}: expected {{name: RegionPlan(Recipe('offload')), ...}}")
         object.__setattr__(self, "regions", dict(self.regions))
         for name, region in self.regions.items():
             if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -308,7 +321,13 @@ def _check_op_choice(choice: object) -> None:
 
 
 def _as_tuple(ops: Any) -> tuple[OpChoice, ...]:
-    return cast("tuple[OpChoice, ...]", (ops,) if isinstance(ops, str) or callable(ops) else tuple(ops))
+    return cast("tuple[OpChoice, ...]", (ops,) if isinstance(ops, str) or callable(ops) else _listed("ops", ops))
+
+
+def _listed(option: str, found: Any) -> tuple[Any, ...]:
+    if isinstance(found, list | tuple | set | frozenset | range):
+        return tuple(cast("list[Any]", found))
+    raise ConfigError(f"{option}={found!r}: expected a list or a tuple")
 
 
 def _words(words: tuple[str, ...]) -> str:
@@ -345,6 +364,7 @@ def _region_from(data: dict[str, Any]) -> RegionPlan:
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
+_FIGURE = re.compile(r"[0-9][0-9.]* \w+")
 _COLUMNS = ("regions", "recipe", "kept", "moved", "run again", "may wait", "fetched ahead", "why")
 
 
@@ -377,7 +397,7 @@ def _rows(plan: Plan) -> Iterator[Sequence[str]]:
     for name, region in plan.regions.items():
         window_bytes = region.release[-1].window_bytes if region.release else window_bytes
         listed = _Listed(name, region, window_bytes)
-        if run and not (run[-1].plan.recipe == region.recipe and counts_up(run[-1].name, name)):
+        if run and not _is_alike(run[-1], listed):
             yield _row(run)
             run = []
         run.append(listed)
@@ -388,8 +408,15 @@ def _rows(plan: Plan) -> Iterator[Sequence[str]]:
         yield _row([_Listed("outside of all", plan.outside, window_bytes)])
 
 
+def _is_alike(before: _Listed, listed: _Listed) -> bool:
+    """Whether one line says both: their names count up, and they have one recipe for reasons that differ in figures."""
+    reasons = [_FIGURE.sub("", region.plan.reason) for region in (before, listed)]
+    is_one_recipe = before.plan.recipe == listed.plan.recipe
+    return is_one_recipe and reasons[0] == reasons[1] and counts_up(before.name, listed.name)
+
+
 def _row(run: Sequence[_Listed]) -> Sequence[str]:
-    """One line for regions that follow each other with one recipe."""
+    """One line for regions that follow each other."""
     costs = [listed.plan.cost for listed in run if listed.plan.cost is not None]
     return (
         as_range(run[0].name, run[-1].name),

@@ -82,7 +82,8 @@ def plan(
         store, min_bytes, host_limit, regions: as for `offload`, and the same there if the plan is to hold.
         reserve: bytes ("9GiB") of device memory for what is not there yet, such as the state of the optimizer.
         profile: of this model on this device, measured before: nothing is run then, `example_batch` only says how
-            large batches are, and `loss`, `store`, `min_bytes` and `regions` do not matter.
+            large batches are, and `loss`, `store`, `min_bytes` and `regions` do not matter. For a budget it has to be
+            measured with one, or by `measure`.
 
     Raises:
         ConfigError: a setting that cannot be, an output without a loss, a batch without tensors.
@@ -104,6 +105,8 @@ def plan(
         profile = _measured(model, batch, loss, None if budget is None else _ANY_BUDGET, settings)
     else:
         profile = _for_batch(profile, model, batch, host_limit)
+        if budget is not None:
+            profile.check_second_runs()
     budget_bytes = None if budget_of is None else min(gather(budget_of(_device_bytes(profile, model))))
     return Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
 

@@ -230,6 +230,8 @@ def test_a_script_without_a_profile(here, how, said, capfd):
         (["mine.py"], "is no profile that ebbtide has written"),
         (["{file}", "--budget", "40 parsecs"], "budget='40 parsecs' is not a size"),
         (["{file}", "--budget", "1.5"], "between 0 and 1"),
+        (["{unknown}", "--budget", "1"], "does not say how much memory its device has"),
+        (["{unknown}", "--scale", "2"], "does not say how large its batches were"),
         (["{file}", "--budget", str(LEAST - 1)], "smallest budget"),
         (["{unknown}", "--budget", "0.5"], "does not say how much memory its device has"),
         (["{file}", "--budget", "9" * 400], "is more than any device has"),
@@ -262,7 +264,7 @@ def test_a_script_without_a_profile(here, how, said, capfd):
     ],
 )
 def test_what_cannot_be_is_said(here, file, arguments, said, capsys):
-    dataclasses.replace(MEASURED, device_bytes=None).save("unknown.json")
+    dataclasses.replace(MEASURED, device_bytes=None, tokens=0).save("unknown.json")
     assert run(*(argument.format(file=file, unknown="unknown.json") for argument in arguments)) == 2
     printed = capsys.readouterr()
     assert said in printed.err
@@ -293,6 +295,17 @@ def test_what_a_users_module_lacks_is_not_hidden(here):
     (here / "mine.py").write_text("import something_else_that_is_missing\n")
     with pytest.raises(ModuleNotFoundError, match="something_else"):
         run("--model", "mine:model", "--batch", "mine:example")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"), [((), False), (("--budget", "1TiB"), True), (("--front", "--points", "2"), True)]
+)
+def test_a_profile_that_knows_no_second_runs_says_so(more, says, tmp_path, capsys):
+    regions = [dataclasses.replace(region, again_s=0.0) for region in layers(4)]
+    step = profile(*regions)
+    step.save(tmp_path / "kept.json")
+    run(tmp_path / "kept.json", *more)
+    assert ("measured without a budget" in capsys.readouterr().out) == says
 
 
 RECORDED = sorted((Path(__file__).parents[2] / "benchmarks/results/profiles").glob("*.json"))

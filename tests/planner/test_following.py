@@ -364,7 +364,7 @@ def test_running_out_of_memory_takes_nothing_off_where_no_plan_needs_less():
     for _ in range(5):
         control.step_begins(1000).forward_ended()  # its backward never ends
         handle.device.failures += 1
-        with pytest.warns(EbbtideWarning, match="would have fitted"):
+        with pytest.warns(EbbtideWarning, match="are left, and no plan needs less than"):
             step(control)
     assert control.budget_bytes == least_bytes
     assert len(handle.plans) == 1

@@ -275,6 +275,17 @@ def test_without_a_budget_all_that_leaves_is_off_the_peak(path):
     assert freed >= 0.99 * predicted.moved_bytes > 0
 
 
+@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("share", [None, 0.3, 0.7])
+def test_regions_say_what_moves_in_all(path, share):
+    """What is sent and needed before it could leave has not moved."""
+    solver = Solver(Profile.load(path))
+    least, most = solver.smallest_budget(), solver.keeping_all().predicted.peak_bytes
+    plan = solver.solve(None if share is None else int(least + share * (most - least)))
+    assert sum(region.cost.moved_bytes for region in plan.regions.values()) == plan.predicted.moved_bytes
+    assert ("budget" in " ".join(region.reason for region in plan.regions.values())) <= (share is not None)
+
+
 def test_three_compiled_layers_move_where_the_link_carries_three():
     """Of 16, at the peak that checkpointing has: a compiled layer runs again as a whole or not at all."""
     profile = Profile.load(MEASURED / "A-compiled.json")

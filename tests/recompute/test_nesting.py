@@ -170,6 +170,26 @@ class ChecksLayers(Stack):
         return x.square().mean()
 
 
+def test_a_whole_model_inside_of_a_checkpoint_is_counted_and_told_once(rig):
+    model, twin = (make(lambda: Stack(Mixed), CPU) for _ in range(2))
+    handle = rig.offload(model, "recompute")
+
+    def steps_of(inner):
+        results = []
+        torch.manual_seed(5)
+        for number in range(3):
+            checkpoint(inner, batch(CPU, number).requires_grad_(), use_reentrant=False).backward()
+            results += observed(inner, CPU)
+        return results
+
+    with pytest.warns(EbbtideWarning, match="Stack is called inside of .*checkpoint.*nothing is left to move") as told:
+        ours = steps_of(model)
+    assert len(told) == 1
+    assert_equal(ours, steps_of(twin))
+    assert handle.stats().unable == {Unable.USER_CHECKPOINT: 3}
+    assert handle.stats().saves == 0
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
@@ -185,7 +205,9 @@ def test_inside_of_a_checkpoint_the_recipe_is_left_out_counted_and_told_once(use
     assert stats.recomputed.count == 0
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore:Stack is called inside of torch.util"
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
 def test_a_checkpoint_around_the_model(use_reentrant, recipe, rig):

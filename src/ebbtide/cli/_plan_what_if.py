@@ -52,6 +52,8 @@ class WhatIf:
             profile = profile.with_reserved(parse_bytes(self.reserve, "--reserve"))
         if self.graphs is not None:
             profile = replace(profile, graphs=self.graphs)
+        if profile.tokens == 0 and (self.tokens is not None or self.scale is not None):
+            raise ConfigError("--tokens, --scale: the profile does not say how large its batches were, leave both out")
         return profile.scaled(self._tokens(profile))
 
     def notes(self, profile: Profile) -> list[str]:
@@ -83,7 +85,7 @@ def parse_budget(text: str | None, profile: Profile) -> int | None:
     """Bytes of "40GiB", or of "0.8" of the device's memory. Raises ConfigError."""
     if text is None:
         return None
-    is_share = "." in text and text.replace(".", "", 1).isdigit()
+    is_share = text.replace(".", "", 1).isdigit() and ("." in text or float(text) <= 1)
     budget = Budget(float(text) if is_share else text)
     if is_share and profile.device_bytes is None:
         raise ConfigError(

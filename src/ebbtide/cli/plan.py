@@ -17,6 +17,10 @@ from ebbtide.reports.front import front_table
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 160  # of a file or a pipe
+_NONE_RUNS_AGAIN = (
+    "This profile was measured without a budget and does not say what it takes to run a region again: its plans keep "
+    "and move only, and offload(model, budget=...) refuses it. Measure one with a budget, by --model or by --script."
+)
 
 
 def plan(
@@ -108,6 +112,8 @@ class _Answer:
         self._say(self._headline())
         for note in self._notes:
             self._say(note)
+        if not self._profile.has_second_runs and (budget is not None or points is not None):
+            self._say(_NONE_RUNS_AGAIN)
         if points is None or budget is not None or save is not None:
             self._plan(budget_bytes, save)
         if points is not None:

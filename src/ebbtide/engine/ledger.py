@@ -163,6 +163,21 @@ class Ledger:
                 EbbtideWarning,
                 stacklevel=2,
             )
+        self._count_unable(why)
+
+    def note_checkpointed(self, name: str) -> None:
+        """A whole model is called inside of a checkpoint. Counted each time, told once."""
+        if Unable.USER_CHECKPOINT not in self.stats.unable:
+            warnings.warn(
+                f"{name} is called inside of torch.utils.checkpoint, which runs all of it again: nothing is left to "
+                "move or plan (told once; see stats().unable). Leave the checkpoint out: offload() with budget= runs "
+                "again what it has to",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+        self._count_unable(Unable.USER_CHECKPOINT)
+
+    def _count_unable(self, why: Unable) -> None:
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
     def warn_if_nothing_moved(self, door: str) -> None:

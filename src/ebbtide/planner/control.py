@@ -169,11 +169,8 @@ class Control:
             self._set_first()
             return
         profile.check_made_for(self._handle.made_for())
-        if self._budget_of is not None and not profile.has_second_runs:
-            raise PlanError(
-                "the profile was measured without a budget, so it does not say what it takes to run a region again: "
-                "measure one with a budget, or leave profile= out"
-            )
+        if self._budget_of is not None:
+            profile.check_second_runs()
         if self._agree is not None:
             profile = self._agreed(profile)
             assert profile is not None
@@ -236,7 +233,8 @@ class Control:
         if self._agree is not None:
             self._forwards += 1
             if self._forwards == self._next_vote:
-                return self._vote(engine)
+                self._vote(engine)
+                return None if self.upkeep is None else self.upkeep.step_begins(engine, tokens)
         waits_for = None if self._watched is None else self._watched.under_way
         if waits_for is not None:
             return self._wait_for_backward(waits_for, engine)
@@ -246,8 +244,9 @@ class Control:
         if watch is not None:
             if self.phase is Phase.DETAILS and (self._agree is not None or not watch.is_readable):
                 return self._go_beside(engine)  # until all vote, or the device has come by
-            if self._move_on(watch, engine):
-                return None
+            self._move_on(watch, engine)
+            if self.upkeep is not None:
+                return self.upkeep.step_begins(engine, tokens)
         is_detailed = self.phase is Phase.DETAILS
         self._tokens = tokens
         if self.phase is Phase.TIMES:
@@ -303,8 +302,8 @@ class Control:
             self._watched = None
         return pulse
 
-    def _move_on(self, watch: StepWatch, engine: Engine) -> bool:
-        """To the next phase; true if there is a plan now."""
+    def _move_on(self, watch: StepWatch, engine: Engine) -> None:
+        """To the next phase, or to a plan."""
         if self.phase is Phase.WARM:
             self.phase, self._overwritten = Phase.TIMES, watch.overwritten()
             self._host_forward_s = watch.host_forward_s
@@ -314,7 +313,6 @@ class Control:
             profile = self._read(watch, engine)
             if profile is not None:
                 self._plan_from(profile)
-        return self.upkeep is not None
 
     def _read(self, watch: StepWatch, engine: Engine) -> Profile | None:
         """What the two steps that were watched make; None if they make no profile."""

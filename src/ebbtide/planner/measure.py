@@ -214,7 +214,6 @@ class StepWatch(UntilBackwardEnds):
         self._runs_again = runs_again
         self._timed_by = dearness if is_detailed else None
         self._compared_by = dearness if is_first else None
-        self._is_first = is_first
         self._is_for_times = not is_detailed and not is_first
         self._earlier_s = host_forward_s
         self._compared: list[tuple[str, int, torch.Tensor]] = []

@@ -284,7 +284,8 @@ class Profile:
     """One step.
 
     Attributes:
-        made_for: what it was measured on, by name: model, device, versions, shapes. One of another is refused.
+        made_for: what it was measured on, by name: model, device, version of torch, min_bytes. One of others is
+            refused; to batches of another size it is scaled.
         regions: in the order of forward.
         around: the rest.
         link: the lanes.
@@ -320,6 +321,14 @@ class Profile:
     def has_second_runs(self) -> bool:
         """Whether regions ran again while it was measured. If not, all a planner can do is keep and move."""
         return any(region.again_s > 0 for region in self.regions)
+
+    def check_second_runs(self) -> None:
+        """Raises PlanError for a profile that is of no use within a budget."""
+        if not self.has_second_runs:
+            raise PlanError(
+                "the profile was measured without a budget, so it does not say what it takes to run a region again: "
+                "measure one with a budget, or leave profile= out"
+            )
 
     @property
     def plain_s(self) -> float:

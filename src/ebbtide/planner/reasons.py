@@ -23,9 +23,13 @@ def reasons_of(profile: Profile, options: Sequence[Option], outcome: Outcome, ha
     tail = outcome.tail_bytes(options)
     busy_s = outcome.moved_bytes / profile.link.out
     is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
+    room = "the budget has room for them" if has_budget else "moving more would make the step slower"
+    cause = "the link is full with what others move" if is_full else room
     last_freeing = max(number for number, option in enumerate(options) if option.recipe.action != "keep")
     return [
-        _late(option, stays) or _reason(profile, number, option, is_full, number > last_freeing)
+        _late(option, stays)
+        or _kept(option, "late, needed again at once" if number > last_freeing else cause)
+        or _freed(profile, number, option, is_full)
         for number, (option, stays) in enumerate(zip(options, tail, strict=True))
     ]
 
@@ -37,14 +41,13 @@ def _late(option: Option, stays_bytes: int) -> str:
     return f"late: {format_bytes(stays_bytes)} of {format_bytes(option.moved_bytes)} are needed before they could leave"
 
 
-def _reason(profile: Profile, number: int, option: Option, is_full: bool, is_late: bool) -> str:
+def _kept(option: Option, cause: str) -> str:
+    return f"{format_bytes(option.kept_bytes)} stay: {cause}" if option.recipe.action == "keep" else ""
+
+
+def _freed(profile: Profile, number: int, option: Option, is_full: bool) -> str:
     text = why(option, profile.regions[number])
-    if option.recipe.action != "keep":
-        return f"{text}; the link is full" if is_full and option.recipe.runs_again else text
-    if is_late:
-        return f"{format_bytes(option.kept_bytes)} stay: late, needed again at once"
-    cause = "the link is full with what others move" if is_full else "the budget has room for them"
-    return f"{format_bytes(option.kept_bytes)} stay: {cause}"
+    return f"{text}; the link is full" if is_full and option.recipe.runs_again else text
 
 
 def what_holds(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
@@ -96,13 +99,19 @@ def used_bytes(budget_bytes: int, predicted: Prediction) -> int:
 
 
 def out_of_memory(
-    budget_bytes: int | None, predicted: Prediction | None, measured_bytes: int, spare_share: int, replans: bool
+    budget_bytes: int | None,
+    predicted: Prediction | None,
+    measured_bytes: int,
+    spare_share: int,
+    least_bytes: int,
+    what_next: str,
 ) -> str:
     """What to tell whose device ran out of memory.
 
     Args:
         spare_share: that part of what was planned should stay free besides.
-        replans: it is planned for less from now on.
+        least_bytes: the smallest budget that a plan fits.
+        what_next: what is done about it, or what may be.
     """
     if budget_bytes is None:
         return NO_BUDGET
@@ -111,11 +120,13 @@ def out_of_memory(
     beyond_bytes = max(0, measured_bytes - predicted.peak_bytes)
     planned_bytes = used_bytes(budget_bytes, predicted)
     fitting_bytes = max(0, planned_bytes - beyond_bytes - planned_bytes // spare_share)
-    how = "the next steps go by a plan for less, if there is one" if replans else "or write on_oom='replan'"
+    fits = f"budget={as_budget(fitting_bytes)!r} would have fitted; {what_next}"
+    if fitting_bytes < least_bytes:
+        fits = f"{format_bytes(fitting_bytes)} are left, and no plan needs less than {format_bytes(least_bytes)}"
     return (
         f"ebbtide: a peak of {format_bytes(predicted.peak_bytes)} was predicted for a budget of "
         f"{format_bytes(budget_bytes)}, and {format_bytes(measured_bytes)} were allocated. Something outside of the "
-        f"plan needs the rest: budget={as_budget(fitting_bytes)!r} would have fitted; {how}"
+        f"plan needs the rest: {fits}"
     )
 
 

@@ -192,7 +192,8 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     backward = _Backward(profile, choice, pace, queue, forward)
     backward.run()
     backward.now = queue.ended(backward.now)
-    moved_bytes = sum(option.moved_bytes for option in choice) - forward.waiting_bytes
+    sent_bytes = sum(option.moved_bytes for option in choice)
+    moved_bytes = sent_bytes - forward.waiting_bytes
     curve = (*forward.curve, *backward.curve)
     return Outcome(
         step_s=backward.now,
@@ -202,7 +203,7 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
         host_wait_s=queue.waited_s,
         peak_bytes=max(moment.nbytes for moment in curve),
         moved_bytes=moved_bytes,
-        host_bytes=profile.graphs * moved_bytes,
+        host_bytes=moved_bytes + (profile.graphs - 1) * sent_bytes,  # what others sent has left by then
         curve=curve,
     )
 

@@ -362,11 +362,13 @@ def _region_plans(profile: Profile, tried: _Tried, reasons: list[str]) -> dict[s
     before = (None, *pace.windows)
     changes = {r.name for r, window, was in zip(profile.regions, pace.windows, before, strict=False) if window != was}
     plans: dict[str, RegionPlan] = {}
+    tail = tried.outcome.tail_bytes(options)
     for number, region in enumerate(profile.regions):
         points = (ReleasePoint(0, pace.windows[number]),) if region.name in changes else ()
         prefetch = max(1, pace.prefetch[number])
         option = options[number]
-        cost = Cost(option.kept_bytes, option.moved_bytes, option.again_s)
+        stays = tail[number]
+        cost = Cost(option.kept_bytes + stays, option.moved_bytes - stays, option.again_s)
         plans.setdefault(region.name, RegionPlan(option.recipe, points, prefetch, reasons[number], cost))
     return plans
 

@@ -506,8 +506,11 @@ class Upkeep:
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
         predicted = self._size.follow.plan.predicted
-        replans = self._replans_on_oom and not self._is_shared
-        return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, replans)
+        what_next = "the next steps go by a plan for less" if self._replans_on_oom else "or write on_oom='replan'"
+        if self._is_shared:
+            what_next = "ranks that share a plan do not change it on the way"
+        least_bytes = 0 if self.budget_bytes is None else self._size.solver.smallest_budget()
+        return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, least_bytes, what_next)
 
 
 def _waits_for_host(plan: Plan) -> bool:

@@ -18,7 +18,7 @@ from ebbtide.planner.counts import Counted
 from ebbtide.planner.groups import Model
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Dear, Link, Profile, Save
-from ebbtide.planner.simulate import least_budget, pace_within, simulate
+from ebbtide.planner.simulate import least_budget, pace_within, simulate, simulate_below
 from ebbtide.planner.solve import Solver, front, smallest_budget, solve
 from ebbtide.plans import Recipe
 
@@ -441,7 +441,7 @@ def test_mixtures_made_by_hand_are_not_faster(solver_a, budget_gib):
 @pytest.mark.parametrize("budget_gib", [13, 30, 100, None])
 def test_128_regions_need_few_simulations(monkeypatch, budget_gib):
     calls = []
-    monkeypatch.setattr(solving, "simulate", lambda *given: calls.append(1) or simulate(*given))
+    monkeypatch.setattr(solving, "simulate_below", lambda *given: calls.append(1) or simulate_below(*given))
     solver = Solver(workload_a(128))
     predicted = solver.solve(None if budget_gib is None else budget_gib * GIB).predicted
     assert len(calls) < 1000

@@ -12,9 +12,11 @@ Note [Polished]
 import bisect
 import random
 from collections.abc import Callable, Sequence
+from math import inf
 
 from ebbtide.planner.candidates import Candidate, Choices, candidate_from
 from ebbtide.planner.groups import Model
+from ebbtide.planner.simulate import LAST_DIGITS_S
 
 RUNGS = 256  # what is between a budget and the rung below it is not made use of
 # Per rung; more on the lowest ones, which have nothing better below them, and where choices matter most. Fewer, and
@@ -23,13 +25,14 @@ _CHANGES = 24
 _CHANGES_BELOW = 96
 _RUNGS_BELOW = 48
 _REGIONS = 32
+_DEEP = 2  # times as deep as that: from there on simulations in all, and not those of a rung, bound the time
 _PROMISING = 2
 _ANY = 0.5  # of the changes are to any recipe
 _NEAR = (-3, -2, -1, 1, 2, 3)
 _SLACK = 1.02  # changes that make second runs this much longer are not worth a simulation
 
-Judge = Callable[[Candidate, int], "float | None"]
-"""Seconds of a step at a budget; None if it does not fit."""
+Judge = Callable[[Candidate, int, float], "float | None"]
+"""Seconds of a step at a budget; None if it does not fit, or takes longer than so many."""
 
 
 class Ladder:
@@ -57,7 +60,7 @@ class Ladder:
         self._candidates = [candidate for candidate in candidates if candidate.choices]
         self._judge = judge
         self._least_s = least_s
-        self._share = 1 / depth
+        self._share = min(1 / depth, _DEEP / depth**2)
         self._rungs: list[Candidate | None] = []
 
     def up_to(self, budget_bytes: int) -> list[Candidate]:
@@ -70,9 +73,9 @@ class Ladder:
     def _climb(self, rung: int) -> Candidate | None:
         budget_bytes = self._budgets[rung]
         below = self._rungs[rung - 1] if rung > 0 else None
-        best, best_s = None, float("inf")
+        best, best_s = None, inf
         for candidate in [*([] if below is None else [below]), *self._promising(budget_bytes)]:
-            seconds = self._judge(candidate, budget_bytes)
+            seconds = self._judge(candidate, budget_bytes, best_s)
             if seconds is not None and seconds < best_s:
                 best, best_s = candidate, seconds
         if best is None:
@@ -81,8 +84,10 @@ class Ladder:
         changes = _CHANGES_BELOW if rung < _RUNGS_BELOW else _CHANGES
         for _ in range(max(1, int(changes * self._share))):
             changed = self._changed(best, draw)
-            seconds = None if changed is None else self._judge(changed, budget_bytes)
-            if changed is not None and seconds is not None and seconds <= best_s:
+            if changed is None or self._least_s(changed, budget_bytes) > best_s + LAST_DIGITS_S:
+                continue
+            seconds = self._judge(changed, budget_bytes, best_s)
+            if seconds is not None and seconds <= best_s:
                 best, best_s = changed, seconds  # an equal one may have what a better one needs
         return best
 

@@ -21,10 +21,14 @@ Note [What is simulated]
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from ebbtide.planner.options import Option, queueing_s
-from ebbtide.planner.profile import Host, Link, Profile
+from ebbtide.planner.profile import Host, Link, Profile, RegionProfile
+
+LAST_DIGITS_S = 1e-9
+"""Sums of the same times in another order differ by less."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,19 @@ def _grads_behind(profile: Profile) -> list[int]:
 
 def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
     """One step in the steady state: `choice` has an option for every region of `profile`, in order."""
+    outcome = simulate_below(profile, choice, pace, inf)
+    assert outcome is not None
+    return outcome
+
+
+def simulate_below(profile: Profile, choice: Sequence[Option], pace: Pace, most_s: float) -> Outcome | None:
+    """The same; None as soon as the step is known to take more than `most_s` seconds."""
     queue = _Queue(profile.host)
     forward = _Forward(profile, choice, pace, queue)
     forward.run()
     backward = _Backward(profile, choice, pace, queue, forward)
-    backward.run()
+    if not backward.run(most_s):
+        return None
     backward.now = queue.ended(backward.now)
     sent_bytes = sum(option.moved_bytes for option in choice)
     moved_bytes = sent_bytes - forward.waiting_bytes
@@ -370,20 +382,26 @@ class _Backward:
         self.stalled_s = 0.0
         self.curve: list[Moment] = []
 
-    def run(self) -> None:
+    def run(self, most_s: float) -> bool:
+        """False if it would end later than `most_s`."""
         around = self._profile.around
+        left_s = around.end_s + sum(map(_backward_s, self._profile.regions, self._choice))
         self._pass(around.turn_s)
         self.now = self._queue.turned(self.now)
         kept_bytes = sum(option.kept_bytes for option in self._choice)
         fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
+            if self.now + left_s > most_s + LAST_DIGITS_S:
+                return False
+            left_s -= _backward_s(region, option)
             fixed += region.grad_bytes
             most = self._run_region(number, region.backward_s, option)
             self.now = self._queue.backward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + option.backward_work_bytes, f"{region.name} backward"))
             fixed -= option.kept_bytes
         self._pass(around.end_s)
+        return True
 
     def _run_region(self, number: int, backward_s: float, option: Option) -> int:
         """Returns the most that is back early or has not left meanwhile, without what the region has asked for."""
@@ -443,6 +461,10 @@ class _Backward:
         if seconds > 0.0:
             busy_s = self._lane_free_s - self.now
             self.now += seconds if busy_s <= 0.0 else seconds + self._lost(seconds, busy_s)
+
+
+def _backward_s(region: RegionProfile, option: Option) -> float:
+    return region.backward_s + option.again_s
 
 
 def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:

@@ -13,6 +13,7 @@ Note [How a plan is found]
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from ebbtide._errors import PlanError
 from ebbtide.planner.bound import least_step_s
@@ -22,7 +23,7 @@ from ebbtide.planner.options import Option, fine_offloads_of, option_for
 from ebbtide.planner.polish import RUNGS, Ladder
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.reasons import reasons_of, too_small, what_holds
-from ebbtide.planner.simulate import Outcome, Pace, fixed_bytes, pace_within, simulate
+from ebbtide.planner.simulate import LAST_DIGITS_S, Outcome, Pace, fixed_bytes, pace_within, simulate_below
 from ebbtide.plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 
 _NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
@@ -160,8 +161,8 @@ class _Space:
         others = [] if self._others is None else self._others._polished(budget_bytes)
         return [*self._ladder.up_to(budget_bytes), *others]
 
-    def _step_s(self, candidate: Candidate, budget_bytes: int) -> float | None:
-        tried = None if candidate.least_bytes > budget_bytes else self._try(candidate, budget_bytes)
+    def _step_s(self, candidate: Candidate, budget_bytes: int, most_s: float) -> float | None:
+        tried = None if candidate.least_bytes > budget_bytes else self._try(candidate, budget_bytes, most_s)
         return None if tried is None else tried.outcome.step_s
 
     @cached_property
@@ -180,9 +181,9 @@ class _Space:
         fitting = (candidate for candidate in (*polished, *self.candidates) if candidate.least_bytes <= budget_bytes)
         bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
         for least_s, candidate in sorted(bounded, key=lambda pair: pair[0]):
-            if best is not None and least_s > best.outcome.step_s + 1e-9:
+            if best is not None and least_s > best.outcome.step_s + LAST_DIGITS_S:
                 break
-            tried = self._try(candidate, budget_bytes)
+            tried = self._try(candidate, budget_bytes, inf if best is None else best.outcome.step_s)
             if tried is not None and (best is None or tried.rank < best.rank):
                 best = tried
         if best is None:
@@ -318,7 +319,7 @@ class _Space:
         sent = self._sent(candidate, budget_bytes)
         out_s, back_s, lost = sent / link.out, sent / link.back, link.interference
         forward_s = max(self._forward_s + lost * out_s, around.before_s + out_s)
-        backward_s = self._profile.plain_s - self._forward_s + candidate.again_s + lost * back_s
+        backward_s = self._backward_s + candidate.again_s + lost * back_s
         return forward_s + max(backward_s, around.turn_s + around.end_s + back_s)
 
     @cached_property
@@ -326,11 +327,18 @@ class _Space:
         regions = self._profile.regions
         return self._profile.around.before_s + self._profile.around.after_s + sum(r.forward_s for r in regions)
 
-    def _try(self, candidate: Candidate, budget_bytes: int) -> _Tried | None:
+    @cached_property
+    def _backward_s(self) -> float:
+        return self._profile.plain_s - self._forward_s
+
+    def _try(self, candidate: Candidate, budget_bytes: int, most_s: float = inf) -> _Tried | None:
+        """None if it does not fit, or takes longer than `most_s`."""
         pace = pace_within(self._profile, candidate.options, budget_bytes)
         if pace is None:
             return None
-        outcome = simulate(self._profile, candidate.options, pace)
+        outcome = simulate_below(self._profile, candidate.options, pace, most_s)
+        if outcome is None:
+            return None
         limit = self._profile.host_limit_bytes
         fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)
         return _Tried(candidate, pace, outcome) if fits else None

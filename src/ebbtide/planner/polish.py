@@ -25,7 +25,7 @@ _CHANGES = 24
 _CHANGES_BELOW = 96
 _RUNGS_BELOW = 48
 _REGIONS = 32
-_DEEP = 2  # times as deep as that: from there on simulations in all, and not those of a rung, bound the time
+_DEEP = 2  # times as deep as that a few changes make no difference any more: fewer still
 _PROMISING = 2
 _ANY = 0.5  # of the changes are to any recipe
 _NEAR = (-3, -2, -1, 1, 2, 3)
@@ -60,7 +60,7 @@ class Ladder:
         self._candidates = [candidate for candidate in candidates if candidate.choices]
         self._judge = judge
         self._least_s = least_s
-        self._share = min(1 / depth, _DEEP / depth**2)
+        self._share = min(1.0, (_DEEP / depth) ** 2) / depth
         self._rungs: list[Candidate | None] = []
 
     def up_to(self, budget_bytes: int) -> list[Candidate]:

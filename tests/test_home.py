@@ -96,3 +96,11 @@ def test_a_handle_notices_too():
     assert handle.engine() is not None
     model.to(META)
     assert handle.engine() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_parts_of_torch_script_are_passed_by():
+    model = make()
+    model.scripted = torch.jit.script(nn.Linear(2, 2))
+    assert Home(model).device() == CPU
+    assert Home(model.scripted).device() == CPU

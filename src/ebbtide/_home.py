@@ -78,6 +78,8 @@ class _Sign(NamedTuple):
 
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in module.modules():
+        if isinstance(owner, torch.jit.ScriptModule):  # its parameters are not in a dict
+            continue
         for name, p in owner._parameters.items():
             if p is not None and not is_lazy(p):
                 yield owner, name, p

@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ebbtide import ModifiedError
 from ebbtide.engine.hooks import Desk
 from ebbtide.types import Reason
 
@@ -155,6 +156,16 @@ def test_jagged_tensors_pass_through(rig):
     loss.backward()
     twin = values.detach().clone().requires_grad_()
     assert_equal([values.grad], finish((twin * 2.0).sin().exp().sum(), twin)[1:])
+
+
+def test_what_rrelu_writes_late_is_an_error(rig):
+    """Autograd saves its random slopes before they are drawn: a copy of them is of memory as it was found."""
+    x = Data(CPU).leaf(6, 8)
+    with rig.context:
+        loss = torch.nn.functional.rrelu(x * 2.0, training=True).sum()
+    with pytest.raises(ModifiedError, match=r"rrelu in <root> writes its random slopes.*leaky_relu"):
+        loss.backward()
+    del loss
 
 
 def test_sparse_tensors_pass_through(rig):

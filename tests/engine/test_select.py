@@ -98,6 +98,11 @@ def test_layouts_without_one_dense_storage_stay(scope):
     assert select(torch.eye(4).to_sparse_coo(), scope) is Reason.LAYOUT
 
 
+def test_zeros_of_forward_mode_differentiation_stay(scope):
+    """They have a size, and no memory: to copy from it ends the process."""
+    assert select(torch._efficientzerotensor(4, 4), scope) is Reason.EMPTY
+
+
 def test_other_devices_stay(scope):
     assert select(torch.ones(4, 4, device="meta"), scope) is Reason.OTHER_DEVICE
 

@@ -207,6 +207,63 @@ def test_attributes_that_a_forward_sets(rig, recipe):
         mine.last = None  # the graph of the last forward
 
 
+class Forgets(Simple):
+    """Takes away what its forward is told by attributes, and sets one of them anew behind the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = 1.0, 2.0
+
+    def forward(self, x):
+        scale = self.scale
+        del self.scale
+        self.scale = scale + 1.0
+        bias = self.__dict__.pop("bias", 0.5)
+        return self.second(self.first(x).sin() * self.scale + bias) * self.shift
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_attributes_that_a_forward_takes_away(rig, recipe):
+    model, twin = both(Forgets)
+    rig.offload(model, recipe)
+    results = []
+    for each in (model, twin):
+        for layer in each.layers:
+            layer.bias = torch.full((WIDTH,), 0.25)
+        results.append(steps(each))
+        assert all((layer.scale, layer.shift, hasattr(layer, "bias")) == (4.0, 2.0, False) for layer in each.layers)
+    assert_equal(*results)
+
+
+class Norms(Simple):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.first(x).sin()) + x
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.1])
+def test_statistics_that_stay_the_same_once_are_not_written_twice_later(rig, momentum):
+    """By a momentum of zero; and where all of a batch is what the statistics begin with."""
+    model, twin = both(Norms)
+    rig.offload(model, "recompute")
+    results = []
+    for each in (model, twin):
+        for layer in each.layers:
+            layer.norm.momentum = momentum
+            layer.norm.running_var.fill_(0.0)
+            torch.nn.init.zeros_(layer.first.weight)
+            torch.nn.init.zeros_(layer.first.bias)
+        results.append(steps(each, 1))
+        for layer in each.layers:
+            layer.norm.momentum = 0.1
+            torch.nn.init.ones_(layer.first.weight)
+        results[-1] += steps(each)
+    assert_equal(*results)
+
+
 def test_graphs_that_attributes_hold_do_not_pile_up(rig):
     model, _ = both(Remembers)
     rig.offload(model, "recompute")

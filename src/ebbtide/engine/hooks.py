@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._torch import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
 from ebbtide.engine.engines import Engines
-from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, keep, kept_tensor
+from ebbtide.engine.parcel import Kept, Ticket, check_unmodified, check_written, keep, kept_tensor
 from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.select import select, select_subclass
 from ebbtide.plans import RegionPlan
@@ -96,6 +96,7 @@ class Desk:
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
+            check_written(packed.parcel.site.region)
             if dispatch_modes():
                 with without_dispatch():
                     return packed.parcel.engine.unpack(packed)

@@ -38,6 +38,8 @@ def why_never(t: torch.Tensor, scope: Scope) -> Reason | None:
         return Reason.SMALL
     if t.is_quantized or t.is_nested:
         return Reason.LAYOUT
+    if t._is_zerotensor():  # of forward-mode AD: bytes that are nowhere
+        return Reason.EMPTY
     if t.numel() == 0 or storage_nbytes == 0:
         return Reason.EMPTY
     if storage._cdata in scope.buffers:

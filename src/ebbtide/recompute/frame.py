@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph
 from ebbtide.engine.hooks import Desk
-from ebbtide.engine.parcel import Ticket, check_unmodified
+from ebbtide.engine.parcel import Ticket, check_unmodified, check_written
 from ebbtide.recompute.absent import Absent
 from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
@@ -154,6 +154,7 @@ class Frame:
         if value is None:
             with self._lock:
                 if holder.value is None:
+                    check_written(self._name)  # the run ends where the last save is made
                     self._run_again()
                 value = holder.value
                 assert value is not None

@@ -74,6 +74,7 @@ class Found:
         self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
+        self._names: list[tuple[str, ...]] = [tuple(module.__dict__) for module in modules]
         self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
         self._attributes: list[tuple[Module, str, Any]] = []
         self._is_closed = False
@@ -98,8 +99,11 @@ class Found:
                 "Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
             )
         for module, buffers in self._buffers.items():
+            # Beside one whose version says that it changes, as BatchNorm's count of batches does, others may change
+            # without a version, and once in a while not at all (batches of zeros, a momentum of 0).
+            may_be_steady = all(buffer.is_same(module._buffers.get(name)) for name, buffer in buffers.items())
             for name, buffer in buffers.items():
-                buffers[name] = self._learned(module, name, buffer)
+                buffers[name] = self._learned(module, name, buffer, may_be_steady)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -127,11 +131,10 @@ class Found:
         is_steady = (id(module), name, module.training) in self._state.steady
         return _Buffer(buffer, version_of(buffer), None if is_steady else buffer.detach().clone())
 
-    def _learned(self, module: Module, name: str, buffer: "_Buffer") -> "_Buffer":
+    def _learned(self, module: Module, name: str, buffer: "_Buffer", may_be_steady: bool) -> "_Buffer":
         """`buffer` with the copy that the second run needs, if any."""
         key = id(module), name, module.training
-        is_same = buffer.is_same(module._buffers.get(name))
-        if is_same and key not in self._state.changing and buffer.has_same_bytes():
+        if may_be_steady and key not in self._state.changing and buffer.has_same_bytes():
             self._state.steady.add(key)
             return buffer._replace(copy=None)
         self._state.steady.discard(key)
@@ -192,20 +195,20 @@ class Found:
     def _changed_attributes(self) -> list[tuple[Module, str, Any]]:
         """What has been set since, with the value it had before."""
         changed: list[tuple[Module, str, Any]] = []
-        for module, before in zip(self._modules, self._values, strict=True):
+        for module, names, values in zip(self._modules, self._names, self._values, strict=True):
             now = module.__dict__
-            if len(now) == len(before) and all(map(is_, now.values(), before)):
+            if len(now) == len(values) and all(map(is_, now.values(), values)):
                 continue
-            # Names keep their order, and new ones come last.
-            values = [*before, *([_ABSENT] * (len(now) - len(before)))]
-            changed += [
-                (module, name, _without_graph(value))
-                for (name, current), value in zip(now.items(), values, strict=False)
-                if current is not value
-                and isinstance(current, _RESTORABLE)
-                and (value is _ABSENT or isinstance(value, _RESTORABLE))
-            ]
+            before = dict(zip(names, values, strict=True))
+            for name in {**before, **now}:
+                current, value = now.get(name, _ABSENT), before.get(name, _ABSENT)
+                if current is not value and _is_restorable(current) and _is_restorable(value):
+                    changed.append((module, name, _without_graph(value)))
         return changed
+
+
+def _is_restorable(value: Any) -> bool:
+    return value is _ABSENT or isinstance(value, _RESTORABLE)
 
 
 def version_of(t: torch.Tensor) -> int:

@@ -769,6 +769,7 @@ class Mixed(Simple):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.num_batches_tracked = None  # as torch once had it: nothing but bytes says that its statistics change
         self.attention = Attention()
 
     def forward(self, x):

@@ -29,10 +29,12 @@ def test_import_brings_no_optional_package(loaded, package):
     assert package not in set(loaded["after"]) - set(loaded["before"])
 
 
-@pytest.mark.parametrize("use", ["compat.install", "integrations"])
-def test_what_is_imported_by_its_users_is_found_by_name(use):
+@pytest.mark.parametrize("name", ["compat", "integrations"])
+def test_what_is_imported_by_its_users_is_found_by_name(name):
     """In a process of its own: nobody else has imported it."""
-    subprocess.run([sys.executable, "-c", f"import ebbtide; ebbtide.{use}"], check=True)
+    code = f"import sys, ebbtide; print('ebbtide.{name}' in sys.modules, ebbtide.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", f"ebbtide.{name}"]
 
 
 def test_other_names_are_not_found():

@@ -368,9 +368,12 @@ class OffloadHandle:
 
     def enter_root(self) -> None:
         self._was_entered = True
-        if _knobs.is_disabled() or is_inside_checkpoint():
+        if _knobs.is_disabled():
             self._stack().append(None)
-            if not _knobs.is_disabled() and graph_task_id() == -1:
+            return
+        if is_inside_checkpoint():
+            self._stack().append(None)
+            if torch.is_grad_enabled() and graph_task_id() == -1:  # not where it saves nothing, nor again in backward
                 self._scope.ledger.note_checkpointed(type(self._module).__name__)
             return
         around = self.session()
@@ -607,12 +610,7 @@ def offload(
         host_limit=host_limit,
     )
     budget_of = None if budget is None else Budget(budget)
-    if not isinstance(module, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ModuleError(
-            f"offload({type(module).__name__}): expected a torch.nn.Module. Around other code write "
-            "`with ebbtide.offload_activations():`"
-        )
-    _check_alone(module)
+    _check_module(module)
     within = functools.partial(
         OffloadHandle.plan_within,
         budget=budget_of,
@@ -662,7 +660,13 @@ def _check_of_regions(profile: Profile, named: Mapping[str, torch.nn.Module]) ->
         )
 
 
-def _check_alone(module: torch.nn.Module) -> None:
+def _check_module(module: torch.nn.Module) -> None:
+    """Raises ModuleError for what is none, and for one that has a handle already."""
+    if not isinstance(module, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ModuleError(
+            f"offload({type(module).__name__}): expected a torch.nn.Module. Around other code write "
+            "`with ebbtide.offload_activations():`"
+        )
     for fqn, inner in named_modules(module):
         if _ATTRIBUTE in inner.__dict__:
             raise ModuleError(

@@ -76,7 +76,7 @@ class Recipe:
             _check_op_choice(choice)
         if not self.ops:
             raise ConfigError("ops=() makes a selective recipe hold nothing: write Recipe('recompute')")
-        self._check_had()
+        self._check_action_has_all()
         if self.sites is not None:
             self._check_sites()
         object.__setattr__(self, "beyond", _listed("beyond", self.beyond))
@@ -99,7 +99,7 @@ class Recipe:
             return f"selective ({ops}) {_past(self.outputs)}, inputs {_past(self.inputs)}"
         return self.action
 
-    def _check_had(self) -> None:
+    def _check_action_has_all(self) -> None:
         """Settings that the action does not have would be ignored."""
         has = {"inputs": self.runs_again, "outputs": self.action == "selective", "ops": self.action == "selective"}
         for field in dataclasses.fields(self):

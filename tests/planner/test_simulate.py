@@ -11,7 +11,7 @@ from planner.workloads import MS, around, layers, profile, region
 from ebbtide import PlanError
 from ebbtide.planner.options import option_for, options_of
 from ebbtide.planner.profile import Link, Save
-from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate
+from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate, simulate_below
 from ebbtide.planner.solve import solve
 from ebbtide.plans import Recipe
 
@@ -166,6 +166,18 @@ def test_more_memory_never_costs_time(data):
     large = small + data.draw(st.integers(0, 100)) * MB
     before, after = (simulate(step, options, pace_within(step, options, budget)) for budget in (small, large))
     assert after.step_s <= before.step_s + 1e-9
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_only_steps_that_take_longer_are_given_up(data):
+    step = data.draw(profiles(most_regions=5))
+    options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
+    pace = pace_within(step, options, least_budget(step, options) + data.draw(st.integers(0, 200)) * MB)
+    outcome = simulate(step, options, pace)
+    assert simulate_below(step, options, pace, outcome.step_s) == outcome
+    assert simulate_below(step, options, pace, outcome.step_s * data.draw(st.floats(0.0, 1.0))) in (None, outcome)
+    assert simulate_below(step, options, pace, 0.99 * step.plain_s) is None
 
 
 @given(st.data())

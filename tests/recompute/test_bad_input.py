@@ -38,6 +38,11 @@ def _fresh_process():
         (lambda: Recipe("offload", sites=(-1,)), r"sites=\(-1,\): expected the indices"),
         (lambda: Recipe("selective", sites=(True,)), "expected the indices"),
         (lambda: Recipe("offload", sites=("0",)), "expected the indices"),
+        (lambda: Recipe("offload", sites=3), "sites=3: expected a list or a tuple"),
+        (lambda: Recipe("selective", ops=None), "ops=None: expected a list or a tuple"),
+        (lambda: Recipe("keep", inputs="keep"), "inputs='keep' means nothing to the recipe 'keep'"),
+        (lambda: Recipe("offload", outputs="keep"), "outputs='keep' means nothing to the recipe 'offload'"),
+        (lambda: Recipe("recompute", ops=("matmul",)), r"ops=\('matmul',\) means nothing to the recipe 'recompute'"),
     ],
 )
 def test_recipes_that_cannot_be(make_recipe, message):

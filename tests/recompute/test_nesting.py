@@ -190,6 +190,20 @@ def test_a_whole_model_inside_of_a_checkpoint_is_counted_and_told_once(rig):
     assert handle.stats().saves == 0
 
 
+def test_a_model_that_saves_nothing_inside_of_a_checkpoint_is_none_to_tell_of(rig):
+    """A teacher, say."""
+    teacher = make(lambda: Stack(Mixed), CPU)
+    handle = rig.offload(teacher, "recompute")
+
+    def taught(x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (x.sin() - target).square().mean()
+
+    checkpoint(taught, batch(CPU).requires_grad_(), use_reentrant=False).backward()
+    assert handle.stats().unable == {}
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])

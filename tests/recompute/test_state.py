@@ -315,3 +315,30 @@ def test_a_second_run_that_takes_another_way_is_an_error(rig, recipe, before, no
     model.layers[0].mode[0] = now
     with pytest.raises(RecomputeError, match=r"layers\.0 saved .*'keep' or 'offload'"):
         loss.backward()
+
+
+class Sloped(Simple):
+    """Random slopes, whose memory autograd has saved before they are drawn."""
+
+    is_last = False
+
+    def forward(self, x):
+        y = functional.rrelu(self.first(x), training=True)
+        return y if self.is_last else self.second(y).sin()
+
+
+def test_what_is_written_late_is_right_where_the_second_run_goes_on(rig):
+    model, twin = both(Sloped)
+    rig.offload(model, "recompute")
+    assert_equal(steps(model), steps(twin))
+
+
+def test_what_is_written_late_is_an_error_where_the_second_run_ends(rig, monkeypatch):
+    """It ends in front of the kernel."""
+    monkeypatch.setattr(Sloped, "is_last", True)
+    model, _ = both(Sloped)
+    rig.offload(model, "recompute")
+    loss = model(batch(CPU))
+    with pytest.raises(ModifiedError, match=r"rrelu in layers\.2 writes its random slopes"):
+        loss.backward()
+    del loss

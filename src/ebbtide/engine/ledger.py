@@ -155,29 +155,26 @@ class Ledger:
             warnings.warn(f"the store failed and tensors stay on the device: {error}", EbbtideWarning, stacklevel=2)
 
     def note_unable(self, region: str, action: str, why: Unable) -> None:
-        """A region's recipe could not be followed. Counted each time, told once."""
-        if why not in self.stats.unable:
-            warnings.warn(
-                f"{region} was not prepared to run again although its recipe says {action!r}: {why.value}. What it "
-                "saves goes its usual way (told once; see stats().unable)",
-                EbbtideWarning,
-                stacklevel=2,
-            )
-        self._count_unable(why)
+        """A region's recipe could not be followed."""
+        self._count_unable(
+            why,
+            f"{region} was not prepared to run again although its recipe says {action!r}: {why.value}. What it saves "
+            "goes its usual way (told once; see stats().unable)",
+        )
 
     def note_checkpointed(self, name: str) -> None:
-        """A whole model is called inside of a checkpoint. Counted each time, told once."""
-        if Unable.USER_CHECKPOINT not in self.stats.unable:
-            warnings.warn(
-                f"{name} is called inside of torch.utils.checkpoint, which runs all of it again: nothing is left to "
-                "move or plan (told once; see stats().unable). Leave the checkpoint out: offload() with budget= runs "
-                "again what it has to",
-                EbbtideWarning,
-                stacklevel=2,
-            )
-        self._count_unable(Unable.USER_CHECKPOINT)
+        """A whole model is called inside of a checkpoint."""
+        self._count_unable(
+            Unable.USER_CHECKPOINT,
+            f"{name} is called inside of torch.utils.checkpoint, which runs all of it again: nothing is left to move "
+            "or plan (told once; see stats().unable). Leave the checkpoint out: offload() with budget= runs again what "
+            "it has to",
+        )
 
-    def _count_unable(self, why: Unable) -> None:
+    def _count_unable(self, why: Unable, text: str) -> None:
+        """Each time; told once."""
+        if why not in self.stats.unable:
+            warnings.warn(text, EbbtideWarning, stacklevel=3)
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
     def warn_if_nothing_moved(self, door: str) -> None:

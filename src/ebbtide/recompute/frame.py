@@ -65,6 +65,8 @@ class Frame:
         self._led: dict[int, Any] = {}
         """Saves that are held themselves, by number."""
         self._watch: AgainWatch | None = None
+        self._ended_at = -1
+        """The number of the save at which its second run ended before the region did; -1 if it did not."""
 
     # -- the first run ---------------------------------------------------------------------------------------------
 
@@ -154,10 +156,11 @@ class Frame:
         if value is None:
             with self._lock:
                 if holder.value is None:
-                    check_written(self._name)  # the run ends where the last save is made
                     self._run_again()
                 value = holder.value
                 assert value is not None
+        if holder.number == self._ended_at:
+            check_written(self._name)  # whose kernel has not run
         if self._watch is not None:
             self._watch.asked(holder.number)
         if graph_task_id() == -1:
@@ -200,11 +203,13 @@ class Frame:
             self._watch = again.watch = watch
             self._tell_given(watch, tensors)
             del tensors  # the call may let go of what it was given
+            self._ended_at = -1
             try:
                 self._call(*args, **kwargs)
             except _EnoughError as enough:
                 if enough.run is not again:
                     raise
+                self._ended_at = again.count - 1
         if serving is not None:
             serving.reads.check(self._name)
         again.check()

@@ -5,10 +5,12 @@ Note [State of a region]
 1. Buffers. BatchNorm's running statistics are the common case: without this they would be updated twice a step, and
    nothing would say so until evaluation. Which buffers change is learned. In the first forward of a mode (training or
    not) all are copied and compared afterwards, bytes and all: kernels of normalisation write without counting a
-   version, and so does code that goes through `.data`. One that did not change is not copied any more; should it
-   change later, which its version tells, what it held is gone and the user is told.
-2. Plain attributes: numbers, words and tensors that a forward sets (a counter, what it made at its first call), and
-   the training flags. They are put back for the second run.
+   version, and so does code that goes through `.data`. One that did not change is not copied any more, unless another
+   of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
+   once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
+   version tells, what it held is gone and the user is told.
+2. Plain attributes: numbers, words and tensors that a forward sets or takes away (a counter, what it made at its first
+   call), and the training flags. They are put back for the second run.
 3. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
    as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
    is swapped in for evaluation) give way to those that the first run read.
@@ -99,8 +101,6 @@ class Found:
                 "Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
             )
         for module, buffers in self._buffers.items():
-            # Beside one whose version says that it changes, as BatchNorm's count of batches does, others may change
-            # without a version, and once in a while not at all (batches of zeros, a momentum of 0).
             may_be_steady = all(buffer.is_same(module._buffers.get(name)) for name, buffer in buffers.items())
             for name, buffer in buffers.items():
                 buffers[name] = self._learned(module, name, buffer, may_be_steady)

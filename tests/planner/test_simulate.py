@@ -172,6 +172,8 @@ def test_more_memory_never_costs_time(data):
 @settings(max_examples=300, deadline=None)
 def test_only_steps_that_take_longer_are_given_up(data):
     step = data.draw(profiles(most_regions=5))
+    share, rate = data.draw(st.sampled_from([0.0, 0.013, 0.3, 0.9])), data.draw(st.sampled_from([1e9, 1e10]))
+    step = dataclasses.replace(step, link=dataclasses.replace(step.link, interference=share, out=rate))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
     pace = pace_within(step, options, least_budget(step, options) + data.draw(st.integers(0, 200)) * MB)
     outcome = simulate(step, options, pace)

@@ -92,9 +92,12 @@ class Model:
         if self.assignments > MOST_ASSIGNMENTS:
             recipes = self._shared_recipes(visits)
         self.units = tuple(_unit(profile, name, numbers, recipes[name]) for name, numbers in visits.items())
+        self._is_visited_once = len(self.units) == len(profile.regions)
 
     def options(self, choices: Sequence[int]) -> tuple[Option, ...]:
         """An option for every region, from a choice for every unit."""
+        if self._is_visited_once:
+            return tuple(unit.costs[choice][0] for unit, choice in zip(self.units, choices, strict=True))
         spread: list[tuple[int, Option]] = []
         for unit, choice in zip(self.units, choices, strict=True):
             spread += zip(unit.visits, unit.costs[choice], strict=True)

@@ -14,7 +14,9 @@ Note [What is simulated]
 5. A second of copying costs compute `Link.interference` seconds: both use the same memory.
 6. The host queues what compute runs, region by region, and what recipes add to it: compute does not end what is not
    queued. How far ahead the host is does not depend on what compute waits for, so memory buys time here too.
-7. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
+7. A step is given up when what has passed and what is left take too long together: of compute, and of what it loses to
+   copies still to come. While it waits for one it loses nothing to that, but waits for as long as it takes.
+8. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
    waits on its way out is not more for them: the lane is one, and so is its window.
 """
 
@@ -198,14 +200,16 @@ def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
 def simulate_below(profile: Profile, choice: Sequence[Option], pace: Pace, most_s: float) -> Outcome | None:
     """The same; None as soon as the step is known to take more than `most_s` seconds."""
     queue = _Queue(profile.host)
+    sent_bytes = sum(option.moved_bytes for option in choice)
     forward = _Forward(profile, choice, pace, queue)
-    forward.run()
+    least_bytes = sent_bytes - _most_that_stays(choice, pace)
+    if not forward.run(least_bytes, most_s - _least_backward_s(profile, choice, least_bytes)):
+        return None
+    moved_bytes = sent_bytes - forward.waiting_bytes
     backward = _Backward(profile, choice, pace, queue, forward)
-    if not backward.run(most_s):
+    if not backward.run(moved_bytes, most_s):
         return None
     backward.now = queue.ended(backward.now)
-    sent_bytes = sum(option.moved_bytes for option in choice)
-    moved_bytes = sent_bytes - forward.waiting_bytes
     curve = (*forward.curve, *backward.curve)
     return Outcome(
         step_s=backward.now,
@@ -218,6 +222,21 @@ def simulate_below(profile: Profile, choice: Sequence[Option], pace: Pace, most_
         host_bytes=moved_bytes + (profile.graphs - 1) * sent_bytes,  # what others sent has left by then
         curve=curve,
     )
+
+
+def _most_that_stays(choice: Sequence[Option], pace: Pace) -> int:
+    """Bytes that may be on the device behind the last region, of what was sent."""
+    if pace.turns:
+        return max(0, pace.turns[-1])
+    last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0  # the newest does not leave in its region
+    return max(0, *pace.windows[-1:]) + last if pace.windows else 0
+
+
+def _least_backward_s(profile: Profile, choice: Sequence[Option], back_bytes: int) -> float:
+    """With so much that comes back beside compute; where compute waits for that it takes longer."""
+    around, link = profile.around, profile.link
+    compute_s = around.turn_s + around.end_s + sum(map(_backward_s, profile.regions, choice))
+    return compute_s + link.interference * max(0, back_bytes) / link.back
 
 
 class _Lost:
@@ -293,17 +312,24 @@ class _Forward:
         self.stalled_s = 0.0
         self.curve: list[Moment] = []
 
-    def run(self) -> None:
-        around = self._profile.around
+    def run(self, least_bytes: int, most_s: float) -> bool:
+        """False if it would end later than `most_s`, as at least `least_bytes` have to leave."""
+        around, link = self._profile.around, self._profile.link
         fixed = fixed_bytes(self._profile, sum(option.kept_bytes for option in self._choice))
+        left_s = around.after_s + sum(region.forward_s for region in self._profile.regions)
+        out_s = least_bytes / link.out
         self._pass(around.before_s)
         self.now = self._queue.before(self.now)
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
+            if self.now + left_s + link.interference * max(0.0, out_s - self.now) > most_s + LAST_DIGITS_S:
+                return False
+            left_s -= region.forward_s
             fixed += option.kept_bytes
             most = self._run_region(self._pace.windows[number], region.forward_s, option)
             self.now = self._queue.forward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
         self._run_turns(fixed)
+        return True
 
     def _run_turns(self, fixed: int) -> None:
         around = self._profile.around
@@ -382,9 +408,10 @@ class _Backward:
         self.stalled_s = 0.0
         self.curve: list[Moment] = []
 
-    def run(self, most_s: float) -> bool:
-        """False if it would end later than `most_s`."""
-        around = self._profile.around
+    def run(self, moved_bytes: int, most_s: float) -> bool:
+        """False if it would end later than `most_s`, as `moved_bytes` have to come back."""
+        around, link = self._profile.around, self._profile.link
+        back_at_s = self.now + moved_bytes / link.back  # not earlier
         left_s = around.end_s + sum(map(_backward_s, self._profile.regions, self._choice))
         self._pass(around.turn_s)
         self.now = self._queue.turned(self.now)
@@ -392,7 +419,7 @@ class _Backward:
         fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
-            if self.now + left_s > most_s + LAST_DIGITS_S:
+            if self.now + left_s + link.interference * max(0.0, back_at_s - self.now) > most_s + LAST_DIGITS_S:
                 return False
             left_s -= _backward_s(region, option)
             fixed += region.grad_bytes

@@ -180,7 +180,7 @@ class _Space:
         polished = self._polished(budget_bytes)
         fitting = (candidate for candidate in (*polished, *self.candidates) if candidate.least_bytes <= budget_bytes)
         bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
-        for least_s, candidate in sorted(bounded, key=lambda pair: pair[0]):
+        for least_s, candidate in sorted(bounded, key=_most_likely_first):
             if best is not None and least_s > best.outcome.step_s + LAST_DIGITS_S:
                 break
             tried = self._try(candidate, budget_bytes, inf if best is None else best.outcome.step_s)
@@ -342,6 +342,12 @@ class _Space:
         limit = self._profile.host_limit_bytes
         fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)
         return _Tried(candidate, pace, outcome) if fits else None
+
+
+def _most_likely_first(bounded: tuple[float, Candidate]) -> tuple[float, int]:
+    """Of what must send as much, what sends least slows compute least: what comes behind it is soon given up."""
+    least_s, candidate = bounded
+    return round(least_s, 9), candidate.moved_bytes
 
 
 def _plan(profile: Profile, tried: _Tried, budget_bytes: int | None, bound_s: float) -> Plan:

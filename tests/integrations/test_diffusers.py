@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 from types import SimpleNamespace
 
 import diffusers
@@ -74,6 +75,20 @@ def test_adapters_train_the_same(name):
     model, twin = with_adapter(tiny.seeded("wan")), with_adapter(tiny.seeded("wan"))
     offloaded = offload_transformers(model, **SETTINGS[name])
     assert tiny.train(model, "wan") == tiny.train(twin, "wan")
+    assert (offloaded.stats()["WanTransformer3DModel"].parcels.count > 0) == (name in MOVING)
+    assert tiny.same(model, twin)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_adapters_that_a_forward_scales_train_the_same(name):
+    """The transformer sets the scale on its adapters when it is called, and takes it back before it returns."""
+    model, twin = with_adapter(tiny.seeded("wan")), with_adapter(tiny.seeded("wan"))
+    offloaded = offload_transformers(model, **SETTINGS[name])
+    losses = [
+        tiny.train(each, "wan", transformer=functools.partial(each, attention_kwargs={"scale": 0.25}))
+        for each in (model, twin)
+    ]
+    assert losses[0] == losses[1]
     assert (offloaded.stats()["WanTransformer3DModel"].parcels.count > 0) == (name in MOVING)
     assert tiny.same(model, twin)
 

@@ -1,5 +1,5 @@
-"""Two processes on gloo against a twin: accelerate and Fabric with DDP and FSDP2, and the Trainers of transformers and
-Lightning with FSDP2."""
+"""Two processes on gloo against a twin: accelerate and Fabric with DDP and FSDP2, the Trainers of transformers and
+Lightning with FSDP2, and a plain loop with FSDP1."""
 
 import json
 import os
@@ -166,6 +166,34 @@ def lightning_trainer(is_offloaded, folder, kind):
     return losses, weights_of(task), float(moved), sharded
 
 
+def plain_loop(is_offloaded, folder, kind):
+    """What runs again is what FSDP1 wraps: parameters are gathered inside of it, for backward before its second run."""
+    import torch
+    from cases import Block, Transformer, make, tokens
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    import ebbtide
+
+    torch.distributed.init_process_group("gloo")
+    model = FullyShardedDataParallel(
+        make(Transformer, torch.device("cpu")),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=kind == "fsdp1",
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = ebbtide.offload(model, **ALL, recipe="recompute") if is_offloaded else None
+    losses = []
+    for step in range(4):
+        loss = model(tokens(torch.device("cpu"), 10 * step + torch.distributed.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weights_of(model), 0 if handle is None else handle.stats().out.nbytes, 0
+
+
 def weights_of(model):
     """The rank's own part of each, bit for bit."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
@@ -231,6 +259,8 @@ def a_free_port():
         ("fabric", "ddp"),
         ("fabric", "fsdp2"),
         ("lightning_trainer", "fsdp2"),
+        ("plain_loop", "fsdp1"),
+        ("plain_loop", "fsdp1 with flat parameters"),
     ],
 )
 def test_two_processes_compute_the_same(tmp_path, run, kind):

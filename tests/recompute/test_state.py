@@ -1,6 +1,7 @@
 """Buffers, attributes and weights that change: the second run finds what the first found, or says that it cannot."""
 
 import collections
+from collections import deque
 
 import pytest
 import torch
@@ -235,6 +236,208 @@ def test_attributes_that_a_forward_takes_away(rig, recipe):
     assert_equal(*results)
 
 
+Pair = collections.namedtuple("Pair", ["hidden", "cell"])
+
+
+class Recurrent(Simple):
+    """Goes on from where its last call has ended; what that was is kept in the way that `keep` says."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.state = keep(torch.zeros(WIDTH), torch.ones(WIDTH))
+        self.keep = keep
+
+    def forward(self, x):
+        hidden, cell = self.state.values() if isinstance(self.state, dict) else self.state
+        cell = (self.first(x) * hidden.tanh() + cell).sin()
+        hidden = self.second(cell).tanh() * cell
+        last = hidden.mean(0).detach(), cell.mean(0).detach()
+        if isinstance(self.state, dict):
+            self.state.update(zip("hc", last, strict=True))
+        elif isinstance(self.state, tuple):
+            self.state = self.keep(*last)
+        else:
+            self.state.clear()
+            self.state.extend(last)
+        return hidden + x
+
+
+KEPT = {
+    "tuple": lambda *pair: pair,
+    "named tuple": Pair,
+    "list": lambda *pair: [*pair],
+    "dict": lambda *pair: dict(zip("hc", pair, strict=True)),
+    "deque": lambda *pair: deque(pair, maxlen=2),
+}
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_a_state_that_is_carried_from_call_to_call(rig, keep, recipe):
+    model, twin = both(lambda: Recurrent(keep))
+    rig.offload(model, recipe)
+    assert_equal(steps(model, 4), steps(twin, 4))
+    for mine, other in zip(model.layers, twin.layers, strict=True):
+        assert type(mine.state) is type(other.state)
+        states = [list(s.values()) if isinstance(s, dict) else list(s) for s in (mine.state, other.state)]
+        assert_equal(*states)
+
+
+class Unrolled(Simple):
+    """Its state has a graph: backward goes through all the calls of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = []
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        if self.states:
+            y = y * self.states[-1]
+        self.states.append(self.second(y).cos())
+        return self.states[-1] + x
+
+
+class Unrolls(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            layer.states.clear()
+        for _ in range(3):
+            x = super().forward(x) * x
+        return x.sum()
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_a_state_with_a_graph(rig, recipe):
+    model, twin = (make(lambda: Unrolls(Unrolled), CPU) for _ in range(2))
+    rig.offload(model, recipe)
+    assert_equal(steps(model), steps(twin))
+    for layer in model.layers:
+        assert len(layer.states) == 3
+        layer.states.clear()
+
+
+class Holds(Simple):
+    """Something with a graph, that it uses without."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.last, self.what = [], what
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        for state in self.last:
+            y = y + state.detach()
+        y = self.second(y).cos()
+        self.last = self.what(y)
+        return y
+
+
+class Elsewhere:
+    """Out of our sight."""
+
+    def __init__(self, t):
+        self.held = t
+
+    def __iter__(self):
+        return iter([self.held])
+
+
+@pytest.mark.parametrize("what", [lambda y: [y], lambda y: (y,), lambda y: deque([y]), Elsewhere])
+def test_graphs_that_attributes_hold_in_others_do_not_pile_up(rig, what):
+    model, _ = both(lambda: Holds(what))
+    rig.offload(model, "recompute")
+    held = []
+    for _ in range(4):
+        model(batch(CPU))  # and no backward
+        held.append(rig.engine.store_stats().used_bytes)
+    assert held[1] == held[3] > 0
+    for layer in model.layers:
+        layer.last = []
+
+
+class Scaled(Simple):
+    """By a number and by one in a dict, as adapters keep theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.scales = 1.0, {"default": 1.0}
+
+    def forward(self, x):
+        y = self.first(x).sin() * self.scale
+        return self.second(y).cos() * self.scales["default"] + x
+
+
+class Scales(Stack):
+    """Sets them for the time of a forward."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.scale, layer.extra = 0.25, True
+            layer.scales["default"] *= 3.0
+        loss = super().forward(x)
+        for layer in self.layers:
+            layer.scale = 1.0
+            layer.scales["default"] /= 3.0
+            del layer.extra
+        return loss
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_attributes_that_the_model_sets_and_takes_back(rig, recipe):
+    model, twin = (make(lambda: Scales(Scaled), CPU) for _ in range(2))
+    rig.offload(model, recipe)
+    assert_equal(steps(model), steps(twin))
+    assert all(
+        (layer.scale, layer.scales, hasattr(layer, "extra")) == (1.0, {"default": 1.0}, False) for layer in model.layers
+    )
+
+
+class Tells(Simple):
+    """One of its modules leaves a note for another, in a list that both have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.notes = self.second.notes = []
+        self.first.register_forward_hook(lambda module, args, y: module.notes.append(y.detach().mean()))
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        return self.second(y * self.second.notes[-1] * len(self.second.notes)) + x
+
+
+def test_a_list_that_two_modules_share(rig):
+    model, twin = both(Tells)
+    rig.offload(model, "recompute")
+    assert_equal(steps(model), steps(twin))
+    assert all(layer.first.notes is layer.second.notes and len(layer.first.notes) == 3 for layer in model.layers)
+
+
+class Plain(Simple):
+    def forward(self, x):
+        return self.second(self.first(x).sin()).cos() + x
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["thawed", "frozen"])
+def test_what_is_trained_changes_between_forward_and_backward(rig, recipe, is_frozen):
+    results = []
+    for model in both(Plain):
+        if not results:
+            rig.offload(model, recipe)
+        results.append([])
+        for number in range(2):
+            for layer in model.layers:
+                layer.second.requires_grad_(not is_frozen)
+            loss = model(batch(CPU, number))
+            for layer in model.layers:
+                layer.second.requires_grad_(is_frozen)
+            loss.backward()
+            assert all(p.requires_grad is is_frozen for layer in model.layers for p in layer.second.parameters())
+            results[-1] += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert_equal(*results)
+
+
 class Norms(Simple):
     def __init__(self):
         super().__init__()
@@ -284,7 +487,7 @@ class Changeable(Simple):
 
     def __init__(self):
         super().__init__()
-        self.mode = [0]
+        self.mode = collections.UserList([0])
 
     def forward(self, x):
         y = self.first(x)

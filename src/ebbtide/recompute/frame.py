@@ -109,7 +109,6 @@ class Frame:
         finally:
             self._holding = None
             self._ambient.close()
-            self._found.close()
             if holding is not None:
                 holding.close(is_whole, self._looks)
         with numbering_paused():
@@ -378,7 +377,7 @@ class SecondRun:
 
 
 _ADVICE = (
-    ": it depends on something that has changed in between (a cache it appends to, a counter, a global). A model of "
+    ": it depends on something that has changed in between (a cache it appends to, an object, a global). A model of "
     "transformers keeps a cache unless model.config.use_cache = False; else give the region the recipe 'keep' or "
     "'offload'"
 )

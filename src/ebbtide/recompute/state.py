@@ -9,21 +9,28 @@ Note [State of a region]
    of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
    once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
    version tells, what it held is gone and the user is told.
-2. Plain attributes: numbers, words and tensors that a forward sets or takes away (a counter, what it made at its first
-   call), and the training flags. They are put back for the second run.
-3. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
+2. Plain attributes: numbers, words, tensors, and tuples, lists, dicts and sets of these. What has been set, taken away,
+   added or removed since forward began is put back for the second run: by the forward itself (a counter, what it made
+   at its first call, the state of an LSTM), and by anybody else between then and backward (a scale that the model sets
+   on its layers and takes back). Of lists, dicts and sets the second run is given copies, and may change them too.
+3. Training flags, and which parameters are trained.
+4. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
    as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
    is swapped in for evaluation) give way to those that the first run read.
-What a region keeps elsewhere (a list it appends to, a global) is out of sight.
+What a region keeps elsewhere (an object's attributes, a list in a list, a global) is out of sight, and so are tensors
+that are no buffers and change in place.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Generator, Iterable, Sequence
+from copy import copy
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._torch import modules_of
@@ -32,7 +39,12 @@ _Key: TypeAlias = tuple[int, str, bool]
 """A buffer: its module, its name, and whether the module is in training mode."""
 
 _ABSENT: Any = object()
-_RESTORABLE = (bool, int, float, str, type(None), torch.Tensor)
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_MODULES_OWN = frozenset(Module().__dict__)
+"""Attributes that every module has: they are no state of its forward, or looked after one by one."""
+_OUT_OF_SIGHT: Any = object()
+"""Stands for an object that may be anything, and hold anything."""
 
 
 class RegionState:
@@ -45,6 +57,7 @@ class RegionState:
         self.changing: set[_Key] = set()
         """Buffers that a forward was seen to change."""
         self._looks: list[Any] = []
+        self._layouts: dict[int, _Layout] = {}
         self._region = region
 
     def shared_looks(self, looks: list[Any]) -> list[Any]:
@@ -54,14 +67,30 @@ class RegionState:
             self._looks = looks
         return self._looks
 
+    def snapshots(self, module: Module) -> tuple[Any, ...]:
+        """The values of its attributes, as they can be put back."""
+        values = tuple(module.__dict__.values())
+        looks = tuple(module.__dict__), tuple(map(type, values))
+        layout = self._layouts.get(id(module))
+        if layout is None or layout.looks != looks:
+            layout = self._layouts[id(module)] = _layout_of(*looks)
+        if not layout.to_copy and not layout.out_of_sight:
+            return values
+        copied = list(values)
+        for place in layout.to_copy:
+            copied[place] = _snapshot(values[place])
+        for place in layout.out_of_sight:
+            copied[place] = _OUT_OF_SIGHT
+        return tuple(copied)
+
     def find(self) -> "Found":
         """To be called where a forward begins."""
         return Found(self, modules_of(self._region))
 
 
 class Found:
-    """What one forward found in its region. `close` is called where that ends, whichever way, then `learn` if it ended
-    well; `restored` may be called before."""
+    """What one forward found in its region. `learn` is called where that has ended well; `restored` may be called
+    before."""
 
     def __init__(self, state: RegionState, modules: list[Module]) -> None:
         self._state = state
@@ -74,23 +103,17 @@ class Found:
         }
         # Not by name: ZeRO-3 gathers a parameter that somebody looks up.
         self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
+        self._owned_names = {module: {name for name, _ in owned} for module, owned in self._owned}
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
+        self._are_trained = [p.requires_grad for p in self._parameters]
         self._names: list[tuple[str, ...]] = [tuple(module.__dict__) for module in modules]
-        self._values: list[tuple[Any, ...]] = [tuple(module.__dict__.values()) for module in modules]
-        self._attributes: list[tuple[Module, str, Any]] = []
-        self._is_closed = False
+        self._values: list[tuple[Any, ...]] = [state.snapshots(module) for module in modules]
 
     @property
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
         return {p.device for p in self._parameters}
-
-    def close(self) -> None:
-        """The forward has ended: let go of what it did not change."""
-        self._attributes = self._changed_attributes()
-        self._values.clear()
-        self._is_closed = True
 
     def learn(self) -> None:
         """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""
@@ -113,13 +136,15 @@ class Found:
             for module, was_training in zip(self._modules, self._training, strict=True):
                 if module.training is not was_training:
                     stack.enter_context(_entry_set(module.__dict__, "training", was_training))
+            if [p.requires_grad for p in self._parameters] != self._are_trained:
+                stack.enter_context(_all_trained(self._parameters, self._are_trained))
             for module, name, p in self._exchanged_parameters():
                 stack.enter_context(_entry_set(module._parameters, name, p))
             copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
             for module in self._modules:
                 if module._buffers or module in self._buffers:
                     stack.enter_context(_buffers_set(module, self._buffers_as_found(module, copies)))
-            for module, name, value in self._attributes if self._is_closed else self._changed_attributes():
+            for module, name, value in self._changed_attributes():
                 stack.enter_context(_entry_set(module.__dict__, name, value))
             yield
 
@@ -195,20 +220,122 @@ class Found:
     def _changed_attributes(self) -> list[tuple[Module, str, Any]]:
         """What has been set since, with the value it had before."""
         changed: list[tuple[Module, str, Any]] = []
+        copies: dict[int, Any] = {}  # of a list that two modules share there is one
         for module, names, values in zip(self._modules, self._names, self._values, strict=True):
-            now = module.__dict__
-            if len(now) == len(values) and all(map(is_, now.values(), values)):
-                continue
-            before = dict(zip(names, values, strict=True))
-            for name in {**before, **now}:
-                current, value = now.get(name, _ABSENT), before.get(name, _ABSENT)
-                if current is not value and _is_restorable(current) and _is_restorable(value):
-                    changed.append((module, name, _without_graph(value)))
+            for name, value, current in _differing(names, values, module.__dict__):
+                if not self._is_anothers(module, name) and _has_changed(value, current):
+                    if isinstance(value, _Contents):
+                        value = copies.setdefault(value.identity, copy(value.held))
+                    changed.append((module, name, value))
         return changed
 
+    def _is_anothers(self, module: Module, name: str) -> bool:
+        """Whether an attribute is no state of the forward: torch's own, or what stands in a parameter's place while it
+        is gathered."""
+        return name in _MODULES_OWN or name in module._parameters or name in self._owned_names.get(module, ())
 
-def _is_restorable(value: Any) -> bool:
-    return value is _ABSENT or isinstance(value, _RESTORABLE)
+
+def _differing(names: tuple[str, ...], values: tuple[Any, ...], now: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+    """Name, value and what is there now, of those that may not be the same any more."""
+    if len(now) == len(values) and all(map(is_, now.values(), values)):
+        return ()
+    if tuple(now) == names:
+        rows = zip(names, values, now.values(), strict=True)
+        return [row for row in rows if row[1] is not row[2] and row[1] is not _OUT_OF_SIGHT]
+    before = dict(zip(names, values, strict=True))
+    return [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in {**before, **now}]
+
+
+class _Contents(NamedTuple):
+    """Of a list, dict, set or their like: what it held, without graphs, and which one it was. Not the container itself:
+    by now it may hold what this forward returned, which would live as long as this forward then, and the other way."""
+
+    held: Any
+    identity: int
+
+    def is_same(self, now: Any) -> bool:
+        if type(now) is not type(self.held) or len(now) != len(self.held):
+            return False
+        return all(map(is_, _items_of(now), _items_of(self.held)))
+
+
+def _contents(container: Any) -> _Contents:
+    held: Any = copy(container)
+    items = _items_of(container)
+    without_graphs = tuple(map(_without_graph, items))
+    if not all(map(is_, items, without_graphs)):
+        held.clear()
+        _fill(held, without_graphs)
+    return _Contents(held, id(container))
+
+
+def _fill(container: Any, items: tuple[Any, ...]) -> None:
+    if issubclass(type(container), dict):
+        container.update(zip(items[::2], items[1::2], strict=True))
+    elif type(container) is set:
+        container.update(items)
+    else:
+        container.extend(items)
+
+
+class _Layout(NamedTuple):
+    """Of a module's attributes: by place, those that hold others, and those that cannot be put back.
+
+    Attributes:
+        looks: their names and types.
+    """
+
+    looks: tuple[tuple[str, ...], tuple[type, ...]]
+    to_copy: list[int]
+    out_of_sight: list[int]
+
+
+def _layout_of(names: tuple[str, ...], types: tuple[type, ...]) -> _Layout:
+    layout = _Layout((names, types), [], [])
+    for place, (name, kind) in enumerate(zip(names, types, strict=True)):
+        if name in _MODULES_OWN:
+            continue
+        if kind in _CONTAINERS or issubclass(kind, tuple | torch.Tensor):
+            layout.to_copy.append(place)
+        elif not issubclass(kind, _PLAIN_VALUES):
+            layout.out_of_sight.append(place)
+    return layout
+
+
+def _snapshot(value: Any) -> Any:
+    """The graph that a tensor of the last forward holds must not live as long as this one's."""
+    if not _is_state(value):
+        return _OUT_OF_SIGHT
+    if type(value) in _CONTAINERS:
+        return _contents(value)
+    return _without_graph(value)
+
+
+def _items_of(container: Any) -> tuple[Any, ...]:
+    return tuple(chain.from_iterable(container.items())) if issubclass(type(container), dict) else tuple(container)
+
+
+def _has_changed(found: Any, now: Any) -> bool:
+    """Whether there was something else than is there now, and both are a forward's state."""
+    is_same = found.is_same(now) if isinstance(found, _Contents) else found is now
+    return not is_same and found is not _OUT_OF_SIGHT and _is_state(now)
+
+
+def _is_state(value: Any) -> bool:
+    if type(value) in _CONTAINERS:
+        return all(map(_is_plain, _items_of(value)))
+    return value is _ABSENT or _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if issubclass(type(value), tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN_VALUES) and not (isinstance(value, torch.Tensor) and _is_of_parameter(value))
+
+
+def _is_of_parameter(t: torch.Tensor) -> bool:
+    """A parameter, or a view of one: FSDP1 has these in the places of parameters while they are gathered."""
+    return isinstance(t, Parameter) or isinstance(t._base, Parameter)
 
 
 def version_of(t: torch.Tensor) -> int:
@@ -264,6 +391,22 @@ def _put(entries: dict[str, Any], name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
+def _all_trained(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> Generator[None, None, None]:
+    now = [p.requires_grad for p in parameters]
+    try:
+        _train(parameters, now, are_trained)
+        yield
+    finally:
+        _train(parameters, are_trained, now)
+
+
+def _train(parameters: Sequence[torch.Tensor], before: Sequence[bool], after: Sequence[bool]) -> None:
+    for p, was_trained, is_trained in zip(parameters, before, after, strict=True):
+        if is_trained is not was_trained:
+            p.requires_grad_(is_trained)
+
+
+@contextlib.contextmanager
 def _buffers_set(module: Module, found: dict[str, torch.Tensor | None]) -> Generator[None, None, None]:
     buffers = module._buffers
     now = dict(buffers)
@@ -277,5 +420,14 @@ def _buffers_set(module: Module, found: dict[str, torch.Tensor | None]) -> Gener
 
 
 def _without_graph(value: Any) -> Any:
-    """A graph that an attribute of the last forward holds must not live as long as this one's."""
-    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+    """The same of the tensors in a tuple; what has no graph is itself."""
+    if issubclass(type(value), torch.Tensor):
+        return value if value.is_leaf else value.detach().requires_grad_()
+    return _tuple_without_graphs(value) if issubclass(type(value), tuple) else value
+
+
+def _tuple_without_graphs(values: Any) -> Any:
+    items = tuple(map(_without_graph, values))
+    if all(map(is_, items, values)):
+        return values
+    return values._make(items) if hasattr(values, "_make") else items

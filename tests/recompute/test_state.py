@@ -413,6 +413,165 @@ def test_a_list_that_two_modules_share(rig):
     assert all(layer.first.notes is layer.second.notes and len(layer.first.notes) == 3 for layer in model.layers)
 
 
+class Auxiliary(Simple):
+    """Leaves a loss with its model, as a mixture of experts does; `keep` says how."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.loss, self.losses, self.count, self.keep = None, [], 0, keep
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        loss = y.square().mean() * (1.0 + self.count)
+        self.count += 1
+        if self.keep == "list":
+            self.losses.append(loss)
+        else:
+            self.loss = loss if self.loss is None else self.loss + loss
+        return self.second(y).cos() + x
+
+
+class TakesLosses(Stack):
+    """And forgets them before backward, so that blocks are as forward found them."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        for layer in self.layers:
+            for one in [*layer.losses, *([] if layer.loss is None else [layer.loss])]:
+                loss = loss + one
+            layer.losses.clear()
+            layer.loss, layer.count = None, 0
+        return loss
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+@pytest.mark.parametrize("keep", ["list", "attribute"])
+def test_what_the_second_run_alone_has_changed_is_put_back(rig, keep, recipe):
+    model, twin = (make(lambda: TakesLosses(lambda: Auxiliary(keep)), CPU) for _ in range(2))
+    rig.offload(model, recipe)
+    assert_equal(steps(model), steps(twin))
+    assert all((layer.loss, layer.losses, layer.count) == (None, [], 0) for layer in model.layers)
+
+
+class Given(Simple):
+    """What the model makes for all blocks, with a graph: twice the same, in a tuple with names, and as a key."""
+
+    def forward(self, x):
+        assert self.key is self.value is self.pair[0]
+        return self.second(self.first(x).sin() * self.key * self.scales[self.key] + self.top.values).cos() + x
+
+
+class Gives(Stack):
+    def __init__(self, block):
+        super().__init__(block)
+        self.own = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        made = self.own(x)
+        for layer in self.layers:
+            layer.key = layer.value = made
+            layer.pair, layer.scales, layer.top = (made, made), {made: 2.0}, torch.topk(made, 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_what_blocks_share_stays_the_same_to_them(rig, recipe):
+    model, twin = (make(lambda: Gives(Given), CPU) for _ in range(2))
+    rig.offload(model, recipe)
+    assert_equal(steps(model), steps(twin))
+    for layer in model.layers:
+        assert layer.key is layer.value is layer.pair[1] is next(iter(layer.scales))
+        del layer.key, layer.value, layer.pair, layer.scales, layer.top
+
+
+class Filled(Simple):
+    """Writes into a tensor that is no buffer."""
+
+    def forward(self, x):
+        self.cache[:] = self.first(x).sin()
+        return self.second(self.cache * 2.0).cos() + x
+
+
+def test_tensors_that_are_written_into_do_not_pile_up(rig):
+    model, _ = both(Filled)
+    rig.offload(model, "recompute")
+    held = []
+    for _ in range(4):
+        for layer in model.layers:
+            layer.cache = torch.zeros(batch(CPU).shape)
+        model(batch(CPU))  # and no backward
+        held.append(rig.engine.store_stats().used_bytes)
+    assert held[1] == held[3] > 0
+    for layer in model.layers:
+        layer.cache = None
+
+
+class Row(Simple):
+    """Carries a view of its weight to the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.row, self.number = None, 0
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        if self.row is not None:
+            y = y * self.row
+        with torch.no_grad():
+            self.row = self.first.weight[self.number]
+        self.number += 1
+        return self.second(y).cos() + x
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_a_view_of_a_parameter_that_is_carried(rig, recipe):
+    model, twin = both(Row)
+    rig.offload(model, recipe)
+    assert_equal(steps(model), steps(twin))
+
+
+class Noted(Simple):
+    """A hook has its list by another way."""
+
+    def __init__(self):
+        super().__init__()
+        notes = self.notes = []
+        self.first.register_forward_hook(lambda module, args, y: notes.append(y))
+
+    def forward(self, x):
+        self.notes.clear()
+        y = self.first(x).sin()
+        return self.second(self.notes[-1] * y).cos() + x
+
+
+def test_a_list_that_a_hook_has_too(rig):
+    model, twin = both(Noted)
+    rig.offload(model, "recompute")
+    assert_equal(steps(model), steps(twin))
+    for layer in model.layers:
+        layer.notes.clear()
+
+
+class Registers(Simple):
+    """As DeepSpeed registers what a second run has gathered, to let go of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = set()
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() != -1:
+            self.gathered.add(self.first.weight)
+        return self.second(self.first(x).sin()).cos() + x
+
+
+def test_registers_of_parameters_are_left_alone(rig):
+    model, _ = both(Registers)
+    rig.offload(model, "recompute")
+    model(batch(CPU)).backward()
+    assert all(layer.gathered == {layer.first.weight} for layer in model.layers)
+
+
 class Plain(Simple):
     def forward(self, x):
         return self.second(self.first(x).sin()).cos() + x

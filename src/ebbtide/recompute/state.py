@@ -9,10 +9,7 @@ Note [State of a region]
    of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
    once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
    version tells, what it held is gone and the user is told.
-2. Plain attributes: numbers, words, tensors, and tuples, lists, dicts and sets of these. What has been set, taken away,
-   added or removed since forward began is put back for the second run: by the forward itself (a counter, what it made
-   at its first call, the state of an LSTM), and by anybody else between then and backward (a scale that the model sets
-   on its layers and takes back). Of lists, dicts and sets the second run is given copies, and may change them too.
+2. Plain attributes: see Note [Attributes].
 3. Training flags, and which parameters are trained.
 4. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
    as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
@@ -22,29 +19,18 @@ that are no buffers and change in place.
 """
 
 import contextlib
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Generator, Iterable, Sequence
-from copy import copy
-from itertools import chain
-from operator import is_
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._torch import modules_of
+from ebbtide.recompute.attributes import ABSENT, Attributes, Layout, put_attribute
 
 _Key: TypeAlias = tuple[int, str, bool]
 """A buffer: its module, its name, and whether the module is in training mode."""
-
-_ABSENT: Any = object()
-_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-_MODULES_OWN = frozenset(Module().__dict__)
-"""Attributes that every module has: they are no state of its forward, or looked after one by one."""
-_OUT_OF_SIGHT: Any = object()
-"""Stands for an object that may be anything, and hold anything."""
 
 
 class RegionState:
@@ -57,7 +43,8 @@ class RegionState:
         self.changing: set[_Key] = set()
         """Buffers that a forward was seen to change."""
         self._looks: list[Any] = []
-        self._layouts: dict[int, _Layout] = {}
+        self.layouts: dict[int, Layout] = {}
+        """Of the modules' attributes."""
         self._region = region
 
     def shared_looks(self, looks: list[Any]) -> list[Any]:
@@ -66,22 +53,6 @@ class RegionState:
         if looks != self._looks:
             self._looks = looks
         return self._looks
-
-    def snapshots(self, module: Module) -> tuple[Any, ...]:
-        """The values of its attributes, as they can be put back."""
-        values = tuple(module.__dict__.values())
-        looks = tuple(module.__dict__), tuple(map(type, values))
-        layout = self._layouts.get(id(module))
-        if layout is None or layout.looks != looks:
-            layout = self._layouts[id(module)] = _layout_of(*looks)
-        if not layout.to_copy and not layout.out_of_sight:
-            return values
-        copied = list(values)
-        for place in layout.to_copy:
-            copied[place] = _snapshot(values[place])
-        for place in layout.out_of_sight:
-            copied[place] = _OUT_OF_SIGHT
-        return tuple(copied)
 
     def find(self) -> "Found":
         """To be called where a forward begins."""
@@ -103,12 +74,10 @@ class Found:
         }
         # Not by name: ZeRO-3 gathers a parameter that somebody looks up.
         self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
-        self._owned_names = {module: {name for name, _ in owned} for module, owned in self._owned}
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
         self._are_trained = [p.requires_grad for p in self._parameters]
-        self._names: list[tuple[str, ...]] = [tuple(module.__dict__) for module in modules]
-        self._values: list[tuple[Any, ...]] = [state.snapshots(module) for module in modules]
+        self._attributes = Attributes(modules, state.layouts)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -136,16 +105,14 @@ class Found:
             for module, was_training in zip(self._modules, self._training, strict=True):
                 if module.training is not was_training:
                     stack.enter_context(_entry_set(module.__dict__, "training", was_training))
-            if [p.requires_grad for p in self._parameters] != self._are_trained:
-                stack.enter_context(_all_trained(self._parameters, self._are_trained))
+            stack.enter_context(_trained(self._parameters, self._are_trained))
             for module, name, p in self._exchanged_parameters():
                 stack.enter_context(_entry_set(module._parameters, name, p))
             copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
             for module in self._modules:
                 if module._buffers or module in self._buffers:
                     stack.enter_context(_buffers_set(module, self._buffers_as_found(module, copies)))
-            for module, name, value in self._changed_attributes():
-                stack.enter_context(_entry_set(module.__dict__, name, value))
+            stack.enter_context(self._attributes.restored())
             yield
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -217,126 +184,6 @@ class Found:
         names = [name for _, owned in self._owned for name, p in owned if p is not None]
         return next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
 
-    def _changed_attributes(self) -> list[tuple[Module, str, Any]]:
-        """What has been set since, with the value it had before."""
-        changed: list[tuple[Module, str, Any]] = []
-        copies: dict[int, Any] = {}  # of a list that two modules share there is one
-        for module, names, values in zip(self._modules, self._names, self._values, strict=True):
-            for name, value, current in _differing(names, values, module.__dict__):
-                if not self._is_anothers(module, name) and _has_changed(value, current):
-                    if isinstance(value, _Contents):
-                        value = copies.setdefault(value.identity, copy(value.held))
-                    changed.append((module, name, value))
-        return changed
-
-    def _is_anothers(self, module: Module, name: str) -> bool:
-        """Whether an attribute is no state of the forward: torch's own, or what stands in a parameter's place while it
-        is gathered."""
-        return name in _MODULES_OWN or name in module._parameters or name in self._owned_names.get(module, ())
-
-
-def _differing(names: tuple[str, ...], values: tuple[Any, ...], now: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    """Name, value and what is there now, of those that may not be the same any more."""
-    if len(now) == len(values) and all(map(is_, now.values(), values)):
-        return ()
-    if tuple(now) == names:
-        rows = zip(names, values, now.values(), strict=True)
-        return [row for row in rows if row[1] is not row[2] and row[1] is not _OUT_OF_SIGHT]
-    before = dict(zip(names, values, strict=True))
-    return [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in {**before, **now}]
-
-
-class _Contents(NamedTuple):
-    """Of a list, dict, set or their like: what it held, without graphs, and which one it was. Not the container itself:
-    by now it may hold what this forward returned, which would live as long as this forward then, and the other way."""
-
-    held: Any
-    identity: int
-
-    def is_same(self, now: Any) -> bool:
-        if type(now) is not type(self.held) or len(now) != len(self.held):
-            return False
-        return all(map(is_, _items_of(now), _items_of(self.held)))
-
-
-def _contents(container: Any) -> _Contents:
-    held: Any = copy(container)
-    items = _items_of(container)
-    without_graphs = tuple(map(_without_graph, items))
-    if not all(map(is_, items, without_graphs)):
-        held.clear()
-        _fill(held, without_graphs)
-    return _Contents(held, id(container))
-
-
-def _fill(container: Any, items: tuple[Any, ...]) -> None:
-    if issubclass(type(container), dict):
-        container.update(zip(items[::2], items[1::2], strict=True))
-    elif type(container) is set:
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-class _Layout(NamedTuple):
-    """Of a module's attributes: by place, those that hold others, and those that cannot be put back.
-
-    Attributes:
-        looks: their names and types.
-    """
-
-    looks: tuple[tuple[str, ...], tuple[type, ...]]
-    to_copy: list[int]
-    out_of_sight: list[int]
-
-
-def _layout_of(names: tuple[str, ...], types: tuple[type, ...]) -> _Layout:
-    layout = _Layout((names, types), [], [])
-    for place, (name, kind) in enumerate(zip(names, types, strict=True)):
-        if name in _MODULES_OWN:
-            continue
-        if kind in _CONTAINERS or issubclass(kind, tuple | torch.Tensor):
-            layout.to_copy.append(place)
-        elif not issubclass(kind, _PLAIN_VALUES):
-            layout.out_of_sight.append(place)
-    return layout
-
-
-def _snapshot(value: Any) -> Any:
-    """The graph that a tensor of the last forward holds must not live as long as this one's."""
-    if not _is_state(value):
-        return _OUT_OF_SIGHT
-    if type(value) in _CONTAINERS:
-        return _contents(value)
-    return _without_graph(value)
-
-
-def _items_of(container: Any) -> tuple[Any, ...]:
-    return tuple(chain.from_iterable(container.items())) if issubclass(type(container), dict) else tuple(container)
-
-
-def _has_changed(found: Any, now: Any) -> bool:
-    """Whether there was something else than is there now, and both are a forward's state."""
-    is_same = found.is_same(now) if isinstance(found, _Contents) else found is now
-    return not is_same and found is not _OUT_OF_SIGHT and _is_state(now)
-
-
-def _is_state(value: Any) -> bool:
-    if type(value) in _CONTAINERS:
-        return all(map(_is_plain, _items_of(value)))
-    return value is _ABSENT or _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if issubclass(type(value), tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN_VALUES) and not (isinstance(value, torch.Tensor) and _is_of_parameter(value))
-
-
-def _is_of_parameter(t: torch.Tensor) -> bool:
-    """A parameter, or a view of one: FSDP1 has these in the places of parameters while they are gathered."""
-    return isinstance(t, Parameter) or isinstance(t._base, Parameter)
-
 
 def version_of(t: torch.Tensor) -> int:
     """How often `t` was changed in place; an inference tensor does not say, and cannot be outside of its mode."""
@@ -375,34 +222,27 @@ class _Buffer(NamedTuple):
 @contextlib.contextmanager
 def _entry_set(entries: dict[str, Any], name: str, value: Any) -> Generator[None, None, None]:
     """Of a module: without its __setattr__, which looks for parameters in the value."""
-    now = entries.get(name, _ABSENT)
-    _put(entries, name, value)
+    now = entries.get(name, ABSENT)
+    put_attribute(entries, name, value)
     try:
         yield
     finally:
-        _put(entries, name, now)
-
-
-def _put(entries: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        entries.pop(name, None)
-    else:
-        entries[name] = value
+        put_attribute(entries, name, now)
 
 
 @contextlib.contextmanager
-def _all_trained(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> Generator[None, None, None]:
+def _trained(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> Generator[None, None, None]:
     now = [p.requires_grad for p in parameters]
     try:
-        _train(parameters, now, are_trained)
+        _train(parameters, are_trained)
         yield
     finally:
-        _train(parameters, are_trained, now)
+        _train(parameters, now)
 
 
-def _train(parameters: Sequence[torch.Tensor], before: Sequence[bool], after: Sequence[bool]) -> None:
-    for p, was_trained, is_trained in zip(parameters, before, after, strict=True):
-        if is_trained is not was_trained:
+def _train(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> None:
+    for p, is_trained in zip(parameters, are_trained, strict=True):
+        if p.requires_grad is not is_trained:
             p.requires_grad_(is_trained)
 
 
@@ -417,17 +257,3 @@ def _buffers_set(module: Module, found: dict[str, torch.Tensor | None]) -> Gener
     finally:
         buffers.clear()
         buffers.update(now)
-
-
-def _without_graph(value: Any) -> Any:
-    """The same of the tensors in a tuple; what has no graph is itself."""
-    if issubclass(type(value), torch.Tensor):
-        return value if value.is_leaf else value.detach().requires_grad_()
-    return _tuple_without_graphs(value) if issubclass(type(value), tuple) else value
-
-
-def _tuple_without_graphs(values: Any) -> Any:
-    items = tuple(map(_without_graph, values))
-    if all(map(is_, items, values)):
-        return values
-    return values._make(items) if hasattr(values, "_make") else items

@@ -57,8 +57,8 @@ class _Then(NamedTuple):
     values: tuple[Any, ...]
     parameters: tuple[str, ...]
 
-    def is_state(self, name: str) -> bool:
-        """Or torch's own, or what stands in a parameter's place while that is gathered."""
+    def is_of_forward(self, name: str) -> bool:
+        """Neither torch's own, nor what stands in a parameter's place while that is gathered."""
         return name not in _MODULES_OWN and name not in self.parameters and name not in self.module._parameters
 
 
@@ -95,7 +95,7 @@ class Attributes:
         for then in self._then:
             attributes = then.module.__dict__
             for name, found, now in _differing(then, attributes):
-                if not then.is_state(name) or not _is_state(now):
+                if not then.is_of_forward(name) or not _is_state(now):
                     continue
                 value = found.put_in(now, fresh) if isinstance(found, _Contents) else _again(found)
                 if value is not now and value is not _OUT_OF_SIGHT:
@@ -170,13 +170,13 @@ def _held_by(modules: Iterable[Module], layouts: dict[int, Layout]) -> dict[int,
 
 
 def _leave(then: _Then, before: dict[str, Any], put: set[tuple[int, str]]) -> None:
-    """The second run is over."""
+    """Takes back what was put there for the second run, and what that changed itself."""
     attributes = then.module.__dict__
     if len(before) == len(attributes) and all(map(is_, before.values(), attributes.values())):
         return
     for name in {**before, **attributes}:
         was, now = before.get(name, ABSENT), attributes.get(name, ABSENT)
-        if was is now or not then.is_state(name):
+        if was is now or not then.is_of_forward(name):
             continue
         if (id(then.module), name) in put or (_is_state(was) and _is_state(now)):
             put_attribute(attributes, name, was)
@@ -186,11 +186,15 @@ def _leave(then: _Then, before: dict[str, Any], put: set[tuple[int, str]]) -> No
 
 
 class _Tensor(NamedTuple):
+    """As it was found; the alias stands for it if it has died."""
+
     tensor: "weakref.ref[torch.Tensor]"
     alias: torch.Tensor | None
 
 
 class _Tuple(NamedTuple):
+    """One that holds tensors, as they were found."""
+
     kind: Any
     items: tuple[Any, ...]
 
@@ -231,8 +235,7 @@ def _snapshot(value: Any, memo: dict[int, _Tensor]) -> Any:
 def _again(found: Any) -> Any:
     """What was found."""
     if isinstance(found, _Tensor):
-        tensor = found.tensor()
-        return tensor if tensor is not None else _OUT_OF_SIGHT if found.alias is None else found.alias
+        return next((t for t in (found.tensor(), found.alias) if t is not None), _OUT_OF_SIGHT)
     if isinstance(found, _Tuple):
         items = tuple(map(_again, found.items))
         make: Any = tuple if found.kind is tuple else found.kind._make

@@ -152,7 +152,7 @@ class Found:
             )
         return buffer.tensor
 
-    # -- parameters and attributes ---------------------------------------------------------------------------------
+    # -- parameters ------------------------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
         changed = self._changed_parameter()

@@ -32,6 +32,7 @@ from ebbtide.recompute.frame import Frame, Pack
 from ebbtide.recompute.left_out import Courses
 from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
+from ebbtide.recompute.verify import Evidence
 from ebbtide.types import AgainWatch, Reason, Unable, Watch
 
 
@@ -46,6 +47,7 @@ class Session:
         packs_here: `pack_hook` is the desk's, not that of a region that runs again.
         is_second_run: nothing travels, for what is saved is needed at once.
         is_recording: the root's forward runs with grad on.
+        verifies: what regions save when they are recomputed is compared with what they save now.
         holding: what takes dear outputs where the forward is now.
         frames: what marks have changed, to be put back.
     """
@@ -56,6 +58,7 @@ class Session:
         plan: Plan,
         pack_hook: object,
         hooks: torch.autograd.graph.saved_tensors_hooks | None = None,
+        verifies: bool = False,
     ) -> None:
         self.desk = desk
         self.hooks = hooks
@@ -64,6 +67,7 @@ class Session:
         self.packs_here = hooks is not None
         self.is_second_run = hooks is None
         self.is_recording = torch.is_grad_enabled()
+        self.verifies = verifies
         self.holding: Holding | None = None
         self.frames: list[tuple[Visit, Reason | None, bool]] = []
 
@@ -276,7 +280,7 @@ class InnerMark(Mark):
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
             return call(*args, **kwargs)
-        why = session.why_unable()
+        why = session.why_unable() or self._state.unable
         if why is not None:
             session.desk.visit.scope.ledger.note_unable(self._name, recipe.action, why)
             return call(*args, **kwargs)
@@ -295,6 +299,11 @@ class InnerMark(Mark):
             self._state = RegionState(self._name, self._module)
             self._courses = Courses()
             self._forward = _RegionForward(self, self._module, self._traced)
+
+    @property
+    def unable(self) -> Unable | None:
+        """Why the region is never recomputed, if that was seen."""
+        return None if self._forward is None else self._state.unable
 
     def remove(self) -> None:
         super().remove()
@@ -347,7 +356,8 @@ class InnerMark(Mark):
             watched = contextlib.nullcontext() if watch is None else watch.running(visit.region)
             return session.inside(pack_hook, holding, watched)
 
-        return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
+        evidence = Evidence(desk.beside(visit.scope.visit(visit.region))) if session.verifies else None
+        return Frame(self._name, call, desk, around, evidence).run(args, kwargs, pack_input, holding, self._state)
 
     def _run_partitioned(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

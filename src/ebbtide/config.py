@@ -27,6 +27,8 @@ class OffloadConfig:
         prefetch_bytes: most bytes brought back before backward asks for them.
         min_bytes: saves of smaller storages stay.
         host_limit_bytes: most host memory to take; None: 80 % of what is free, divided among this host's processes.
+        verify: compare recomputation with forward in every so many-th forward. None: in a planner's
+            first one, 0: never.
     """
 
     mode: Mode = "all"
@@ -38,12 +40,19 @@ class OffloadConfig:
     prefetch_bytes: int = 512 * MIB
     min_bytes: int = MIB
     host_limit_bytes: int | None = None
+    verify: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode={self.mode!r} is not a mode: write one of {', '.join(map(repr, get_args(Mode)))}")
         if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"keep_last={self.keep_last!r}: expected how many of the last regions to keep, 0 or more")
+        is_count = isinstance(self.verify, int) and not isinstance(self.verify, bool) and self.verify >= 0
+        if self.verify is not None and not is_count:
+            raise ConfigError(
+                f"verify={self.verify!r}: expected how many forwards lie between two verified ones, such as 1000; 0 "
+                "for none, or None for a planner's first one"
+            )
 
 
 def make_config(
@@ -57,6 +66,7 @@ def make_config(
     prefetch: int | str = 512 * MIB,
     min_bytes: int | str = MIB,
     host_limit: int | str | None = None,
+    verify: int | None = None,
 ) -> OffloadConfig:
     """The config of what a user wrote at a door. Raises ConfigError."""
     return OffloadConfig(
@@ -69,6 +79,7 @@ def make_config(
         prefetch_bytes=parse_bytes(prefetch, "prefetch"),
         min_bytes=parse_bytes(min_bytes, "min_bytes"),
         host_limit_bytes=None if host_limit is None else parse_bytes(host_limit, "host_limit"),
+        verify=verify,
     )
 
 

@@ -38,10 +38,12 @@ from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
 from ebbtide.planner.control import Control
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.upkeep import bucket_of
 from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
 from ebbtide.recompute.dear import DearOps
 from ebbtide.recompute.dearness import AnyDear
+from ebbtide.recompute.verify import Schedule
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
 from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch
@@ -79,6 +81,7 @@ class OffloadHandle:
         self._control: Control | None = None
         self._plan_with_others: Callable[[], None] | None = None
         self._start: Callable[[], None] | None = None
+        self._schedule = Schedule(config.verify)
         self._tokens = 0
         self.regions = dict(self._blocks)
         """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
@@ -268,6 +271,11 @@ class OffloadHandle:
         marks = self._marks
         return {name for name, module in self.regions.items() if module in marks and marks[module].is_compiled}
 
+    def never_recomputed(self) -> set[str]:
+        """Regions whose recomputation was seen to differ from their forward."""
+        marks = self._marks
+        return {name for name, module in self.regions.items() if module in marks and marks[module].unable is not None}
+
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters, gradients and the state of optimizers, and of the gradients that backward will allocate,
         by region."""
@@ -359,7 +367,7 @@ class OffloadHandle:
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The module is about to be called with these."""
-        if self._control is not None:
+        if self._control is not None or not self._schedule.is_off:
             self._tokens = tokens_of(args, kwargs)
 
     def session(self) -> Session | None:
@@ -385,12 +393,16 @@ class OffloadHandle:
         if self._start is not None and not is_on_meta(self._module):
             self._start()
             self._start = None
-        follows = None
+        follows, verifies = None, False
+        if torch.is_grad_enabled():
+            verifies = self._schedule.is_due((bucket_of(max(1, self._tokens)), self._module.training))
         if self._control is not None and torch.is_grad_enabled():
             with self._while_measuring():
                 if self._plan_with_others is not None and agreement() is not None:
                     self._plan_with_others()  # the process group was made after `offload`: in one forward on all ranks
-                follows = self._control.step_begins(self._tokens)
+                follows = self._control.step_begins(self._tokens, verifies)
+            if self._control.is_measuring:  # and of the forwards that are timed none is held up
+                verifies = self._control.is_warming_up and not self._schedule.is_off
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -402,7 +414,7 @@ class OffloadHandle:
             desk.follow(self._plan.outside)
         hooks = desk.hooks()
         hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
-        session = Session(desk, self._plan, hooks.pack_hook, hooks)
+        session = Session(desk, self._plan, hooks.pack_hook, hooks, verifies)
         self._stack().append(session)
 
     def warn_if_root_is_bypassed(self) -> None:
@@ -523,6 +535,7 @@ def offload(
     plan: Plan | None = None,
     profile: Profile | str | Path | None = None,
     on_oom: Literal["raise", "replan"] = "raise",
+    verify: int | None = None,
     store: str | StoreFactory | None = None,
     window: int | str | None = None,
     prefetch: int | str | None = None,
@@ -566,6 +579,10 @@ def offload(
             model's code or of autocast: delete the file then.
         on_oom: "replan" plans for less than the budget from the next step on when the device runs out of memory; the
             error is raised in any case. Default: "raise", the error is all there is.
+        verify: compare what recomputation saves with what forward saved, in every so many-th forward and in the first
+            one of each size of batch and training mode: a region that differs is kept from then on, and its gradients
+            come from what forward saved. Such a forward moves all that recomputed regions save. Default: a planner does
+            so once, in its first forward. 0: never.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -608,6 +625,7 @@ def offload(
         prefetch="512MiB" if prefetch is None else prefetch,
         min_bytes=min_bytes,
         host_limit=host_limit,
+        verify=verify,
     )
     budget_of = None if budget is None else Budget(budget)
     _check_module(module)

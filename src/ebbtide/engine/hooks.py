@@ -49,6 +49,7 @@ class Desk:
         visit: the pass through a region that saves belong to now. Doors that know regions change it as they go.
         stays: why saves stay on the device at this place, whatever they are; None where they may travel.
         watch: what follows this step, if anything does.
+        lacks_room: whether a save that may travel stayed, for the store had no room.
     """
 
     def __init__(self, engines: Engines, visit: Visit) -> None:
@@ -56,7 +57,12 @@ class Desk:
         self.visit = visit
         self.stays: Reason | None = None
         self.watch: Watch | None = None
+        self.lacks_room = False
         self._was_read = False
+
+    def beside(self, visit: Visit) -> "Desk":
+        """Another one for `visit`, with the same engines."""
+        return Desk(self._engines, visit)
 
     def hooks(self) -> saved_tensors_hooks:
         """The pair to push."""
@@ -141,6 +147,7 @@ class Desk:
             if isinstance(packed, Ticket):
                 return packed
             reason = packed
+            self.lacks_room |= reason is not Reason.HELD
         return self._keep(t, reason)
 
     def _take_number(self, t: torch.Tensor) -> int:

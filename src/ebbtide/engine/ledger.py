@@ -162,6 +162,14 @@ class Ledger:
             "goes its usual way (told once; see stats().unable)",
         )
 
+    def note_differed(self, region: str, why: str) -> None:
+        """Recomputation of a region was not its forward over again, and backward read what forward saved."""
+        self._count_unable(
+            Unable.DIFFERED,
+            f"{region} is kept from now on, and backward has read what its forward saved: {why} (told once; see "
+            "stats().unable)",
+        )
+
     def note_checkpointed(self, name: str) -> None:
         """A whole model is called inside of a checkpoint."""
         self._count_unable(

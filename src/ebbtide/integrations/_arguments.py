@@ -35,6 +35,10 @@ class OffloadArguments:
     offload_on_oom: str | None = field(
         default=None, metadata={"help": "'raise', or 'replan' for less than the budget when memory runs out."}
     )
+    offload_verify: int | None = field(
+        default=None,
+        metadata={"type": int, "help": "Compare recomputation with forward in every so many-th forward; 0: never."},
+    )
     offload_store: str | None = field(default=None, metadata={"help": "'host', 'disk', 'disk:/folder' or 'mock'."})
     offload_window: str | None = field(
         default=None, metadata={"help": "Most bytes on their way out before compute waits: '512MiB'."}

@@ -36,6 +36,7 @@ class EbbtideSettings(BaseModel):
     recipe: str | dict[str, str] | None = None
     profile: str | None = None
     on_oom: str | None = None
+    verify: int | None = None
     store: str | None = None
     window: int | str | None = None
     prefetch: int | str | None = None

@@ -59,6 +59,7 @@ class OffloadAC(ActivationCheckpointing):
         """The path of a profile's file."""
 
         on_oom: Literal["raise", "replan"] | None = None
+        verify: int | None = None
         store: str | None = None
         window: int | str | None = None
         prefetch: int | str | None = None

@@ -59,6 +59,10 @@ class Planned(GoesBy, Protocol):
         """Regions whose operators the compiler hides."""
         ...
 
+    def never_recomputed(self) -> Collection[str]:
+        """Regions whose recomputation was seen to differ from their forward."""
+        ...
+
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by kind (parameters, gradients, the state of optimizers) as they are now, and of the gradients that a
         backward would allocate, by region."""
@@ -143,6 +147,8 @@ class Control:
         self._overwritten: set[tuple[str, int]] = set()
         self._host_forward_s = 0.0  # in the step that warms up
         self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
+        self.is_warming_up = False
+        """Whether the forward at hand warms up: none of its times and peaks count."""
         self.upkeep: Upkeep | None = None
         """Of the plans, once there is a profile."""
         self.phase = Phase.WARM
@@ -200,21 +206,28 @@ class Control:
         return {name: least for name in self._names if name not in known}
 
     def _set_first(self, prefetch_bytes: int | None = None) -> None:
-        recipe = Recipe("recompute" if self.runs_again else "keep")
-        regions = {name: RegionPlan(recipe, prefetch_bytes=prefetch_bytes) for name in self._names}
+        recipe, keep = Recipe("recompute" if self.runs_again else "keep"), Recipe("keep")
+        kept = self._handle.never_recomputed()
+        regions = {
+            name: RegionPlan(keep if name in kept else recipe, prefetch_bytes=prefetch_bytes) for name in self._names
+        }
         self._handle.go_by(Plan(regions, outside=RegionPlan(Recipe("keep"))))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step_begins(self, tokens: int) -> Watch | None:
-        """Before a forward that saves: sets the plan it goes by, and returns what follows it."""
+    def step_begins(self, tokens: int, is_verified: bool = False) -> Watch | None:
+        """Before a forward that saves: sets the plan it goes by, and returns what follows it. What a planned forward
+        takes that `is_verified` says nothing of its plan."""
+        self.is_warming_up = False
         engine = self._handle.engine()
         if engine is None and self.is_measuring and self._handle.is_captured():
             self._warn_of_capture()
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
         if self.upkeep is not None:
-            return self.upkeep.step_begins(engine, tokens)
+            if self._scope.ledger.stats.unable:
+                self.upkeep.never_recompute(self._handle.never_recomputed())
+            return self.upkeep.step_begins(engine, tokens, is_verified)
         return self._watched_step(engine, tokens)
 
     def _warn_of_capture(self) -> None:
@@ -254,10 +267,11 @@ class Control:
         if is_detailed:
             self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
+        self.is_warming_up = self.phase is Phase.WARM and self.runs_again
         watch = StepWatch(
             engine, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             dearness=self._dearness if self.runs_again else None, is_first=self.phase is Phase.WARM,
-            host_forward_s=self._host_forward_s,
+            host_forward_s=self._host_forward_s, kept=self._handle.never_recomputed(),
         )  # fmt: skip
         watch.graphs = 1 + self._under_way()
         self._watched = Flight(watch)

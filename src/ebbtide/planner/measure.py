@@ -22,7 +22,7 @@ import enum
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -182,7 +182,7 @@ class StepWatch(UntilBackwardEnds):
         engine: of the device that the model computes on.
         scope: of the door, by which saves are judged.
         is_detailed: look at saves, operators and memory too.
-        runs_again: all regions run again; else all keep.
+        runs_again: all regions run again but those `kept`; else all keep.
         dearness: of operators; None where nothing runs again.
         is_first: look for dear outputs that are overwritten.
         host_forward_s: what a forward took the host in an earlier step, if that is known.
@@ -198,6 +198,7 @@ class StepWatch(UntilBackwardEnds):
         dearness: Dearness | None = None,
         is_first: bool = False,
         host_forward_s: float = 0.0,
+        kept: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.device = engine.device
@@ -212,6 +213,7 @@ class StepWatch(UntilBackwardEnds):
         self._scope = scope
         self._is_detailed = is_detailed
         self._runs_again = runs_again
+        self._kept = kept
         self._timed_by = dearness if is_detailed else None
         self._compared_by = dearness if is_first else None
         self._is_for_times = not is_detailed and not is_first
@@ -338,7 +340,8 @@ class StepWatch(UntilBackwardEnds):
             self.device.forget_peak()
         elif self.visits and self.visits[-1].region == region:
             visit = self.visits[-1]
-            self._look_at(visit.inputs if self._runs_again else visit.saves, visit, index, t)
+            is_input = self._runs_again and region not in self._kept
+            self._look_at(visit.inputs if is_input else visit.saves, visit, index, t)
 
     def _mode(self, region: str, visit: VisitNotes) -> contextlib.AbstractContextManager[object]:
         """Around a second run."""

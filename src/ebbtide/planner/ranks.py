@@ -68,6 +68,7 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         merged,
         backward_work_bytes=merged.saved_bytes - merged.unasked_bytes + short_lived,
         moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
+        again_s=merged.again_s if all(region.again_s > 0 for region in regions) else 0.0,  # 0: never recomputed
     )
 
 

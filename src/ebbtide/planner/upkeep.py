@@ -26,7 +26,7 @@ Note [Upkeep]
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -166,8 +166,19 @@ class Upkeep:
         """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
         return self._allowance.planned_bytes(self._size.tokens)
 
-    def step_begins(self, engine: Engine, tokens: int) -> Pulse:
-        """Before a forward: sets its plan, and returns what follows it."""
+    def never_recompute(self, names: Collection[str]) -> None:
+        """Plan without the recomputation of these regions, which was seen to differ from their forward."""
+        regions = [dataclasses.replace(r, again_s=0.0) if r.name in names else r for r in self._profile.regions]
+        if self._is_shared or tuple(regions) == self._profile.regions:
+            return  # ranks change no plan on the way: what the regions save moves
+        self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
+        self._sizes = {}
+        self._size = self._make_size(self._size.tokens, self._leanest)
+        self._go_by(self._size)
+
+    def step_begins(self, engine: Engine, tokens: int, is_verified: bool = False) -> Pulse:
+        """Before a forward: sets its plan, and returns what follows it. What is verified takes longer, and says nothing
+        of the plan."""
         if any(step.flight.ended is None for step in self._in_flight):
             self._look_for_failure(engine)
         self._read()
@@ -179,6 +190,7 @@ class Upkeep:
         self._bound_trial(size)
         self._look_again(size, engine)
         pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
+        pulse.is_alone = not is_verified
         for step in self._in_flight:
             other = step.flight.under_way
             if other is not None:
@@ -192,8 +204,7 @@ class Upkeep:
         measured = self._measured_tokens
         if tokens <= 0 or measured <= 0 or self._is_shared:
             return self._size.tokens  # of unknown size; or all ranks go by one plan, whatever batch each of them has
-        steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
-        return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
+        return bucket_of(tokens, measured)
 
     # -- how long steps take ---------------------------------------------------------------------------------------
 
@@ -511,6 +522,12 @@ class Upkeep:
             what_next = "ranks that share a plan do not change it on the way"
         least_bytes = 0 if self.budget_bytes is None else self._size.solver.smallest_budget()
         return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, least_bytes, what_next)
+
+
+def bucket_of(tokens: int, measured: int = 1) -> int:
+    """The smallest of a few sizes an octave, counted from `measured`, that is no smaller than `tokens`."""
+    steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
+    return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
 
 def _waits_for_host(plan: Plan) -> bool:

@@ -1,6 +1,7 @@
 """One forward of a region that runs again in backward (see Note [Run again])."""
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -11,15 +12,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph
-from ebbtide.engine.hooks import Desk
+from ebbtide.engine.hooks import Desk, Packed
 from ebbtide.engine.parcel import Ticket, check_unmodified, check_written
 from ebbtide.recompute.absent import Absent
 from ebbtide.recompute.ambient import Ambient
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.draws import NoDraws
 from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
+from ebbtide.recompute.side_effects import Snapshot
 from ebbtide.recompute.state import RegionState, version_of
-from ebbtide.types import AgainWatch
+from ebbtide.recompute.verify import Evidence, is_rounding
+from ebbtide.types import AgainWatch, Unable
+
+_log = logging.getLogger(__name__)
 
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[AgainWatch | None]]
@@ -30,13 +35,15 @@ Gives what follows a second run, if anything does."""
 class Holder:
     """What autograd keeps of a save inside a region: a number, and the frame that can make its value again."""
 
-    __slots__ = ("__weakref__", "frame", "number", "value", "version")
+    __slots__ = ("__weakref__", "copy", "frame", "number", "value", "version")
 
     def __init__(self, frame: "Frame", number: int) -> None:
         self.frame = frame
         self.number = number
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.copy: Packed | None = None
+        """The forward's saved tensor, where recomputation is verified; see Note [Verification]."""
 
 
 class Frame:
@@ -47,14 +54,19 @@ class Frame:
         call: the region's forward.
         desk: where held outputs and inputs are read.
         around: see `Around`.
+        evidence: of what this forward saves, if the recomputation is to be verified.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], desk: Desk, around: Around) -> None:
+    def __init__(
+        self, name: str, call: Callable[..., Any], desk: Desk, around: Around, evidence: Evidence | None = None
+    ) -> None:
         self._name = name
         self._call = call
         self.desk = desk
         self._limits = desk.visit.limits
         self._around = around
+        self._evidence = evidence
+        self._is_kept = False  # backward reads what forward saved, from the evidence
         self._holders: list[weakref.ref[Holder]] = []
         self._looks: list[_Looks] = []
         self._lock = threading.RLock()
@@ -83,6 +95,7 @@ class Frame:
         Raises ModuleError if the region changes what it was given in place, a parameter, or a buffer for the first
         time, and CaptureError if it draws random numbers inside of a captured graph: it could not run again.
         """
+        self._state = state
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = list(map(version_of, tensors))
@@ -93,6 +106,8 @@ class Frame:
             self._found = state.find()
         self._devices = {*self._found.devices, *(t.device for t in tensors)}
         is_captured = self.desk.is_captured(self._devices)
+        if is_captured:
+            self._evidence = None  # to compare waits for the device
         self._ambient = Ambient(self._devices, is_captured)
         self._held = None if holding is None else holding.held
         hooks = saved_tensors_hooks(self.pack, unpack)
@@ -111,9 +126,7 @@ class Frame:
             self._ambient.close()
             if holding is not None:
                 holding.close(is_whole, self._looks)
-        with numbering_paused():
-            self._found.learn()
-        self._check_inputs(tensors, versions)
+        self._learn(tensors, versions)
         self._looks = state.shared_looks(self._looks)
         if self._held is not None:
             self._held.drop_modified()
@@ -130,6 +143,9 @@ class Frame:
     def pack(self, t: torch.Tensor) -> Holder:
         """Autograd saves `t` inside of the region: only its place is noted."""
         holder = Holder(self, len(self._holders))
+        if self._evidence is not None:
+            with numbering_paused():
+                holder.copy = self._evidence.take(holder.number, t)
         led = None if self._holding is None else self._holding.pack_led(t, holder.number)
         if led is None:
             self._dropped_bytes += t.numel() * t.element_size()
@@ -138,6 +154,20 @@ class Frame:
         self._holders.append(weakref.ref(holder))
         self._looks.append(_looks(t))
         return holder
+
+    def _learn(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
+        """What the forward changed. Raises ModuleError for what rules recomputation out, if nothing is kept for it."""
+        if self._evidence is not None and not self._evidence.is_whole:
+            _log.info("%s: recomputation is not verified, the store has no room for what forward saves", self._name)
+            self._drop_evidence()
+        try:
+            with numbering_paused():
+                self._found.learn()
+            self._check_inputs(tensors, versions)
+        except ModuleError as error:
+            if self._evidence is None:
+                raise
+            self._keep(error)
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         for t, version in zip(tensors, versions, strict=True):
@@ -154,10 +184,11 @@ class Frame:
         value = holder.value
         if value is None:
             with self._lock:
-                if holder.value is None:
+                if holder.value is None and not self._is_kept:
                     self._run_again()
                 value = holder.value
-                assert value is not None
+        if value is None:
+            return self._kept_value(holder)
         if holder.number == self._ended_at:
             check_written(self._name)  # whose kernel has not run
         if self._watch is not None:
@@ -171,6 +202,52 @@ class Frame:
         return value
 
     def _run_again(self) -> None:
+        if self._evidence is None:
+            self._recompute()
+            return
+        try:
+            self._recompute()
+        except (_EnoughError, torch.OutOfMemoryError):
+            raise  # of a region around this one; or no fault of the region's
+        except Exception as error:  # whatever the region raises: backward needs nothing of it
+            self._keep(error)
+        else:
+            self._drop_evidence()
+
+    def _keep(self, error: Exception) -> None:
+        """Backward reads what forward saved, and the region is not recomputed any more."""
+        self._is_kept = True
+        self._state.unable = Unable.DIFFERED
+        self.desk.visit.scope.ledger.note_differed(self._name, str(error) or type(error).__name__)
+
+    def _kept_value(self, holder: Holder) -> torch.Tensor:
+        led = self._read_led(holder.number)
+        if led is not None:
+            return led
+        assert self._evidence is not None
+        assert holder.copy is not None
+        return self._evidence.read(holder.copy)
+
+    def _drop_evidence(self) -> None:
+        self._evidence = None
+        for ref in self._holders:
+            holder = ref()
+            if holder is not None:
+                holder.copy = None
+
+    def _check_evidence(self, again: "SecondRun") -> None:
+        """Raises RecomputeError if the recomputation has saved other bytes than forward."""
+        assert self._evidence is not None
+        for number in self._evidence.differing():
+            holder, value = self._holders[number](), again.value(number)
+            if holder is None or value is None or is_rounding(self._kept_value(holder), value):
+                continue
+            raise RecomputeError(
+                f"the recomputation of {self._name} saved other values than its forward, first in its saved tensor "
+                f"{number} ({_described(self._looks[number])}){_ADVICE}"
+            )
+
+    def _recompute(self) -> None:
         if self._held is None:
             self._run_with(None)
         elif not self._held.leaves_out:
@@ -193,12 +270,18 @@ class Frame:
         return True
 
     def _run_with(self, serving: Serving | None) -> None:
-        again = SecondRun(self._name, self._holders, self._looks, self._read_led)
+        again = SecondRun(self._name, self._holders, self._looks, self._read_led, self._evidence)
         self.desk.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.desk) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         hooks = saved_tensors_hooks(again.pack, again.unpack)
-        with self._surroundings(again, serving), self._around(hooks.pack_hook, True) as watch, hooks:
+        effects = None if self._evidence is None else Snapshot(self._found.modules, (args, kwargs), tensors)
+        with (
+            self._undone(effects),
+            self._surroundings(again, serving),
+            self._around(hooks.pack_hook, True) as watch,
+            hooks,
+        ):
             self._watch = again.watch = watch
             self._tell_given(watch, tensors)
             del tensors  # the call may let go of what it was given
@@ -212,6 +295,8 @@ class Frame:
         if serving is not None:
             serving.reads.check(self._name)
         again.check()
+        if self._evidence is not None:
+            self._check_evidence(again)
         again.give()
         if graph_task_id() != -1 and not keeps_graph():
             self._led.clear()  # their holders own them from here
@@ -219,6 +304,21 @@ class Frame:
             if not self._was_run_again:
                 self._held.learn_unasked()
             self._was_run_again = True
+
+    @contextlib.contextmanager
+    def _undone(self, effects: Snapshot | None) -> Generator[None, None, None]:
+        """Around a recomputation. Raises RecomputeError if it changed plain data that no first run's state covers."""
+        changed: list[str] = []
+        try:
+            yield
+        finally:
+            if effects is not None:
+                changed = effects.put_back()
+        if changed:
+            raise RecomputeError(
+                f"the recomputation of {self._name} changed {', '.join(dict.fromkeys(changed))} once more. Make it a "
+                "buffer, or give the region the recipe 'keep' or 'offload'"
+            )
 
     def _tell_given(self, watch: AgainWatch | None, tensors: list[torch.Tensor]) -> None:
         if watch is not None:
@@ -305,6 +405,7 @@ class SecondRun:
 
     Args:
         read_led: gives the save of a number if it is held itself.
+        evidence: to be told of each save, where there is any.
     """
 
     def __init__(
@@ -313,11 +414,13 @@ class SecondRun:
         holders: list[weakref.ref[Holder]],
         looks: list[_Looks],
         read_led: Callable[[int], torch.Tensor | None],
+        evidence: Evidence | None,
     ) -> None:
         self._name = name
         self._holders = holders
         self._looks = looks
         self._read_led = read_led
+        self._evidence = evidence
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.watch: AgainWatch | None = None
@@ -335,6 +438,9 @@ class SecondRun:
         if type(t) is Absent:
             raise t.reads.refuse(f"a save of {self._name}")
         alias = t.detach()
+        if self._evidence is not None and holder is not None and led is None:
+            with numbering_paused():
+                self._evidence.compare(number, t)
         if self.watch is not None:
             self.watch.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)
@@ -352,6 +458,10 @@ class SecondRun:
     def unpack(self, t: torch.Tensor) -> torch.Tensor:
         """Region code that runs a backward of its own reads what it has saved."""
         return t
+
+    def value(self, number: int) -> torch.Tensor | None:
+        """Of the saved tensor of this number, if a holder lacks it."""
+        return self._values[number][0] if number in self._values else None
 
     def check(self) -> None:
         # Not of all holders: another thread may have taken a value that came, and dropped it, by now.

@@ -28,6 +28,7 @@ from torch.nn import Module
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._torch import modules_of
 from ebbtide.recompute.attributes import ABSENT, Attributes, Layout, put_attribute
+from ebbtide.types import Unable
 
 _Key: TypeAlias = tuple[int, str, bool]
 """A buffer: its module, its name, and whether the module is in training mode."""
@@ -45,6 +46,8 @@ class RegionState:
         self._looks: list[Any] = []
         self.layouts: dict[int, Layout] = {}
         """Of the modules' attributes."""
+        self.unable: Unable | None = None
+        """Why the region is not recomputed, whatever its recipe says."""
         self._region = region
 
     def shared_looks(self, looks: list[Any]) -> list[Any]:
@@ -78,6 +81,11 @@ class Found:
         self._versions = versions_of(self._parameters)
         self._are_trained = [p.requires_grad for p in self._parameters]
         self._attributes = Attributes(modules, state.layouts)
+
+    @property
+    def modules(self) -> list[Module]:
+        """Those of the region."""
+        return self._modules
 
     @property
     def devices(self) -> set[torch.device]:

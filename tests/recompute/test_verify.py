@@ -1,0 +1,404 @@
+"""Regions that do not reproduce themselves: a verified forward finds them, and all steps are as in plain training."""
+
+import copy
+import enum
+import gc
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from recipe_cases import CASES, RECIPES
+from support import assert_equal
+from test_module import offload
+from torch import nn
+
+import ebbtide
+from ebbtide import ConfigError, EbbtideWarning, RecomputeError
+from ebbtide.types import Reason, Unable
+
+CPU = torch.device("cpu")
+COUNTS = {"runs": 0}
+FACTOR = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    global FACTOR
+    COUNTS["runs"], FACTOR = 0, 1.0
+    yield
+    gc.collect()
+    ebbtide.release_memory()
+
+
+class Region(nn.Module):
+    """x * tanh(linear(x) * factor), with a factor from somewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, *args):
+        return x * torch.tanh(self.linear(x) * self.factor(*args))
+
+
+class CountsInGlobal(Region):
+    def factor(self):
+        COUNTS["runs"] += 1
+        return COUNTS["runs"]
+
+    def forward(self, x):
+        assert COUNTS is not None  # the global stands in forward's own code
+        return super().forward(x)
+
+
+class ReadsGlobal(Region):
+    """The training loop changes it between forward and backward."""
+
+    def factor(self):
+        return FACTOR
+
+
+class CountsInArray(Region):
+    def __init__(self):
+        super().__init__()
+        self.runs = np.zeros(1)
+
+    def factor(self):
+        self.runs += 1
+        return float(self.runs[0])
+
+
+class CountsInScalar(Region):
+    def __init__(self):
+        super().__init__()
+        self.runs = np.float64(1)
+
+    def factor(self):
+        self.runs = self.runs + np.float64(1)
+        return float(self.runs)
+
+
+class CountsInTensor(Region):
+    """Neither a buffer nor a parameter, and changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = torch.zeros(())
+
+    def factor(self):
+        self.runs.add_(1)
+        return self.runs.clone()
+
+
+class Tally:
+    def __init__(self):
+        self.rows = {"runs": [0]}
+
+
+class CountsInObject(Region):
+    def __init__(self):
+        super().__init__()
+        self.tally = Tally()
+
+    def factor(self):
+        self.tally.rows["runs"][0] += 1
+        return self.tally.rows["runs"][0]
+
+
+class CountsInNestedLists(Region):
+    def __init__(self):
+        super().__init__()
+        self.rows = [[0.0], {"runs": [1.0]}]
+
+    def factor(self):
+        self.rows[1]["runs"].append(1.0)
+        return sum(self.rows[1]["runs"])
+
+
+class Turn(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class TurnsEnum(Region):
+    def __init__(self):
+        super().__init__()
+        self.turn = Turn.FIRST
+
+    def factor(self):
+        self.turn = Turn.SECOND if self.turn is Turn.FIRST else Turn.FIRST
+        return self.turn.value
+
+
+class CatchesAnException(Region):
+    """Takes another way when it is run for the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.tally = Tally()
+
+    def forward(self, x):
+        self.tally.rows["runs"][0] += 1
+        try:
+            if self.tally.rows["runs"][0] % 2 == 0:
+                raise KeyError("a cache without the row")
+            return x * torch.tanh(self.linear(x))
+        except KeyError:
+            return x * torch.sigmoid(self.linear(x)).sin()
+
+
+class SavesLess(Region):
+    def __init__(self):
+        super().__init__()
+        self.tally = Tally()
+
+    def forward(self, x):
+        self.tally.rows["runs"][0] += 1
+        x = torch.tanh(self.linear(x))
+        return x if self.tally.rows["runs"][0] % 2 == 0 else x.sin().cos()
+
+
+class ChangesItsInput(nn.Module):
+    """Recipes refuse it, for it cannot be given its input once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2).tanh())
+
+
+class Stack(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x, *args):
+        x = x * 1.0
+        for layer in self.layers:
+            x = layer(x * 1.0, *args)
+        return x.square().mean()
+
+
+KINDS = [
+    CountsInGlobal, CountsInArray, CountsInTensor, CountsInObject, CountsInNestedLists, TurnsEnum,
+    CatchesAnException, SavesLess, ChangesItsInput,
+]  # fmt: skip
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return Stack(kind)
+
+
+def step(model, seed, between=lambda: None, *args):
+    model.zero_grad()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    loss = model(x, *args)
+    between()
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+
+def steps(model, count, between=lambda: None):
+    COUNTS["runs"] = 0
+    return [t for seed in range(count) for t in step(model, seed, between)]
+
+
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_that_differs_is_kept_and_all_steps_are_the_plain_ones(kind, recipe):
+    model = make(kind)
+    handle = offload(model, recipe=recipe, verify=100)
+    with pytest.warns(EbbtideWarning, match=r"layers\.\d is kept from now on, and backward has read what its forward"):
+        ours = steps(model, 4)
+    assert_equal(ours, steps(make(kind), 4))
+    # Found once, and counted in each of the three forwards behind that.
+    assert handle.stats().unable == {Unable.DIFFERED: 3 + 3 * 3}
+    assert handle.stats().host_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [CountsInArray, SavesLess, ChangesItsInput])
+def test_a_budget_keeps_what_differs_in_its_first_step(kind):
+    model = make(kind)
+    handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1)
+    with pytest.warns(EbbtideWarning, match="is kept from now on"):
+        ours = steps(model, 6)
+    assert_equal(ours, steps(make(kind), 6))
+    assert all(region.again_s == 0 for region in handle.profile.regions)
+    assert {recipe.action for name, recipe in handle.recipes.items() if "layers" in name} <= {"keep", "offload"}
+
+
+class Mixed(nn.Module):
+    """One region that differs among others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Region.__new__(Region), CountsInArray(), Region.__new__(Region)])
+        for layer in self.layers[::2]:
+            Region.__init__(layer)
+            layer.factor = lambda: 2.0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_the_others_are_still_recomputed_and_so_is_their_profile():
+    torch.manual_seed(0)
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1)
+    with pytest.warns(EbbtideWarning, match=r"layers\.1 is kept from now on"):
+        ours = [t for seed in range(6) for t in step(model, seed)]
+    assert_equal(ours, [t for seed in range(6) for t in step(twin, seed)])
+    again = {region.name: region.again_s > 0 for region in handle.profile.regions}
+    assert again == {"layers.0": True, "layers.1": False, "layers.2": True}
+    kept = next(region for region in handle.profile.regions if region.name == "layers.1")
+    assert kept.saved_bytes > 0
+
+
+def exchange():
+    global FACTOR
+    FACTOR *= 2
+
+
+def back():
+    global FACTOR
+    FACTOR = 1.0
+
+
+def test_what_changes_between_forward_and_backward_is_found_too():
+    """And gradients are of what forward saved."""
+    model, twin = make(ReadsGlobal), make(ReadsGlobal)
+    handle = offload(model, recipe="recompute", verify=100)
+    with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
+        ours = step(model, 0, exchange)
+    back()
+    assert_equal(ours, step(twin, 0, exchange))
+    assert set(handle.stats().unable) == {Unable.DIFFERED}
+
+
+def test_without_verification_a_differing_shape_is_an_error():
+    model = make(SavesLess)
+    offload(model, recipe="recompute")
+    with pytest.raises(RecomputeError):
+        steps(model, 1)
+
+
+def test_a_later_forward_finds_what_the_first_one_did_not():
+    model, twin = make(ReadsGlobal), make(ReadsGlobal)
+    handle = offload(model, recipe="recompute", verify=3)
+    for seed in range(3):
+        assert_equal(step(model, seed), step(twin, seed))
+    assert handle.stats().unable == {}
+    with pytest.warns(EbbtideWarning, match="is kept"):
+        ours = step(model, 3, exchange)
+    back()
+    assert_equal(ours, step(twin, 3, exchange))
+
+
+def test_a_planned_region_that_differs_later_is_planned_without_recomputation():
+    model, twin = make(ReadsGlobal), make(ReadsGlobal)
+    handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1, verify=4)
+    for seed in range(8):
+        assert_equal(step(model, seed), step(twin, seed))
+    handle.set_recipe("recompute")  # whatever the plan chose
+    with pytest.warns(EbbtideWarning, match="is kept"):
+        ours = step(model, 8, exchange)
+    back()
+    assert_equal(ours, step(twin, 8, exchange))
+    assert set(handle.stats().unable) == {Unable.DIFFERED}
+
+
+def moved_by_forward(handle, model, rows=4):
+    before = handle.stats().out.nbytes
+    model(torch.randn(rows, 8)).backward()
+    return handle.stats().out.nbytes - before
+
+
+class Pure(Region):
+    def factor(self):
+        return 2.0
+
+
+def test_which_forwards_are_verified():
+    """Each third, a new size of batch and a new training mode."""
+    model = make(Pure)
+    handle = offload(model, recipe="recompute", verify=3)
+    found = [moved_by_forward(handle, model) for _ in range(5)]
+    lean = min(found)  # the inputs alone
+    assert [nbytes > lean for nbytes in found] == [True, False, False, True, False]
+    assert moved_by_forward(handle, model, rows=64) > 16 * lean
+    assert moved_by_forward(handle, model, rows=64) > 16 * lean  # the third one
+    assert moved_by_forward(handle, model, rows=64) == 16 * lean
+    model.eval()
+    assert moved_by_forward(handle, model) > lean
+    assert moved_by_forward(handle, model) > lean  # the third one
+    assert moved_by_forward(handle, model) == lean
+
+
+@pytest.mark.parametrize("verify", [None, 0])
+def test_a_recipe_by_hand_is_verified_only_where_that_is_written(verify):
+    model = make(CountsInArray)
+    handle = offload(model, recipe="recompute", verify=verify)
+    steps(model, 2)
+    assert handle.stats().unable == {}
+
+
+def test_nothing_is_verified_by_a_planner_that_is_told_not_to():
+    model = make(CountsInArray)
+    handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1, verify=0)
+    steps(model, 3)
+    assert handle.stats().unable == {}
+
+
+@pytest.mark.parametrize("verify", [-1, True, "often", 1.5])
+def test_what_is_no_count_is_refused(verify):
+    with pytest.raises(ConfigError, match=re.escape(f"verify={verify!r}: expected how many forwards")):
+        offload(make(Pure), recipe="recompute", verify=verify)
+
+
+def test_a_store_without_room_verifies_nothing_and_changes_nothing():
+    model = make(Pure)
+    handle = offload(model, recipe="recompute", verify=1, host_limit=64)
+    assert_equal(steps(model, 3), steps(make(Pure), 3))
+    assert handle.stats().kept[Reason.STORE_FULL].count > 0
+    assert handle.stats().unable == {}
+    differing = make(CountsInArray)
+    handle = offload(differing, recipe="recompute", verify=1, host_limit=64)
+    steps(differing, 1)
+    assert handle.stats().unable == {}  # nothing to fall back to
+
+
+def test_iterators_given_as_arguments_are_found():
+    def draw(model):
+        numbers = itertools.count(1.0)
+        return [t for seed in range(1) for t in step(model, seed, lambda: None, numbers)]
+
+    class Draws(Region):
+        def factor(self, numbers):
+            return next(numbers)
+
+    model, twin = make(Draws), make(Draws)
+    offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match="is kept"):
+        ours = draw(model)
+    assert_equal(ours, draw(twin))
+
+
+@pytest.mark.parametrize("name", ["recompute", "left out"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_reproduces_itself_is_found_to_do_so(case, name):
+    handles = []
+
+    def apply(model):
+        handles.append(offload(model, recipe=RECIPES[name], verify=1))
+
+    assert_equal(case(apply, CPU), case(lambda model: None, CPU))
+    found = [handle.stats().unable.get(Unable.DIFFERED, 0) for handle in handles]
+    assert found == [0] * len(handles)

@@ -84,7 +84,7 @@ class OffloadHandle:
         """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
 
     def stats(self) -> Stats:
-        """Totals since `offload`, and what the plan promises and the last steps did."""
+        """Totals since `offload`; budget, prediction and measurement of the current plan."""
         stats = self._scope.ledger.read(self._engines)
         plan, control = self._plan, self._control
         stats.budget_bytes = plan.budget_bytes if control is None else control.asked_bytes

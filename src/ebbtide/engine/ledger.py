@@ -74,10 +74,11 @@ class Stats:
         host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
         host_captured_bytes: of `host_bytes`, what captured graphs keep for their replays, until release_memory().
         budget_bytes: the budget of the user; None without one.
-        predicted_step_s, predicted_peak_bytes: of the plan at hand; None for a plan without a prediction.
-        measured_step_s: the typical one of the last steps by that plan; None without a planner, and before such steps.
-        measured_peak_bytes: the peak of a step by that plan. Until a step was measured, and without a budget, the
-            device's own record (`torch.accelerator.max_memory_allocated()`); None on the CPU, which has no record.
+        predicted_step_s, predicted_peak_bytes: of the current plan; None for a plan without a prediction.
+        measured_step_s: median of the last steps by the current plan; None without a planner, and before such steps.
+        measured_peak_bytes: the peak of a step by the current plan. Until such a step was measured, and without a
+            budget, the device's own record (`torch.accelerator.max_memory_allocated()`); None on the CPU, for lack of
+            a record.
     """
 
     parcels: Tally = field(default_factory=Tally)

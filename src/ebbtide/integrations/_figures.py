@@ -1,4 +1,4 @@
-"""Figures of a training: what its loggers get on the way, and what is left of it behind its end."""
+"""Figures of a training: metrics for loggers on the way, and a result after the end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from ebbtide.reports.table import stats_text
 
 
 class Figures:
-    """`Stats.metrics` of all `handles` together: totals since the last call of `read`, added up; of states the largest,
-    because models of one device share memory and store."""
+    """`Stats.metrics` of all `handles` together: totals since the last call of `read`, added up; the largest state of
+    each kind, because models on one device share memory and store."""
 
     def __init__(self, handles: Iterable[OffloadHandle]) -> None:
         self._handles = list(handles)

@@ -159,7 +159,7 @@ class Control:
 
     @property
     def measured(self) -> tuple[float, int]:
-        """Seconds and peak in bytes of a step by the plan at hand; 0: unknown as yet."""
+        """Seconds and peak in bytes of a step by the current plan; 0: unknown as yet."""
         return (0.0, 0) if self.upkeep is None else self.upkeep.measured
 
     @property

@@ -163,7 +163,7 @@ class Upkeep:
 
     @property
     def measured(self) -> tuple[float, int]:
-        """Seconds of a typical one of the last steps by the plan at hand, and its peak in bytes; 0: unknown as yet."""
+        """Median seconds of the last steps by the current plan, and peak in bytes; 0: unknown as yet."""
         return self._size.follow.typical_s, self._size.follow.peak_bytes
 
     @property

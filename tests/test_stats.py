@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import ebbtide
 from ebbtide._bytes import GIB
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.engine.ledger import TOTALS, Sample, Stats, Tally
+from ebbtide.integrations._figures import Figures
 from ebbtide.types import Memory, Reason, Unable
 
 SETTINGS = {"store": "disk", "min_bytes": 1}
@@ -155,3 +157,14 @@ def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(rem
     loss.backward()
     assert rig.stats.measured_peak_bytes == peak
     assert rig.stats.metrics().get("ebbtide/measured_peak_gib") == (3 if peak else None)
+
+
+def test_trainers_with_several_models_add_totals_up_and_take_the_largest_states():
+    handles = [SimpleNamespace(stats=all_known), SimpleNamespace(stats=lambda: Stats(out=Tally(1, GIB)))]
+    figures = Figures(handles)
+    handles[1].stats = lambda: Stats(out=Tally(3, 6 * GIB), host_bytes=4 * GIB)
+    handles[0].stats = lambda: Stats(out=Tally(9, 5 * GIB), budget_bytes=40 * GIB)
+    metrics = figures.read()
+    assert metrics["ebbtide/moved_gib"] == (5 - 3) + (6 - 1)
+    assert (metrics["ebbtide/host_gib"], metrics["ebbtide/budget_gib"]) == (4, 40)
+    assert figures.read()["ebbtide/moved_gib"] == 0

@@ -87,8 +87,17 @@ class OffloadHandle:
         """Module of each region, by name: the repeated blocks, and what recipes and plans have made one."""
 
     def stats(self) -> Stats:
-        """Totals since `offload`."""
-        return self._scope.ledger.read(self._engines)
+        """Totals since `offload`; budget, prediction and measurement of the current plan."""
+        stats = self._scope.ledger.read(self._engines)
+        plan, control = self._plan, self._control
+        stats.budget_bytes = plan.budget_bytes if control is None else control.asked_bytes
+        if plan.predicted is not None:
+            stats.predicted_step_s, stats.predicted_peak_bytes = plan.predicted.step_s, plan.predicted.peak_bytes
+        if control is not None:
+            step_s, peak_bytes = control.measured
+            stats.measured_step_s = step_s or None
+            stats.measured_peak_bytes = peak_bytes or stats.measured_peak_bytes
+        return stats
 
     def report(self) -> str:
         """The figures of `stats` as a table."""

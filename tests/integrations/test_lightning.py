@@ -1,5 +1,8 @@
 """Lightning's own Trainer with the callback, and Fabric with one line."""
 
+import csv
+import json
+
 import lightning.pytorch
 import pytest
 import pytorch_lightning
@@ -9,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ModuleError
+from ebbtide.engine.ledger import TOTALS
 from ebbtide.integrations.lightning import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -213,6 +217,41 @@ def test_what_moves_or_runs_again_the_same_is_refused(wrapper, settings, message
 
     with pytest.raises(ConfigError, match=message):
         trained(OffloadCallback(**MOVES, **settings), make=make)
+
+
+@pytest.mark.parametrize("settings", [{**MOVES, "budget": "16GiB"}, ALL], ids=["budget", "everything"])
+def test_the_result_lives_on(settings):
+    callback = OffloadCallback(**settings)
+    assert callback.result is None
+    watcher = Watcher(callback)
+    trained(watcher, callback)
+    result = callback.result
+    assert result.stats().parcels.count == watcher.parcels[-1] > 0
+    assert result.report() in str(result)
+    assert (result.plan.predicted is not None) == (result.profile is not None) == ("budget" in settings)
+    json.dumps(result.stats().to_dict())
+
+
+def test_the_result_of_a_fit_that_failed():
+    callback = OffloadCallback(**ALL)
+    with pytest.raises(RuntimeError, match="this step"):
+        trained(callback, Watcher(callback, fails_at=2))
+    assert callback.result.stats().parcels.count > 0
+
+
+def test_metrics_reach_the_loggers(tmp_path):
+    """Also those that are known from the first planned step on only."""
+    callback = OffloadCallback(**MOVES, budget="16GiB")
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    trained(callback, logger=logger, log_every_n_steps=1)
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["ebbtide/moved_gib"]]
+    assert len(logged) == 8
+    assert all(row[name] for row in logged for name in (*TOTALS, "ebbtide/host_gib", "ebbtide/budget_gib"))
+    assert not logged[0]["ebbtide/predicted_peak_gib"]
+    assert float(logged[-1]["ebbtide/predicted_peak_gib"]) > 0
+    whole = callback.result.stats().metrics()
+    assert sum(float(row["ebbtide/moved_gib"]) for row in logged) == pytest.approx(whole["ebbtide/moved_gib"])
 
 
 def test_a_fit_that_failed_leaves_the_module_to_the_next():

@@ -1,6 +1,10 @@
 """transformers' own Trainer with the callback, the mixin and the arguments; and TRL's trainers that have no switch."""
 
+import gc
 import inspect
+import json
+import pickle
+import weakref
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -19,6 +23,7 @@ from transformers import (
 
 import ebbtide
 from ebbtide import ConfigError, ModuleError, Plan, PlanError, compat
+from ebbtide.engine.ledger import TOTALS
 from ebbtide.integrations.transformers import ActivationOffloadingMixin, OffloadArguments, OffloadCallback
 from ebbtide.module import handle_of
 from ebbtide.plans import Recipe, RegionPlan
@@ -249,6 +254,91 @@ def test_trls_switch_and_the_callback_are_refused(tmp_path):
         )
     with pytest.raises(ConfigError, match="activation_offloading= and OffloadCallback move the same"):
         trainer.train()
+
+
+class Seen(TrainerCallback):
+    """As a reporter, which stands before the callbacks of the user."""
+
+    def __init__(self, callback):
+        self.callback = callback
+        self.logs = []
+        self.packed = 0
+        self.begun = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begun += 1
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.packed = self.callback.result.stats().parcels.count
+
+
+STATES = {"ebbtide/budget_gib", "ebbtide/predicted_peak_gib", "ebbtide/predicted_step_ms"}
+
+
+@pytest.mark.parametrize("settings", [ALL, {**MOVES, "budget": "16GiB"}], ids=["everything", "budget"])
+def test_reporters_that_come_first_see_the_metrics(tmp_path, settings):
+    callback = OffloadCallback(**settings)
+    before, behind = Seen(callback), Seen(callback)
+    ours = trained(tmp_path, before, callback, behind)
+    assert same(ours, trained(tmp_path))
+    assert (before.begun, behind.begun) == (1, 1)
+    metrics = {name for name in before.logs[0] if name.startswith("ebbtide/")}
+    assert metrics >= TOTALS | {"ebbtide/host_gib"}
+    assert all(metrics <= entry.keys() for entry in [*before.logs, *ours.state.log_history])
+    assert behind.logs == before.logs
+    last = ours.state.log_history[-1]
+    assert (last.keys() >= STATES) == ("budget" in settings)
+    assert last.get("ebbtide/budget_gib", 16) == 16
+    json.dumps(ours.state.log_history)
+
+
+@pytest.mark.parametrize("make", [Trainer, OffloadingTrainer])
+def test_logs_add_up_to_the_metrics_of_the_whole_training(tmp_path, make):
+    given = {"offload": ALL} if make is OffloadingTrainer else {}
+    callbacks = [] if given else [OffloadCallback(**ALL)]
+    ours = trained(tmp_path, *callbacks, make=make, **given)
+    callback = ours.offload_callback if given else callbacks[0]
+    whole = callback.result.stats().metrics()
+    assert whole["ebbtide/moved_gib"] > 0
+    for name in ("moved_gib", "kept_gib", "recomputed_gib", "misses"):
+        added = sum(entry[f"ebbtide/{name}"] for entry in ours.state.log_history)
+        assert added == whole[f"ebbtide/{name}"]
+
+
+@pytest.mark.parametrize("settings", [{**MOVES, "budget": "16GiB"}, ALL], ids=["budget", "everything"])
+def test_the_result_lives_on(tmp_path, settings):
+    callback = OffloadCallback(**settings)
+    assert callback.result is None
+    seen = Seen(callback)
+    ours = trained(tmp_path, callback, seen)
+    assert seen.packed > 0  # as of now, while it runs
+    result = callback.result
+    assert result.stats().parcels.count >= seen.packed
+    assert result.report() in str(result)
+    assert "moved out" in result.report()
+    assert str(result.plan) in str(result)
+    assert (result.plan.predicted is not None) == (result.profile is not None) == ("budget" in settings)
+    assert json.loads(json.dumps(result.stats().to_dict()))["parcels"]["count"] == result.stats().parcels.count
+    assert pickle.loads(pickle.dumps(result)) == result
+    model = weakref.ref(ours.model)
+    del ours
+    gc.collect()
+    assert model() is None
+
+
+def test_the_result_of_a_training_that_failed(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("the first step")
+
+    callback = OffloadCallback(**ALL)
+    with pytest.raises(RuntimeError, match="the first step"):
+        trained(tmp_path, callback, Failing())
+    assert callback.result.stats().parcels.count > 0
+    callback.handle.remove()
 
 
 def test_a_training_that_failed_leaves_the_model_to_the_next(tmp_path):

@@ -212,6 +212,9 @@ def test_the_plugin_computes_the_same_and_its_figures_join_the_logs(plugins, tmp
     assert len(moved) == 3
     assert all(moved)
     assert isinstance(trained[0].callback_handler.callbacks[0], OffloadCallback)
+    (plugin,) = plugins.plugins.values()
+    assert plugin.result.stats().out.nbytes > 0
+    assert "moved out" in str(plugin.result)
     assert_same(trained, train(tmp_path, False, False))
 
 

@@ -4,6 +4,7 @@ The transformer is diffusers' Wan: FastVideo's own has kernels for CUDA.
 """
 
 import importlib.util
+import json
 import logging
 from types import SimpleNamespace
 
@@ -122,6 +123,10 @@ def test_a_training_computes_the_same(offload, training):
     assert list(callback.offloaded.handles) == ["role_modules.student.transformer"]
     moved = [metrics["ebbtide/moved_gib"] > 0 for metrics in method.logged if "ebbtide/moved_gib" in metrics]
     assert len(moved) == STEPS
+    assert callback.result.keys() == callback.offloaded.handles.keys()
+    (result,) = callback.result.values()
+    assert json.loads(json.dumps(result.stats().to_dict()))["out"]["count"] == result.stats().out.count
+    assert result.report() in str(result)
     assert any(moved) == ("budget" in offload or offload.keys() > {"store", "min_bytes"})
     assert not any(module._forward_pre_hooks for module in method.modules())
 

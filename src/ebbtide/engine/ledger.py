@@ -4,10 +4,10 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from ebbtide._bytes import MIB, format_bytes
+from ebbtide._bytes import GIB, MIB, format_bytes
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
 from ebbtide.types import Device, Reason, StreamEvent, Unable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _TIMINGS_IN_FLIGHT = 512
 BYTES_A_SAMPLE = 8 * MIB
+_WEIGHTS = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
 
 
 @dataclass
@@ -72,6 +73,12 @@ class Stats:
         out_sample, in_sample: copies that were timed, from which the rates of the lanes come.
         host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
         host_captured_bytes: of `host_bytes`, what captured graphs keep for their replays, until release_memory().
+        budget_bytes: the budget of the user; None without one.
+        predicted_step_s, predicted_peak_bytes: of the current plan; None for a plan without a prediction.
+        measured_step_s: median of the last steps by the current plan; None without a planner, and before such steps.
+        measured_peak_bytes: the peak of a step by the current plan. Until such a step was measured, and without a
+            budget, the device's own record (`torch.accelerator.max_memory_allocated()`); None on the CPU, for lack of
+            a record.
     """
 
     parcels: Tally = field(default_factory=Tally)
@@ -94,6 +101,11 @@ class Stats:
     host_bytes: int = 0
     host_reserved_bytes: int = 0
     host_captured_bytes: int = 0
+    budget_bytes: int | None = None
+    predicted_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
+    measured_step_s: float | None = None
+    measured_peak_bytes: int | None = None
 
     @property
     def out_gb_per_s(self) -> float:
@@ -110,6 +122,63 @@ class Stats:
         """Pack calls seen."""
         return self.parcels.count + self.shared.count + sum(tally.count for tally in self.kept.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the saved tensors in `kept` but for weights and buffers. A storage counts once per saved tensor."""
+        return sum(tally.nbytes for reason, tally in self.kept.items() if reason not in _WEIGHTS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes and properties as JSON has them: enums by name, bytes and seconds as numbers, None as null::
+
+        Path("stats.json").write_text(json.dumps(handle.stats().to_dict()))
+        """
+        return {
+            **asdict(self),
+            "kept": {reason.name: asdict(tally) for reason, tally in self.kept.items()},
+            "unable": {why.name: count for why, count in self.unable.items()},
+            "kept_bytes": self.kept_bytes,
+            "saves": self.saves,
+            "out_gb_per_s": self.out_gb_per_s,
+            "in_gb_per_s": self.in_gb_per_s,
+        }
+
+    def metrics(self, since: "Stats | None" = None) -> dict[str, float]:
+        """One flat dict for a logger, the keys that trainers log too: `ebbtide/moved_gib`, `ebbtide/stall_ms`, ...::
+
+        wandb.log(handle.stats().metrics())
+
+        Args:
+            since: earlier stats of the same entry point: TOTALS are counted from there on.
+
+        Budget, predictions and measurements are left out where they are unknown.
+        """
+        before = {} if since is None else since._totals()
+        totals = {name: total - before.get(name, 0) for name, total in self._totals().items()}
+        gib = {
+            "host_gib": self.host_bytes,
+            "budget_gib": self.budget_bytes,
+            "predicted_peak_gib": self.predicted_peak_bytes,
+            "measured_peak_gib": self.measured_peak_bytes,
+        }
+        ms = {"predicted_step_ms": self.predicted_step_s, "measured_step_ms": self.measured_step_s}
+        states = {name: nbytes / GIB for name, nbytes in gib.items() if nbytes is not None}
+        states |= {name: seconds * 1e3 for name, seconds in ms.items() if seconds is not None}
+        return {f"ebbtide/{name}": value for name, value in {**totals, **states}.items()}
+
+    def _totals(self) -> dict[str, float]:
+        return {
+            "moved_gib": self.out.nbytes / GIB,
+            "kept_gib": self.kept_bytes / GIB,
+            "recomputed_gib": self.recomputed.nbytes / GIB,
+            "misses": self.misses.count,
+            "stall_ms": (self.stall_forward_s + self.stall_backward_s) * 1e3,
+            "stall_forward_ms": self.stall_forward_s * 1e3,
+            "stall_backward_ms": self.stall_backward_s * 1e3,
+        }
+
+
+TOTALS = frozenset(f"ebbtide/{name}" for name in Stats()._totals())
+"""The metrics that grow from step to step; the others are as they are now."""
 
 _TALLIES = [f for f in fields(Stats) if f.type in (Tally, Sample)]
 
@@ -137,7 +206,9 @@ class Ledger:
     def read(self, engines: Iterable["Engine"]) -> Stats:
         """A copy of the totals, and what the stores hold now."""
         self.settle()
+        engines = list(engines)
         stores = [engine.store_stats() for engine in engines]
+        peaks = [engine.device.memory().peak_bytes for engine in engines if engine.device.remembers_peak]
         return replace(
             self.stats,
             **{tally.name: replace(getattr(self.stats, tally.name)) for tally in _TALLIES},
@@ -146,6 +217,7 @@ class Ledger:
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),
+            measured_peak_bytes=max(peaks, default=0) or None,
         )
 
     def warn_store_failed(self, error: BaseException) -> None:

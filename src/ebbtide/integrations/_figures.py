@@ -1,35 +1,65 @@
-"""What trainers log."""
+"""Figures of a training: metrics for loggers on the way, and a result after the end."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ebbtide._bytes import GIB
-from ebbtide.engine.ledger import Stats
+from ebbtide.engine.ledger import TOTALS, Stats
 from ebbtide.module import OffloadHandle
+from ebbtide.planner.profile import Profile
+from ebbtide.plans import Plan
+from ebbtide.reports.table import stats_text
 
 
 class Figures:
-    """`ebbtide/moved_gib` and `ebbtide/stall_ms` of all `handles` together, since they were read last, and
-    `ebbtide/host_gib` as it is."""
+    """`Stats.metrics` of all `handles` together: totals since the last call of `read`, added up; the largest state of
+    each kind, because models on one device share memory and store."""
 
     def __init__(self, handles: Iterable[OffloadHandle]) -> None:
         self._handles = list(handles)
-        self._before = _totals(self._stats())
+        self._before = self._stats()
 
     def read(self) -> dict[str, float]:
-        stats = self._stats()
-        before, self._before = self._before, _totals(stats)
-        moved_bytes, stall_s = (now - then for now, then in zip(self._before, before, strict=True))
-        return {
-            "ebbtide/moved_gib": moved_bytes / GIB,
-            "ebbtide/stall_ms": stall_s * 1e3,
-            "ebbtide/host_gib": max((each.host_bytes for each in stats), default=0) / GIB,  # they share a store
-        }
+        before, self._before = self._before, self._stats()
+        merged: dict[str, float] = {}
+        for earlier, now in zip(before, self._before, strict=True):
+            for name, value in now.metrics(since=earlier).items():
+                others = merged.get(name, 0)
+                merged[name] = others + value if name in TOTALS else max(others, value)
+        return merged
 
     def _stats(self) -> list[Stats]:
         return [handle.stats() for handle in self._handles]
 
 
-def _totals(stats: list[Stats]) -> tuple[float, float]:
-    """Bytes moved out, and seconds of stall."""
-    moved_bytes = sum(each.out.nbytes for each in stats)
-    return moved_bytes, sum(each.stall_forward_s + each.stall_backward_s for each in stats)
+@dataclass(frozen=True)
+class Result:
+    """Plan, profile and stats of a training, under the names of a handle. Data alone: no model is kept alive::
+
+        trainer.train()
+        print(callback.result)
+        json.dumps(callback.result.stats().to_dict())
+
+    Attributes:
+        plan: the last one of the training.
+        profile: measured or given; None without a planner, and for a training too short to measure one.
+    """
+
+    plan: Plan
+    profile: Profile | None
+    _stats: Stats
+
+    @staticmethod
+    def of(handle: OffloadHandle) -> "Result":
+        """The state of `handle` now."""
+        return Result(handle.plan, handle.profile, handle.stats())
+
+    def stats(self) -> Stats:
+        """Totals of the whole training."""
+        return self._stats
+
+    def report(self) -> str:
+        """The figures of `stats` as a table."""
+        return stats_text(self._stats)
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n{self.report()}"

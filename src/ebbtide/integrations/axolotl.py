@@ -12,6 +12,7 @@ from typing import Any
 from ebbtide import compat
 from ebbtide._errors import ConfigError
 from ebbtide._extras import extra
+from ebbtide.integrations._figures import Result
 from ebbtide.integrations.transformers import OffloadCallback
 
 with extra("axolotl"):
@@ -71,12 +72,18 @@ class EbbtidePlugin(_BasePlugin):
     """Offloads as the block `ebbtide:` says, or where there is none as `activation_offloading:` does; with neither,
     what the link carries without slowing the step.
 
-    The figures of `OffloadCallback` join the logs, for reporters too.
+    The figures of `OffloadCallback` join the logs, for reporters too. `PluginManager.get_instance()` has the plugin.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._installed = compat.Installed([])
+        self._callback: OffloadCallback | None = None
+
+    @property
+    def result(self) -> Result | None:
+        """`OffloadCallback.result` of the training; None with `activation_offloading:`, whose trainer has a context."""
+        return None if self._callback is None else self._callback.result
 
     def get_input_args(self) -> str:
         """Where the config keys are."""
@@ -90,12 +97,12 @@ class EbbtidePlugin(_BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Offload from the beginning of its training to the end."""
+        self._callback = None
         if cfg.activation_offloading:
             return
         settings: dict[str, Any] = dict(cfg.ebbtide or {})
-        trainer.add_callback(OffloadCallback(**settings))
-        callbacks: list[Any] = trainer.callback_handler.callbacks
-        callbacks.insert(0, callbacks.pop())  # before the reporters, whose logs the figures join
+        self._callback = OffloadCallback(**settings)
+        trainer.add_callback(self._callback)
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Put Axolotl's own back."""

@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from ebbtide._extras import extra
-from ebbtide.integrations._figures import Figures
+from ebbtide.integrations._figures import Figures, Result
 from ebbtide.integrations.diffusers import OffloadedTransformers, offload_transformers
 
 with extra("fastvideo"):
@@ -22,8 +22,9 @@ class OffloadCallback(Callback):
             _target_: ebbtide.integrations.fastvideo.OffloadCallback
             budget: 40GiB
 
-    `ebbtide/moved_gib` and `ebbtide/stall_ms` (since the step before) and `ebbtide/host_gib` go to the run's trackers.
-    At the end of a training its figures and the memory profile are logged.
+    `Stats.metrics` of all transformers together go to the run's trackers: totals since the step before, states as they
+    are.
+    At the end of a training the report and the memory profile are logged.
 
     Args:
         settings: of `ebbtide.offload`.
@@ -34,6 +35,8 @@ class OffloadCallback(Callback):
     def __init__(self, **settings: Any) -> None:
         self.offloaded = OffloadedTransformers()
         """Of the training that runs, or has ended."""
+        self.result: dict[str, Result] = {}
+        """Plan, report and stats of the last training that has ended, by transformer."""
         self._settings = settings
         self._figures = Figures([])
 
@@ -47,4 +50,5 @@ class OffloadCallback(Callback):
 
     def on_train_end(self, method: Any, iteration: int = 0) -> None:
         _log.info("%s\n%s", self.offloaded.report(), self.offloaded.memory_profile())
+        self.result = {name: Result.of(handle) for name, handle in self.offloaded.handles.items()}
         self.offloaded.remove()

@@ -8,7 +8,7 @@ import ebbtide
 from ebbtide._errors import ModuleError
 from ebbtide._extras import extra, is_installed
 from ebbtide.integrations._alone import check_alone
-from ebbtide.integrations._figures import Figures
+from ebbtide.integrations._figures import Figures, Result
 
 with extra("lightning"):
     if is_installed("lightning") or not is_installed("pytorch_lightning") or TYPE_CHECKING:
@@ -34,8 +34,7 @@ class OffloadCallback(Callback):
 
         trainer = Trainer(callbacks=[OffloadCallback(budget="40GiB")], ...)
 
-    `ebbtide/moved_gib` and `ebbtide/stall_ms` (both of one batch) and `ebbtide/host_gib` are logged, as `self.log` of
-    the LightningModule does it.
+    `Stats.metrics` are logged, as `self.log` of the LightningModule does: totals of one batch, states as they are.
 
     Args:
         module: the name of the submodule to offload, "student"; it is called in `training_step`, as `self.student(x)`.
@@ -54,8 +53,14 @@ class OffloadCallback(Callback):
         self._logs = logs
         self._settings = settings
         self._figures = Figures([])
+        self._result: Result | None = None
         self._called: _Called | None = None
         self._forward: object = None  # of the LightningModule itself, if it is not its class's
+
+    @property
+    def result(self) -> Result | None:
+        """Plan, report and stats of the fit that runs, as of now, or of the last one; None before the first."""
+        return self._result if self.handle is None else Result.of(self.handle)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove(trainer, pl_module)  # of a fit that ended without a word
@@ -90,8 +95,10 @@ class OffloadCallback(Callback):
                 vars(pl_module)["forward"] = self._forward
         self._called = None
         if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
+            handle, self.handle = self.handle, None
+            self._figures = Figures([])
+            handle.remove()  # before the result: of a device that has failed, nothing can be read
+            self._result = Result.of(handle)
 
 
 def _submodule(pl_module: LightningModule, name: str) -> torch.nn.Module:

@@ -1,5 +1,6 @@
 """transformers' Trainer and its subclasses, those of TRL too: a callback, a mixin, and arguments for a parser."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -8,11 +9,12 @@ from ebbtide._errors import ConfigError
 from ebbtide._extras import extra
 from ebbtide.integrations._alone import check_alone, check_compiled, check_deepspeed
 from ebbtide.integrations._arguments import OffloadArguments
-from ebbtide.integrations._figures import Figures
+from ebbtide.integrations._figures import Figures, Result
 
 with extra("transformers"):
     from accelerate.state import AcceleratorState, is_initialized
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 
 __all__ = ["ActivationOffloadingMixin", "OffloadArguments", "OffloadCallback"]
 
@@ -24,8 +26,8 @@ class OffloadCallback(TrainerCallback):
 
         trainer = Trainer(model, args, callbacks=[OffloadCallback(budget="40GiB")], ...)
 
-    Its figures join the logs: `ebbtide/moved_gib` and `ebbtide/stall_ms` since the log before, `ebbtide/host_gib` as it
-    is. Reporters that were added before it (wandb, tensorboard) do not see them: use `ActivationOffloadingMixin`.
+    `Stats.metrics` join the logs, for `state.log_history` and all reporters (W&B, TensorBoard): totals since the log
+    before, states as they are. The callback takes the first place among the Trainer's for that.
 
     Args:
         takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves, instead of an error.
@@ -39,10 +41,15 @@ class OffloadCallback(TrainerCallback):
     def __init__(self, *, takes_over: bool = False, **settings: Any) -> None:
         self.handle: ebbtide.OffloadHandle | None = None
         """While a training runs."""
-        self.joins_logs = True
         self._takes_over = takes_over
         self._settings = settings
         self._figures = Figures([])
+        self._result: Result | None = None
+
+    @property
+    def result(self) -> Result | None:
+        """Plan, report and stats of the training that runs, as of now, or of the last one; None before the first."""
+        return self._result if self.handle is None else Result.of(self.handle)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -51,6 +58,7 @@ class OffloadCallback(TrainerCallback):
         self._check_alone(args, given["model"])
         self.handle = ebbtide.offload(given["model"], **self._settings)
         self._figures = Figures([self.handle])
+        _come_first(self)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._remove()
@@ -63,7 +71,7 @@ class OffloadCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if logs is not None and self.joins_logs:
+        if logs is not None:
             figures = self.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
@@ -74,8 +82,10 @@ class OffloadCallback(TrainerCallback):
 
     def _remove(self) -> None:
         if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
+            handle, self.handle = self.handle, None
+            self._figures = Figures([])
+            handle.remove()  # before the result: of a device that has failed, nothing can be read
+            self._result = Result.of(handle)
 
     def _check_alone(self, args: TrainingArguments, model: Any) -> None:
         if getattr(args, "activation_offloading", False):
@@ -107,6 +117,19 @@ class OffloadCallback(TrainerCallback):
         check_alone(model, self._settings, "OffloadCallback")  # what was switched on beside the arguments
 
 
+def _come_first(callback: OffloadCallback) -> None:
+    """Reporters stand before the callbacks of the user, and see in the logs what callbacks before them have added. No
+    argument of an event leads to the list of callbacks, but its caller has one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        handler: Any = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)  # those behind keep their places in the event that is under way
+            return
+        frame = frame.f_back
+
+
 def _checkpointing_kwargs(args: TrainingArguments) -> dict[str, Any]:
     for name in _CHECKPOINTING:
         kwargs: Any = getattr(args, f"{name}_kwargs", None)
@@ -136,12 +159,5 @@ class ActivationOffloadingMixin:
         if offload is not None:
             settings = offload.settings() if isinstance(offload, OffloadArguments) else offload
             self.offload_callback = OffloadCallback(**settings)
-            self.offload_callback.joins_logs = False  # ours have joined them before any reporter sees them
             trainer: Any = self
             trainer.add_callback(self.offload_callback)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With our figures."""
-        figures = {} if self.offload_callback is None else self.offload_callback.figures()
-        trainer: Any = super()
-        trainer.log({**logs, **figures}, *args, **kwargs)

@@ -159,6 +159,16 @@ class Control:
         return self._measured if self.upkeep is None else self.upkeep.profile
 
     @property
+    def asked_bytes(self) -> int | None:
+        """The user's budget, or the smallest of all ranks'; None without one, and for a share of an unknown device."""
+        return self._asked_bytes() or None
+
+    @property
+    def measured(self) -> tuple[float, int]:
+        """Seconds and peak in bytes of a step by the current plan; 0: unknown as yet."""
+        return (0.0, 0) if self.upkeep is None else self.upkeep.measured
+
+    @property
     def runs_again(self) -> bool:
         """Whether the first steps run every region again."""
         return self._budget_of is not None or self._looks_again

@@ -162,6 +162,11 @@ class Upkeep:
         return {tokens: size.follow.plan for tokens, size in self._sizes.items()}
 
     @property
+    def measured(self) -> tuple[float, int]:
+        """Median seconds of the last steps by the current plan, and peak in bytes; 0: unknown as yet."""
+        return self._size.follow.typical_s, self._size.follow.peak_bytes
+
+    @property
     def budget_bytes(self) -> int | None:
         """What is planned for: the budget less what measured peaks were beyond the predicted ones."""
         return self._allowance.planned_bytes(self._size.tokens)

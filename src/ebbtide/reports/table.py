@@ -61,6 +61,7 @@ def _sections(stats: Stats) -> list[Section]:
         ("parcels", _parcels(stats)),
         ("saves kept on the device", _kept(stats)),
         *_regions(stats),
+        *_step(stats),
         ("stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]),
         ("link", [_rate("out", stats.out_gb_per_s), _rate("in", stats.in_gb_per_s)]),
         ("store", _store(stats)),
@@ -94,6 +95,19 @@ def _regions(stats: Stats) -> list[Section]:
         *(Row(f"not prepared: {why.value}", str(count), "") for why, count in stats.unable.items()),
     ]
     return [("regions that run again", rows)] if stats.recomputed.count or stats.unable else []
+
+
+def _step(stats: Stats) -> list[Section]:
+    """Of a plan and of the steps by that plan, as far as known."""
+    times = {"predicted time": stats.predicted_step_s, "measured time": stats.measured_step_s}
+    sizes = {
+        "budget": stats.budget_bytes,
+        "predicted peak": stats.predicted_peak_bytes,
+        "measured peak": stats.measured_peak_bytes,
+    }
+    rows = [_time(label, seconds) for label, seconds in times.items() if seconds is not None]
+    rows += [_size(label, nbytes) for label, nbytes in sizes.items() if nbytes is not None]
+    return [("step", rows)] if rows else []
 
 
 def _store(stats: Stats) -> list[Row]:

@@ -19,6 +19,7 @@ from ebbtide._torch import cuda_is_capturing, current_stream
 from ebbtide.devices.capture import capture_of, is_captured_in_parts
 from ebbtide.devices.cpu import HostEvent
 from ebbtide.devices.host_memory import memory_errors
+from ebbtide.devices.pinned import pinned_bytes
 from ebbtide.types import Memory, Wait
 
 _CYCLES_PER_S = 1.5e9  # of a GPU, about
@@ -122,6 +123,9 @@ class AcceleratorDevice:
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         with _on_cpus(self._near_cpus), memory_errors():
+            pinned = pinned_bytes(nbytes, self.torch_device)
+            if pinned is not None:
+                return pinned
             # The device is named, or a default device of the user's would be pinned, which torch refuses.
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 

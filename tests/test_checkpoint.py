@@ -886,9 +886,7 @@ def hidden(contexts):
     return lambda: tuple(map(entering, contexts()))
 
 
-RESPECTS = (
-    [None, False, True] if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters else [None]
-)
+RESPECTS = [None, False, True] if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters else [None]
 """What a user may say of hooks: nothing before torch 2.14."""
 
 

@@ -100,9 +100,7 @@ class _Adapter:
             if self._original is not None:
                 self._replace(self._stand_in, self._original)
 
-    def _bundled(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
-    ) -> _Run:
+    def _bundled(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> _Run:
         return self._run(fn, args, kwargs, options)
 
     def _spread(
@@ -174,7 +172,7 @@ def _modules() -> list[ModuleType]:
 
 
 def _name_of_function() -> str | None:
-    """The function that `checkpoint` calls; None if torch's file is not as in a release that this one was written for."""
+    """The function that `checkpoint` calls; None if torch's file is as in no release that this one was written for."""
     mode, enough = (getattr(torch_checkpoint, name, None) for name in (_MODE, _ENOUGH))
     if not inspect.isclass(mode) or not inspect.isclass(enough) or "policy_fn" not in _parameters(mode):
         return None

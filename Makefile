@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-trainers test-torch check format gpu bench clean
+.PHONY: demo test test-trainers test-torch test-newest check format gpu bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
@@ -33,20 +33,24 @@ test-with-fastvideo: .trainers/fastvideo/ready
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target .trainers/$* -r $<
 	touch $@
 
-# The suite on another release of torch, in a venv of its own: make test-torch TORCH=2.12.0. Several GB, for the index
-# has other releases with CUDA only; they run without a GPU too.
+# The suite, or TESTS of it, on another release of torch, which lies beside the environment and hides its own: make
+# test-torch TORCH=2.12.0. Some GB, for most indexes have builds with CUDA only; they run without a GPU too.
 TORCH ?= 2.12.0
-OTHER := .venv-torch-$(TORCH)
+TESTS ?= tests
 
-test-torch: $(OTHER)/ready
-	$(OTHER)/bin/python -m pytest
+test-torch: .torch/$(TORCH)/ready
+	PYTHONPATH=$(CURDIR)/.torch/$(TORCH) $(BIN)/python -c "import torch; assert (torch.__version__ + '+').startswith('$(TORCH)+')"
+	PYTHONPATH=$(CURDIR)/.torch/$(TORCH) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
-$(OTHER)/ready: pyproject.toml constraints.txt
-	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install -q torch==$(TORCH)
-	$(OTHER)/bin/python -m pip install -q -c $(OTHER)/constraints.txt torch==$(TORCH) -e '.[dev]'
+.torch/%/ready: $(VENV)/ready
+	$(BIN)/python -m pip install -q --upgrade --target .torch/$* torch==$*
 	touch $@
+
+# What pip brings today: the parts of the suite that lean on torch.
+NEWEST := 2.15.0
+
+test-newest:
+	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="$(LEANS_ON_TORCH)"
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -70,7 +74,7 @@ bench: $(VENV)/ready
 	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.without_gpu
 	$(BIN)/python -m benchmarks.tables
 
-# torch first and alone: asked for by another package it could arrive as the CUDA build.
+# torch first and alone: asked for by another package it could arrive as another release, or another build of this one.
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
@@ -78,4 +82,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .trainers .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .torch .trainers .pytest_cache .ruff_cache .hypothesis build dist

@@ -11,7 +11,7 @@ import ebbtide
 # With a model of a usual size on a GPU leave these out: the context moves all then, and the handle what costs no time,
 # or what budget="20GiB" asks for.
 tiny = {"min_bytes": 1, "window": "1KiB", "store": "host" if torch.accelerator.is_available() else "mock"}
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class Block(nn.Module):

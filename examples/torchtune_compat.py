@@ -14,7 +14,7 @@ from ebbtide import compat
 compat.install("torchtune")  # the one line to add
 if not torch.accelerator.is_available():
     compat.torchtune.OffloadActivations.settings = {"store": "mock"}  # without it, nothing is offloaded on the CPU
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 torch.manual_seed(0)
 model = llama2(vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=32).to(device)

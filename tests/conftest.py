@@ -1,9 +1,18 @@
 """For every test."""
 
+import importlib.util
+
 import pytest
 import torch
 
 from ebbtide._torch import has_compiled_code
+
+if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without it
+    from hypothesis import HealthCheck, settings
+
+    # A property holds on a busy machine too: whatever looks at a clock is off.
+    settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no clocks")
 
 
 @pytest.fixture(autouse=True, scope="session")

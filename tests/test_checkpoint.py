@@ -25,7 +25,9 @@ from ebbtide.stores.host import HostStore
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
-NAME = "_checkpoint_without_reentrant_generator"
+SPREAD, BUNDLED = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+NAME = BUNDLED if hasattr(torch_checkpoint, BUNDLED) else SPREAD
+"""The function that this release's checkpoint calls: the second since torch 2.14."""
 MM = torch.ops.aten.mm.default
 
 
@@ -873,6 +875,188 @@ def test_contexts_of_the_users_own_are_entered_and_left():
         assert noted == ["forward entered", "forward left", "second entered", "second left"]
 
 
+@contextlib.contextmanager
+def entering(context):
+    """Hides the class of a context."""
+    with context:
+        yield
+
+
+def hidden(contexts):
+    return lambda: tuple(map(entering, contexts()))
+
+
+RESPECTS = [None, False, True] if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters else [None]
+"""What a user may say of hooks: nothing before torch 2.14."""
+
+
+def respecting(respects):
+    return {} if respects is None else {"respect_saved_tensors_hooks": respects}
+
+
+@pytest.mark.parametrize("respects", RESPECTS)
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("member", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True])
+def test_saved_outputs_travel_if_the_user_says_so(member, is_hidden, respects):
+    """From torch 2.14 on a user can say so. Whether or not, torch has nothing to warn about."""
+    rig = Rig()
+    contexts = selective(on([MM], member, other=CheckpointPolicy.PREFER_RECOMPUTE))
+    contexts = hidden(contexts) if is_hidden else contexts
+    ours, ran = selected(rig.context, contexts, **respecting(respects))
+    plain, least = selected(contextlib.nullcontext(), None)
+    assert_equal(ours, plain)
+    assert ran == least
+    assert rig.stats.parcels.count == 3 * (2 + (3 if respects else 0))
+    rig.check_at_rest()
+
+
+@pytest.mark.parametrize("respects", RESPECTS)
+def test_mixtures_with_saved_outputs(respects):
+    for contexts in [*map(selective, MIXTURES.values()), selective(lambda ctx, op, *args, **kwargs: True)]:
+        rig = Rig()
+        ours, ran = selected(rig.context, contexts, **respecting(respects))
+        plain, least = selected(contextlib.nullcontext(), None)
+        assert_equal(ours, plain)
+        assert ran == least
+        rig.check_at_rest()
+
+
+@pytest.mark.skipif(True not in RESPECTS, reason="torch hands no saved outputs to hooks")
+def test_saved_outputs_that_travel_and_are_changed_in_place_run_again():
+    """A copy may be under way while they change."""
+
+    def region(x, *weights):
+        for weight in weights:
+            x = (x @ weight).mul_(0.5).add_(0.1).sigmoid()
+        return x.tanh()
+
+    contexts = selective([MM])
+    ours, ran = selected(Rig().context, contexts, region, respect_saved_tensors_hooks=True)
+    plain, least = selected(contextlib.nullcontext(), None, region)
+    assert_equal(ours, plain)
+    assert ran == least + 3
+
+
+@pytest.mark.parametrize("respects", RESPECTS)
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_saved_outputs_in_nested_checkpoints_stay(is_hidden, respects):
+    def run(door, contexts):
+        x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(8, 8)
+
+        def inner(x):
+            return again(products, x, w, w, context_fn=contexts, **respecting(respects))
+
+        with door:
+            loss = again(lambda *, h: inner(h.sin()).exp(), h=x * 2.0).sum()
+            loss.backward()  # the second run finds hooks too
+        return [loss.detach(), x.grad, w.grad]
+
+    for member in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
+        contexts = selective(on([MM], member))
+        contexts = hidden(contexts) if is_hidden else contexts
+        rig = Rig()
+        ours = run(rig.context, contexts)
+        assert_equal(ours, run(contextlib.nullcontext(), contexts))
+        assert rig.stats.parcels.count == 1  # the input of the outer one
+        rig.check_at_rest()
+
+
+@pytest.mark.parametrize("respects", RESPECTS)
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("recipe", ["keep", "offload", "recompute", "selective"])
+def test_saved_outputs_in_regions_with_recipes(recipe, is_hidden, respects):
+    contexts = selective([torch.ops.aten.addmm.default])
+    contexts = hidden(contexts) if is_hidden else contexts
+
+    class Checkpointed(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            return again(self.part, x, context_fn=contexts, **respecting(respects))
+
+    class Tower(Transformer):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer.mlp = Checkpointed(layer.mlp)
+
+    model, twin = make(Tower, CPU), make(Tower, CPU)
+    handle = offload(model, recipe=recipe)
+    for step in range(3):
+        model.zero_grad()
+        twin.zero_grad()
+        assert_equal(finish(model(tokens(CPU, step)), model), finish(twin(tokens(CPU, step)), twin))
+    assert handle.stats().host_bytes == 0
+
+
+def test_composable_checkpoint_with_saved_outputs():
+    """It says nothing of hooks to torch."""
+    from torch.distributed._composable import checkpoint as composable
+
+    def run(door):
+        layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU)
+        for layer in layers:
+            composable(layer, context_fn=selective([torch.ops.aten.addmm.default]))
+        batch = Data(CPU).leaf(6, 8)
+        torch.manual_seed(0)
+        with door:
+            x = batch * 1.5
+            for layer in layers:
+                x = layer(x)
+            loss = x.square().mean()
+        return finish(loss, batch, layers)
+
+    rig = Rig()
+    assert_equal(run(rig.context), run(contextlib.nullcontext()))
+    rig.check_at_rest()
+
+
+@pytest.mark.skipif(not hasattr(torch_checkpoint, "_is_cacheable_effect"), reason="torch runs all effects again")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_effects_are_not_had_twice(order):
+    """torch saves outputs of operators with effects, also those that a policy wants offloaded."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    had = []
+    with torch.library._scoped_library("ebbtide_tests", "FRAGMENT") as library:
+        library.define("noted(Tensor x) -> Tensor")
+        library.impl("noted", lambda x: had.append(None) or x * 2.0, "CompositeExplicitAutograd")
+        noted = torch.ops.ebbtide_tests.noted.default
+        effect = _register_effectful_op(noted, _EffectType.ORDERED)
+        members = [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.MUST_RECOMPUTE]
+        members = [members[number] for number in order]
+
+        def region(x, w):
+            x = x + noted(x.detach() + 1.0).sin() * w
+            return x.sin() * noted(x.detach()).cos()
+
+        def run(door, contexts):
+            had.clear()
+            x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)
+            with door:
+                loss = again(region, x * 2.0, w, context_fn=contexts).sum()
+            loss.backward()
+            return [loss.detach(), x.grad, w.grad], len(had)
+
+        def contexts():
+            left = list(members)
+
+            def policy(ctx, op, *args, **kwargs):
+                return left.pop(0) if op is noted else CheckpointPolicy.PREFER_RECOMPUTE
+
+            return create_selective_checkpoint_contexts(policy)
+
+        rig = Rig()
+        ours, times = run(rig.context, contexts)
+        plain, without = run(contextlib.nullcontext(), contexts)
+        assert_equal(ours, plain)
+        assert times == without == 3
+        rig.check_at_rest()
+        effect.destroy()
+
+
 def test_calls_that_fail_are_counted():
     """The region of a recipe tries what it cannot do first."""
 
@@ -1081,10 +1265,39 @@ def test_signature_is_torchs():
     with Rig().context:
         something_moves()
         theirs, ours = inspect.signature(original), inspect.signature(getattr(torch_checkpoint, NAME))
-    assert list(ours.parameters) == list(theirs.parameters)
-    for name, parameter in theirs.parameters.items():
-        assert ours.parameters[name].default == parameter.default, name
-        assert ours.parameters[name].kind is parameter.kind, name
+    if NAME is SPREAD:
+        assert list(ours.parameters) == list(theirs.parameters)
+    else:
+        assert [*ours.parameters.values()].pop().kind is inspect.Parameter.VAR_KEYWORD  # options
+    for name, parameter in ours.parameters.items():
+        if name == "options":
+            continue
+        assert theirs.parameters[name].default == parameter.default, name
+        assert theirs.parameters[name].kind is parameter.kind, name
+
+
+@pytest.mark.parametrize("options", [{}, {"novelty": 3}, {"respect_saved_tensors_hooks": True, "early_stop": False}])
+def test_options_of_later_releases_are_handed_on(monkeypatch, options):
+    """Whatever `checkpoint` passes, to a function that bundles arguments, arrives there; hooks are never torch's."""
+    arrived = []
+
+    def later(
+        fn, args, kwargs, *, preserve_rng_state=True, context_fn=torch_checkpoint.noop_context_fn, early_stop=True,
+        respect_saved_tensors_hooks=None, novelty=0,
+    ):  # fmt: skip
+        arrived.append((fn(*args, **kwargs), early_stop, respect_saved_tensors_hooks, novelty))
+        yield
+
+    _checkpoint.undo()
+    monkeypatch.setattr(torch_checkpoint, BUNDLED, later, raising=False)
+    with Rig().context:
+        something_moves()
+        run = getattr(torch_checkpoint, BUNDLED)(lambda a, b: (a, b), (1,), {"b": [2]}, **options)
+        assert list(run) == [None]
+    assert run.__name__ == "later"
+    assert arrived == [((1, [2]), options.get("early_stop", True), False, options.get("novelty", 0))]
+    _checkpoint.undo()
+    assert getattr(torch_checkpoint, BUNDLED) is later
 
 
 # -- under all orders of copies ----------------------------------------------------------------------------------------

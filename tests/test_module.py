@@ -232,7 +232,7 @@ def materialised(model):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"recipe": "recompute"}, {"window": None, "budget": "1GiB"}], ids=["all", "recipe", "budget"]
+    "settings", [{}, {"recipe": "recompute"}, {"window": None, "budget": "64GiB"}], ids=["all", "recipe", "budget"]
 )
 def test_a_model_on_the_meta_device_is_planned_for_when_it_is_there(settings):
     model = Transformer().to("meta")
@@ -249,7 +249,7 @@ def test_a_model_on_the_meta_device_is_planned_for_when_it_is_there(settings):
 
 def test_what_is_said_of_a_model_on_the_meta_device_holds_when_it_is_there():
     model = Transformer().to("meta")
-    handle = offload(model, window=None, budget="1GiB")
+    handle = offload(model, window=None, budget="64GiB")
     handle.set_recipe("recompute")
     assert_equal(three_steps(materialised(model)), three_steps(make(Transformer, CPU)))
     assert set(handle.recipes.values()) == {ebbtide.Recipe("recompute")}

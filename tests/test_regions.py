@@ -77,6 +77,7 @@ def test_blocks_are_what_forward_enters(module, names):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_compiled_block_is_entered():
     assert list(find_regions(listed(torch.compile(Block()), torch.compile(Block())))) == ["0", "1"]
     assert list(find_regions(listed(*(torch.jit.script(Norm()) for _ in range(2))))) == ["0", "1"]

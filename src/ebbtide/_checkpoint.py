@@ -14,6 +14,10 @@ offloaded. So from the first door on we stand in for the one function that keeps
    calls to run again. Our mode outside of torch's takes them in forward; one inside of torch's hands them out when it
    comes to running them again. Where a policy offloads nothing, the second run is torch's alone.
 4. All this only where the innermost hooks are ours, and never while a graph is traced; else calls are handed on.
+5. From torch 2.14 on a checkpoint can hand outputs that a policy saves to the hooks around
+   (respect_saved_tensors_hooks=True), and warns where a user has not chosen. torch calls hooks inside of operators,
+   where aliases count no versions: so torch is always told False, and outputs that a user wants handed over go the way
+   of CPU_OFFLOAD.
 """
 
 import contextlib
@@ -39,8 +43,12 @@ from ebbtide.recompute.dear import returns_no_new_memory
 from ebbtide.recompute.frame import Frame, SecondRun
 from ebbtide.recompute.outputs import HeldOutputs, Intake, Serving, rng_after, rng_before
 
-_NAME = "_checkpoint_without_reentrant_generator"
-_PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args", "kwargs")
+_BUNDLED = "_checkpoint_without_reentrant_generator_impl"
+"""From torch 2.14 on: (fn, args, kwargs, *, options). Options of later releases are handed on."""
+_SPREAD = "_checkpoint_without_reentrant_generator"
+"""Before: (fn, options, *args, **kwargs)."""
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_RESPECTS = "respect_saved_tensors_hooks"
 _MODE = "_CachingTorchDispatchMode"
 _ENOUGH = "_StopRecomputationError"
 # These have the function under its name too, once somebody has imported them.
@@ -60,7 +68,11 @@ class _Adapter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_settled = False
+        self._name = ""
         self._original: Callable[..., _Run] | None = None
+        self._options: frozenset[str] = frozenset()
+        """Names of the options that the original knows."""
+        self._stand_in: Callable[..., _Run] | None = None
 
     def install(self) -> None:
         """Called whenever a door is entered; does something the first time."""
@@ -70,22 +82,28 @@ class _Adapter:
             if self._is_settled:
                 return
             self._is_settled = True
-            if not _is_known():
+            name = _name_of_function()
+            if name is None:
                 _warn_of_unknown()
                 return
-            found = getattr(torch_checkpoint, _NAME)
-            if found is not self:
-                self._original = found
-                self._replace(found, self)
+            found = getattr(torch_checkpoint, name)
+            if found is not self._stand_in:
+                self._name, self._original = name, found
+                self._options = frozenset(inspect.signature(found).parameters)
+                self._stand_in = self._bundled if name == _BUNDLED else self._spread
+                self._replace(found, self._stand_in)
 
     def undo(self) -> None:
         """As it was before any door. Checkpoints that ran inside of one still run backward."""
         with self._lock:
             self._is_settled = False
             if self._original is not None:
-                self._replace(self, self._original)
+                self._replace(self._stand_in, self._original)
 
-    def __call__(
+    def _bundled(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> _Run:
+        return self._run(fn, args, kwargs, options)
+
+    def _spread(
         self,
         fn: Callable[..., Any],
         preserve_rng_state: bool = True,
@@ -96,23 +114,52 @@ class _Adapter:
         *args: Any,
         **kwargs: Any,
     ) -> _Run:
-        assert self._original is not None
-        place = _here() if self._is_settled and torch.is_grad_enabled() and not _is_traced() else None
+        values = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+        return self._run(fn, args, kwargs, dict(zip(_OPTIONS, values, strict=True)))
+
+    def _run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> _Run:
+        if not self._is_settled or not torch.is_grad_enabled() or _is_traced():
+            return self._call_original(fn, args, kwargs, options)
+        place = _place_of(top_hooks())
+        if place is None and _place_of(_hooks_of_user()) is None:
+            return self._call_original(fn, args, kwargs, options)
+        options = self._with_contexts(None if place is None else place.desk, options)
         if place is None:
-            options = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-            return self._original(fn, *options, *args, **kwargs)
-        if context_fn is not noop_context_fn and place.desk is not None:
-            context_fn = _offloading(context_fn, place.desk, preserve_rng_state)
-        options = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+            return self._call_original(fn, args, kwargs, options)
         rebound = _Rebound(place, fn, args, kwargs)
         if not rebound.is_needed:
-            return self._original(fn, *options, *args, **kwargs)
-        return _closing(rebound, self._original(rebound, *options, *rebound.seen_by_torch(args)))
+            return self._call_original(fn, args, kwargs, options)
+        return _closing(rebound, self._call_original(rebound, tuple(rebound.seen_by_torch(args)), {}, options))
+
+    def _with_contexts(self, desk: Desk | None, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` for torch: hooks around are not its business, and outputs may be packed by `desk`, if there is one.
+
+        Without one, in a region's second run or inside of another checkpoint, all outputs stay.
+        """
+        respects = bool(options.get(_RESPECTS))
+        knows_hooks = _RESPECTS in self._options
+        if knows_hooks:
+            options = {**options, _RESPECTS: False}
+        context_fn = options.get("context_fn", noop_context_fn)
+        if context_fn is noop_context_fn or (desk is None and not knows_hooks):
+            return options
+        preserves_rng = options.get("preserve_rng_state", True)
+        return {**options, "context_fn": _offloading(context_fn, desk, preserves_rng, respects)}
+
+    def _call_original(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> _Run:
+        assert self._original is not None
+        if self._name == _BUNDLED:
+            return self._original(fn, args, kwargs, **options)
+        return self._original(fn, *(options[name] for name in _OPTIONS), *args, **kwargs)
 
     def _replace(self, old: object, new: object) -> None:
         for module in _modules():
-            if getattr(module, _NAME, None) is old:
-                setattr(module, _NAME, new)
+            if getattr(module, self._name, None) is old:
+                setattr(module, self._name, new)
 
 
 _ADAPTER = _Adapter()
@@ -124,16 +171,25 @@ def _modules() -> list[ModuleType]:
     return [torch_checkpoint, *(sys.modules[name] for name in _IMPORTERS if name in sys.modules)]
 
 
-def _is_known() -> bool:
-    """Whether torch's file is as in the releases that this one was written for."""
-    function, mode, enough = (getattr(torch_checkpoint, name, None) for name in (_NAME, _MODE, _ENOUGH))
-    if not callable(function) or not inspect.isclass(mode) or not inspect.isclass(enough):
-        return False
+def _name_of_function() -> str | None:
+    """The function that `checkpoint` calls; None if torch's file is as in no release that this one was written for."""
+    mode, enough = (getattr(torch_checkpoint, name, None) for name in (_MODE, _ENOUGH))
+    if not inspect.isclass(mode) or not inspect.isclass(enough) or "policy_fn" not in _parameters(mode):
+        return None
+    bundled, spread = (_parameters(getattr(torch_checkpoint, name, None)) for name in (_BUNDLED, _SPREAD))
+    if bundled[:3] == ("fn", "args", "kwargs") and {"preserve_rng_state", "context_fn"} <= set(bundled[3:]):
+        return _BUNDLED
+    return _SPREAD if not bundled and spread == ("fn", *_OPTIONS, "args", "kwargs") else None
+
+
+def _parameters(function: object) -> tuple[str, ...]:
+    """Their names; () if there are none to be seen."""
+    if not callable(function):
+        return ()
     try:
-        parameters, settings = (tuple(inspect.signature(known).parameters) for known in (function, mode))
+        return tuple(inspect.signature(function).parameters)
     except ValueError:  # not written in Python
-        return False
-    return parameters == _PARAMETERS and "policy_fn" in settings
+        return ()
 
 
 def _warn_of_unknown() -> None:
@@ -159,9 +215,11 @@ class _Place(NamedTuple):
     desk: Desk | None
 
 
-def _here() -> _Place | None:
-    """None unless the innermost hooks of this thread are ours: the door's, or those of a region that runs again."""
-    hooks = top_hooks()
+_Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def _place_of(hooks: _Hooks | None) -> _Place | None:
+    """None unless the hooks are ours: the door's, or those of a region that runs again."""
     if hooks is None:
         return None
     pack, unpack = hooks
@@ -171,6 +229,11 @@ def _here() -> _Place | None:
     if isinstance(owner, Frame):
         return _Place(pack, unpack, owner.desk)
     return _Place(pack, unpack, None) if isinstance(owner, SecondRun) else None
+
+
+def _hooks_of_user() -> _Hooks | None:
+    """The innermost hooks that are not a checkpoint's own, to a torch that looks behind those."""
+    return getattr(torch_checkpoint, "_current_user_saved_tensors_hooks", top_hooks)()
 
 
 def _is_traced() -> bool:
@@ -336,13 +399,15 @@ _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _NOT_ASKED = object()
 
 
-def _offloading(context_fn: Callable[[], _Contexts], desk: Desk, preserves_rng: bool) -> Callable[[], _Contexts]:
+def _offloading(
+    context_fn: Callable[[], _Contexts], desk: Desk | None, preserves_rng: bool, moves_saved: bool
+) -> Callable[[], _Contexts]:
     """The user's pair of contexts, and what policies in them want offloaded between the two."""
 
     def contexts() -> _Contexts:
         forward, second = context_fn()
-        outputs = _Outputs(desk, preserves_rng)
-        return _Forward(forward, outputs), _Second(second, outputs)
+        outputs = None if desk is None else _Outputs(desk, preserves_rng)
+        return _Forward(forward, outputs, moves_saved), second if outputs is None else _Second(second, outputs)
 
     return contexts
 
@@ -360,20 +425,32 @@ class _Outputs:
 
 
 class _Forward:
-    """The user's context around the forward, and our mode outside of the selective one that it enters, if it does."""
+    """The user's context around the forward, and our mode outside of the selective one that it enters, if it does.
 
-    def __init__(self, context: contextlib.AbstractContextManager[Any], outputs: _Outputs) -> None:
+    Args:
+        outputs: None where none can be packed.
+        moves_saved: whether outputs that a policy saves are packed too.
+    """
+
+    def __init__(
+        self, context: contextlib.AbstractContextManager[Any], outputs: _Outputs | None, moves_saved: bool
+    ) -> None:
         self._context = context
         self._outputs = outputs
+        self._moves_saved = moves_saved
         self._mode: _PolicyHolding | None = None
 
     def __enter__(self) -> Any:
+        selective: Any = getattr(torch_checkpoint, _MODE)
         depth = len(dispatch_mode_stack())
         entered = self._context.__enter__()
-        # The innermost and of this very class: calls then come to it, and on from it, one by one and as they are.
         modes = dispatch_mode_stack()[depth:]
-        if modes and type(modes[-1]) is getattr(torch_checkpoint, _MODE):
-            self._mode = _PolicyHolding(modes[-1], self._outputs)
+        for mode in modes:
+            if isinstance(mode, selective) and hasattr(mode, _RESPECTS):
+                setattr(mode, _RESPECTS, False)  # torch tells only those that it is given bare
+        # The innermost and of this very class: calls then come to it, and on from it, one by one and as they are.
+        if self._outputs is not None and modes and type(modes[-1]) is selective:
+            self._mode = _PolicyHolding(modes[-1], self._outputs, self._moves_saved)
             self._mode.__enter__()
         return entered
 
@@ -393,10 +470,11 @@ class _PolicyHolding(OperatorMode):
     when the call has returned.
     """
 
-    def __init__(self, selective: Any, outputs: _Outputs) -> None:
+    def __init__(self, selective: Any, outputs: _Outputs, moves_saved: bool) -> None:
         super().__init__()
         self._selective = selective
         self._policy = selective.policy_fn
+        self._moves_saved = moves_saved
         self._answer: object = _NOT_ASKED
         self._outputs = outputs
         self._intake = Intake(outputs.desk, compares=True)
@@ -412,9 +490,10 @@ class _PolicyHolding(OperatorMode):
             out = op(*args, **kwargs)
         finally:
             answer = self._answer
-            if not (answer is _NOT_ASKED or answer is True or answer in _SAVED):
+            runs_again = not (answer is _NOT_ASKED or _is_saved(op, answer))
+            if runs_again:
                 self._intake.count(op)  # torch will let this call through in the second run
-        if answer in _AWAY and not returns_no_new_memory(op):
+        if runs_again and answer in _AWAY and not returns_no_new_memory(op):
             self._outputs.held = self._intake.held
             self._intake.take(op, args, out, self._outputs.desk.stays, rng_after(before))
         self._intake.follow(op, args, out)
@@ -426,9 +505,21 @@ class _PolicyHolding(OperatorMode):
         self._intake.close(is_whole)
         self._intake.held.drop_modified()
 
-    def _ask(self, *args: Any, **kwargs: Any) -> Any:
-        self._answer = answer = self._policy(*args, **kwargs)
+    def _ask(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = self._policy(context, op, *args, **kwargs)
+        if self._moves_saved and (answer is True or answer in _SAVED):
+            answer = CheckpointPolicy.MUST_CPU_OFFLOAD
+        self._answer = answer
         return answer
+
+
+def _is_saved(op: Any, answer: object) -> bool:
+    """Whether torch saves the output itself: for the policy's answer, or because `op` has an effect that may not be had
+    twice (torch 2.15)."""
+    if answer is True or answer in _SAVED:
+        return True
+    is_effect: Callable[[Any], bool] | None = getattr(torch_checkpoint, "_is_cacheable_effect", None)
+    return is_effect is not None and answer is not CheckpointPolicy.MUST_RECOMPUTE and is_effect(op)
 
 
 class _Second:

@@ -1,6 +1,6 @@
 """What ebbtide needs of torch that torch keeps behind underscores or leaves untyped: one line each, in one place.
 
-All of it exists in torch 2.11, 2.12 and 2.13.
+All of it exists in torch 2.11 to 2.15.
 """
 
 import inspect

@@ -96,7 +96,7 @@ def test_the_thread_ends_when_the_stream_dies():
     assert thread.is_alive()
     del stream
     gc.collect()
-    thread.join(timeout=60)
+    thread.join()
     assert not thread.is_alive()
 
 
@@ -116,7 +116,7 @@ def test_work_that_has_run_holds_nothing():
     weakref.finalize(memory, is_freed.set).atexit = False
     stream.submit(memory.sum).result()
     del memory
-    assert is_freed.wait(timeout=60)
+    assert is_freed.wait()
 
 
 @pytest.mark.parametrize("returned", [None, 42])

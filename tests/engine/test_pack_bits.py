@@ -61,7 +61,7 @@ def of_saves(stats):
 # -- bytes to bits and back --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(min_size=1, max_size=200), st.sampled_from([8, 64, 4096]))
 def test_any_bytes_come_back_as_their_truth_values(data, chunk_bytes):
     memory = torch.tensor(list(data), dtype=torch.uint8)
@@ -132,7 +132,7 @@ def truth(t):
     return t.as_strided(t.shape, t.stride()).view(torch.uint8).ne(0).tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(masks())
 def test_any_view_is_rebuilt_from_its_bits(t):
     span = span_of(t, t.untyped_storage().nbytes())
@@ -148,7 +148,7 @@ def test_any_view_is_rebuilt_from_its_bits(t):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(masks(), min_size=1, max_size=3), st.sampled_from(list(DEVICES)))
 def test_any_masks_round_trip_through_the_engine(tensors, device):
     rig = Rig(DEVICES[device]())

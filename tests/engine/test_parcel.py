@@ -50,7 +50,7 @@ def check_same_view(got, wanted):
     assert raw(got) == raw(wanted)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(views())
 def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     span = span_of(t, t.untyped_storage().nbytes())
@@ -64,7 +64,7 @@ def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     check_same_view(geometry.view(source, span.start), t)  # forwarded: used from where it was
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(views())
 def test_spans_are_small_and_aligned(t):
     storage_nbytes = t.untyped_storage().nbytes()
@@ -80,7 +80,7 @@ def test_spans_are_small_and_aligned(t):
         assert span.nbytes <= max(2 * 8 * dense_nbytes + 512, 512)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(views(), min_size=1, max_size=4))
 @example([torch.zeros(16, 512)[:, :1].expand(-1, 4)])
 @example([torch.zeros(64, 128, dtype=torch.complex64).conj()[:, 3]])

@@ -234,7 +234,7 @@ def launched(run, kind, is_offloaded, folder, port):
         for rank in range(RANKS)
     ]
     try:
-        errors = [process.communicate(timeout=400)[1] for process in processes]
+        errors = [process.communicate(timeout=1800)[1] for process in processes]  # one that died holds up the rest
     finally:
         for process in processes:
             process.kill()

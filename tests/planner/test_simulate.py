@@ -146,7 +146,7 @@ def test_a_name_that_is_visited_twice_has_one_window():
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_peak_stays_within_the_budget(data):
     step = data.draw(profiles(most_regions=5))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
@@ -158,7 +158,7 @@ def test_the_peak_stays_within_the_budget(data):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_more_memory_never_costs_time(data):
     step = data.draw(profiles(most_regions=5))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
@@ -169,7 +169,7 @@ def test_more_memory_never_costs_time(data):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_only_steps_that_take_longer_are_given_up(data):
     step = data.draw(profiles(most_regions=5))
     share, rate = data.draw(st.sampled_from([0.0, 0.013, 0.3, 0.9])), data.draw(st.sampled_from([1e9, 1e10]))
@@ -183,7 +183,7 @@ def test_only_steps_that_take_longer_are_given_up(data):
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_step_is_never_faster_than_what_it_is_made_of(data):
     step = data.draw(profiles(most_regions=5))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner.generated import profiles
 from planner.workloads import MS, around, layers, profile, region
@@ -74,14 +74,12 @@ def all_figures(step):
 
 
 @given(profiles(shared_names=True))
-@settings(deadline=None)
 def test_of_profiles_that_are_alike_it_is_one_of_them(step):
     assert slowest([step]) == step
     assert slowest([step, step, step]) == step
 
 
 @given(of_two_ranks())
-@settings(deadline=None)
 def test_no_rank_has_a_larger_figure(steps):
     agreed = all_figures(slowest(steps))
     for step in steps:
@@ -89,13 +87,11 @@ def test_no_rank_has_a_larger_figure(steps):
 
 
 @given(of_two_ranks())
-@settings(deadline=None)
 def test_the_order_of_ranks_does_not_matter(steps):
     assert all_figures(slowest(steps)) == all_figures(slowest(steps[::-1]))
 
 
 @given(of_two_ranks())
-@settings(deadline=None)
 def test_no_rank_has_less_host_or_device_memory_or_a_slower_link(steps):
     agreed = slowest(steps)
     for step in steps:
@@ -112,7 +108,6 @@ def test_no_rank_has_less_host_or_device_memory_or_a_slower_link(steps):
 
 
 @given(of_one_model(), st.data())
-@settings(deadline=None)
 def test_whatever_is_chosen_no_rank_needs_a_larger_budget(steps, data):
     agreed = slowest(steps)
     recipes = [data.draw(st.sampled_from(options_of(region))).recipe for region in agreed.regions]

@@ -63,7 +63,7 @@ def by_brute_force(step, budget, only_moves=False):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_that_can_be_chosen_is_faster(data):
     step = data.draw(profiles(most_regions=2))
     solver = Solver(step)
@@ -80,7 +80,7 @@ def test_nothing_that_can_be_chosen_is_faster(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_larger_budget_is_never_slower(data):
     solver = Solver(data.draw(profiles(shared_names=True)))
     small = solver.smallest_budget() + data.draw(st.integers(0, 100)) * MB
@@ -89,7 +89,7 @@ def test_a_larger_budget_is_never_slower(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_bound_holds_for_all_that_can_be_chosen(data):
     """Unlike a prediction's, which is cut at its own step."""
     step = data.draw(profiles(most_regions=2))
@@ -110,7 +110,7 @@ def test_the_bound_holds_where_nothing_is_looked_at_behind_the_last_region():
 
 
 @given(profiles())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_leanest_plan_is_found_without_trying_all(step):
     model = Model(step, False)
     choices = product(*(range(len(unit.recipes)) for unit in model.units))
@@ -132,7 +132,7 @@ def test_the_leanest_plan_counts_what_other_graphs_keep_of_later_regions():
 
 
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_many_regions_are_no_exception(data):
     """Too many for all assignments: the properties hold all the same."""
     kinds = data.draw(profiles(most_regions=2)).regions
@@ -339,7 +339,7 @@ def test_without_a_budget_a_link_that_disturbs_compute_moves_nothing():
 
 
 @given(profiles(most_regions=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_without_a_budget_nothing_gets_worse(step):
     predicted = solve(step, None).predicted
     kept = uniform(step, Recipe("keep"))

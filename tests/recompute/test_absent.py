@@ -398,7 +398,7 @@ def test_courses_are_kept_for_the_latest_few():
 
 def profile_of(make):
     model = Layers(make)
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    handle = ebbtide.offload(model, budget="64GiB", store="mock", min_bytes=1)
     for _ in range(2):
         steps(model)
     assert handle.profile is not None

@@ -315,7 +315,7 @@ def test_queued_work_holds_the_memory_of_its_parcel(store):
     assert not is_freed.is_set()
     gate.set()
     landed.result()
-    assert is_freed.wait(timeout=60)
+    assert is_freed.wait()
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_the_threads_end_with_close(folder, make_device):
     assert all(thread.daemon for thread in mine)
     store.close()
     for thread in mine:
-        thread.join(timeout=60)
+        thread.join()
     assert not any(thread.is_alive() for thread in mine)
 
 
@@ -442,7 +442,7 @@ def test_memory_lives_until_the_copy_into_it_has_run(late):
         del dst
         arrived.result()
         assert not is_freed.is_set()
-    assert is_freed.wait(timeout=60)
+    assert is_freed.wait()
 
 
 def test_memory_of_a_read_that_failed_lives_until_its_copies_have_run(late, monkeypatch):
@@ -466,7 +466,7 @@ def test_memory_of_a_read_that_failed_lives_until_its_copies_have_run(late, monk
     del dst, arrived
     block.extent.reader = None
     gc.collect()
-    assert is_freed.wait(timeout=60)
+    assert is_freed.wait()
 
 
 def test_on_an_accelerator_room_is_reused_behind_its_last_reader(late):

@@ -205,7 +205,7 @@ def results(tmp_path_factory):
         for rank in range(RANKS)
     ]
     try:
-        errors = [process.communicate(timeout=900)[1][-4000:] for process in processes]
+        errors = [process.communicate(timeout=1800)[1][-4000:] for process in processes]
     finally:
         for process in processes:
             process.kill()

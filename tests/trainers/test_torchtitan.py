@@ -194,7 +194,7 @@ def run_python(*arguments):
     for name in example.ONE_RANK:
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -133,6 +133,96 @@ def test_changed_between_two_saves_is_two_parcels(rig):
     del unused
 
 
+RECURRENT = {
+    "GRU": lambda: (nn.GRU(8, 16), Data(CPU).leaf(5, 4, 8)),
+    "GRUCell": lambda: (nn.GRUCell(8, 16), Data(CPU).leaf(4, 8)),
+    "LSTMCell": lambda: (nn.LSTMCell(8, 16), Data(CPU).leaf(4, 8)),
+}
+
+
+def _run_recurrent(kind, door):
+    torch.manual_seed(0)
+    model, x = RECURRENT[kind]()
+    with door:
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = out.exp().sin().sum()
+    return finish(loss, x, model)
+
+
+def _saved_storages(run):
+    """The storages of what `run` saves in forward, without leaves and views of leaves."""
+    storages = {}
+
+    def pack(t):
+        if not any(owner is not None and owner.is_leaf and owner.requires_grad for owner in (t, t._base)):
+            storages[t.untyped_storage()] = t.untyped_storage().nbytes()
+        return t
+
+    run(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+    return storages
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_parts_changed_in_place_are_no_more_bytes_than_their_storages(kind, rig):
+    """The gates of a cell are unsafe_chunk()s of a storage, each with a version counter."""
+    _run_recurrent(kind, rig.context)
+    most_bytes = sum(_saved_storages(lambda door: _run_recurrent(kind, door)).values())
+    assert 0 < rig.stats.parcels.nbytes <= most_bytes
+    same(lambda door: _run_recurrent(kind, door), rig)
+    check_moved(rig)
+
+
+def _parts(door, shape=(6, 24), dim=-1, change=None):
+    """Three parts, each changed in place and saved by two operators; `change` is given all three behind that."""
+    x = Data(CPU).leaf(*shape)
+    with door:
+        parts = (x * 1.5).unsafe_chunk(3, dim)
+        a, b, c = (part.sigmoid_() for part in parts)
+        loss = (a * b * c).exp().sin().sum() + c.sin().sum()
+    if change is not None:
+        with torch.no_grad():
+            change(parts)
+    return loss, x
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6, 24), -1), ((600, 8), 0)], ids=["columns", "rows"])
+def test_each_part_changed_in_place_is_one_parcel_of_its_own_bytes(shape, dim, rig):
+    same(lambda door: finish(*_parts(door, shape, dim)), rig, times=1)
+    part_nbytes = 4 * shape[0] * shape[1] // 3
+    # The parts, a * b, and the result of exp. Ranges of a storage start at a multiple of 512 bytes.
+    assert rig.stats.parcels.count == 5
+    assert rig.stats.parcels.nbytes < 5 * part_nbytes + 3 * 512
+    check_moved(rig)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_change_of_a_part_after_its_save_raises(number, rig):
+    def change(parts):
+        parts[number].add_(1.0)
+
+    loss, _ = _parts(contextlib.nullcontext(), change=change)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss, _ = _parts(rig.context, change=change)
+    with pytest.raises(ebbtide.ModifiedError, match="saved at version 1 and is at version 2"):
+        loss.backward()
+
+
+def test_a_part_changed_between_two_saves_is_two_parcels(rig):
+    def run(door):
+        x = Data(CPU).leaf(6, 24)
+        with door:
+            a, b = (x * 1.5).unsafe_chunk(2, -1)
+            unused = a.add_(1.0).sin()
+            loss = (a.mul_(2.0).cos() * b.sigmoid_()).exp().sum()
+        del unused
+        return finish(loss, x)
+
+    same(run, rig)
+    check_moved(rig)
+
+
 # -- what stays --------------------------------------------------------------------------------------------------------
 
 

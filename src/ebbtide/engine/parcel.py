@@ -213,6 +213,7 @@ class Parcel:
         is_resident: counted among what waits on the outbound lane.
         is_ahead: counted among what was fetched before anybody asked.
         is_retained: listed among what a graph that is kept has brought back.
+        gathered: the view that the elements were gathered from; None for bytes as the storage has them.
         witnesses: further counters of the same bytes, with what they read when the parcel was made: a later save shares
             it only if all of them still do.
     """
@@ -223,6 +224,7 @@ class Parcel:
         "block",
         "counter",
         "engine",
+        "gathered",
         "home",
         "is_ahead",
         "is_awaited",
@@ -278,6 +280,7 @@ class Parcel:
         self.is_ahead = False
         self.is_retained = False
         self.ref: ClaimRef | None = None
+        self.gathered: Geometry | None = None
         self.witnesses: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @property
@@ -317,22 +320,38 @@ _SPARSE = 8
 _MOST = 0.5
 
 
-def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
+def span_of(t: torch.Tensor, storage_nbytes: int, sparse: float = _SPARSE, most: float = _MOST) -> Span:
     """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered.
 
     Of booleans as bits, whichever it is.
+
+    Args:
+        sparse: elements of a view are gathered if its range has more than this many times their bytes.
+        most: the whole storage travels if the range is at least this share of the storage.
     """
     item = t.element_size()
     is_bits = item == 1 and t.dtype is torch.bool
     dense_nbytes = t.numel() * item
     range_nbytes = dense_nbytes if t.is_contiguous() else _reach(t.shape, t.stride()) * item
-    if dense_nbytes * _SPARSE < range_nbytes:
+    if dense_nbytes * sparse < range_nbytes:
         return Span(0, dense_nbytes, True, is_bits)
-    if range_nbytes >= _MOST * storage_nbytes:
+    if range_nbytes >= most * storage_nbytes:
         return _whole(storage_nbytes, is_bits)
     first = storage_offset(t) * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False, is_bits)
+
+
+def span_of_part(t: torch.Tensor, span: Span, storage_nbytes: int) -> Span:
+    """`span`, or less if other version counters watch the rest of the storage.
+
+    unsafe_chunk() and unsafe_split() return parts that are no views, each with a version counter of its own. A part
+    changed in place shares no parcel with the rest, so the whole storage would travel once for each part.
+    """
+    owner = t if t._base is None else t._base
+    if t._version == 0 or span.is_gathered or owner.numel() * owner.element_size() >= storage_nbytes:
+        return span
+    return span_of(t, storage_nbytes, sparse=1.0, most=1.0)
 
 
 @functools.lru_cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import threading
 import weakref
 
@@ -371,6 +372,110 @@ def test_a_node_may_change_in_backward_what_it_alone_saved(rig):
 
     same(run, rig)
     check_moved(rig)
+
+
+def _of_a_function(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x * 2.0
+        loss = _Overwrites.apply(y).sum() + y.exp().sin().sum()
+    y.data.zero_()  # unseen, as without hooks
+    y.detach().mul_(2.0)
+    return loss
+
+
+def _in_inference_mode(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x.clone()
+        loss = (y * y).exp().sin().sum()
+    with torch.inference_mode():
+        y.add_(2.0)
+    return loss
+
+
+def _counted_by_hand(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x * 2.0
+        loss = (y * y).exp().sin().sum()
+    for _ in range(3):
+        torch.autograd.graph.increment_version(y)
+    return loss
+
+
+def _row_of_a_transpose(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = (x * 2.0).add_(1.0)
+        loss = y.t()[3].double().sin().exp().sin().sum()
+        loss = loss + y.t()[3].cos().exp().sin().sum()
+    with torch.no_grad():
+        y.relu_()
+    return loss
+
+
+def _weight(door):
+    x, weight = Data(CPU).leaf(6, 8), nn.Parameter(Data(CPU, 1).tensor(8, 8))
+    with door:
+        loss = (x.sin() @ weight).exp().sin().sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    return loss
+
+
+def _result(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x.exp()
+        loss = y.sin().exp().sin().sum()
+        return loss + y.mul_(2.0).sum()
+
+
+def _wrapper(door):
+    with door:
+        two = TwoTensor(Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)) * 2.0
+        loss = two.sin().exp().sum()
+        two.add_(1.0)
+    return loss
+
+
+@pytest.mark.parametrize("window", [1, 1 << 20], ids=["moved", "forwarded"])
+@pytest.mark.parametrize(
+    "run",
+    [_of_a_function, _in_inference_mode, _counted_by_hand, _row_of_a_transpose, _weight, _result, _wrapper],
+    ids=lambda run: run.__name__,
+)
+def test_the_error_begins_as_that_of_torch(run, window):
+    """Type, sizes and both versions. Torch also names an operator, and ends in a hint."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        run(contextlib.nullcontext()).backward()
+    theirs = re.sub(r", which is output \d+ of \w+,", "", str(caught.value)).split(" Hint: ")[0]
+    rig = Rig(window=window)
+    with pytest.raises(ebbtide.ModifiedError) as caught:
+        run(rig.context).backward()
+    first, ours = str(caught.value).split("\n")
+    assert first == theirs
+    assert "<root>" in ours
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("is_base", [True, False], ids=["itself", "through a view"])
+def test_a_change_of_a_strided_nested_tensor_raises(is_base, rig):
+    def run(door):
+        parts = [Data(CPU).leaf(2, 8), Data(CPU, 1).leaf(4, 8)]
+        with door:
+            nested = torch.nested.as_nested_tensor(parts, layout=torch.strided) * 1.5
+            loss = torch.nested.to_padded_tensor(nested * nested, 0.0).exp().sin().sum()
+        with torch.no_grad():
+            (nested if is_base else nested.detach().unbind()[1]).mul_(2.0)
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(contextlib.nullcontext()).backward()
+    words = r"operation: \[torch.FloatTensor \[\(2, 8\), \(4, 8\)\]\] is at version 1; expected version 0 instead"
+    with pytest.raises(ebbtide.ModifiedError, match=words):
+        run(rig.context).backward()
 
 
 def test_change_of_a_wrapper_subclass_raises(rig):

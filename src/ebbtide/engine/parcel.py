@@ -21,6 +21,7 @@ lives, also after the device memory is gone, so the error does not depend on how
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn import Parameter
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import ModifiedError
-from ebbtide._torch import current_node_name, neg_view, storage_offset
+from ebbtide._torch import current_node_name, neg_view, sizes_of, storage_offset
 from ebbtide.engine import pack_bits
 from ebbtide.engine.timetable import Site
 from ebbtide.types import Block, Stream, StreamEvent
@@ -47,13 +48,35 @@ def odometer(t: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def check_unmodified(counter: torch.Tensor, version: int, what: str) -> None:
+def modified_as_torch_says(
+    dtype: torch.dtype, device: torch.device, sizes: Sequence[object], version: int, expected: int
+) -> str:
+    """The first line of a ModifiedError: the words of stock autograd, for code and tests that match them.
+
+    Stock autograd also names the node that made the tensor. Tickets hold no node.
+    """
+    name = torch.empty(0, dtype=dtype, device=device).type()
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{name} {list(sizes)}] is at version {version}; expected version {expected} instead.\n"
+    )
+
+
+def check_unmodified(
+    counter: torch.Tensor,
+    version: int,
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Sequence[object],
+) -> None:
     """Raise ModifiedError, naming `what`, unless `counter` still reads `version`."""
-    if counter._version != version:
+    now = counter._version
+    if now != version:
         raise ModifiedError(
-            f"a tensor saved for backward was modified in place: {what} was saved at version {version} "
-            f"and is at version {counter._version} now. Do not change it between forward and backward, "
-            "or clone it before the change"
+            modified_as_torch_says(dtype, device, sizes, now, version)
+            + f"A tensor saved for backward was modified in place: {what} was saved at version {version} and is at "
+            f"version {now} now. Do not change it between forward and backward, or clone it before the change"
         )
 
 
@@ -137,7 +160,9 @@ def kept_tensor(kept: Kept) -> torch.Tensor:
     """The alias, unless it was modified: ModifiedError."""
     alias, version, region = kept
     if alias._version != version:
-        check_unmodified(alias, version, f"{alias.dtype} {tuple(alias.shape)} of {region or '<root>'}")
+        sizes = tuple(sizes_of(alias))
+        what = f"{alias.dtype} {sizes} of {region or '<root>'}"
+        check_unmodified(alias, version, what, alias.dtype, alias.device, sizes)
     return alias
 
 
@@ -162,7 +187,9 @@ class Ticket:
     def check(self) -> None:
         if self.counter._version != self.version:
             g = self.geometry
-            check_unmodified(self.counter, self.version, f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}")
+            what = f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}"
+            device = self.parcel.engine.device.torch_device
+            check_unmodified(self.counter, self.version, what, g.dtype, device, g.size)
 
     def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """The save over the bytes of its parcel, which begin at byte `start` of `storage`.

@@ -150,7 +150,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def sizes_of(t: torch.Tensor) -> tuple[object, ...]:
-    """The shape of `t`; for a strided nested tensor, which has none, the shape of each component."""
+    """The shape of `t`, or of each component if `t` is a strided nested tensor."""
     if t.is_nested and t.layout is torch.strided:
         return tuple(map(tuple, cast("list[list[int]]", t._nested_tensor_size().tolist())))
     return t.shape

@@ -54,8 +54,8 @@ def get_act_offloading_ctx_manager(
 
 
 get_lora_act_offloading_ctx_manager = functools.partial(get_act_offloading_ctx_manager)
-"""Axolotl's, for adapters: frozen and quantised weights and their views stay in any case. An object of its own, for
-`install` finds by identity what to put back."""
+"""Axolotl's, for adapters: frozen and quantised weights and their views stay in any case. A separate object, because
+`install` finds replaced names by identity."""
 
 
 def opt_out(model: Module, warn_if_no_head: bool) -> None:

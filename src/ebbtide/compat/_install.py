@@ -13,7 +13,7 @@ from ebbtide.compat import _context, _heads, axolotl, torchtune
 
 
 class _MadeOf(NamedTuple):
-    """A thing of ours that is made of the trainer's own."""
+    """A replacement made of the trainer's own class."""
 
     make: Callable[[Any], Any]
 
@@ -151,14 +151,14 @@ def install(trainer: str) -> Installed:
         for name, thing in home.names.items():
             if not isinstance(thing, _MadeOf):
                 ours.undo.append(_replace(place, name, thing))
-            elif ours.count == 0:  # what is there else is made already
+            elif ours.count == 0:  # else an earlier install has made the replacement
                 ours.undo.append(_replace(place, name, thing.make(getattr(place, name))))
         ours.count += 1
     return Installed([home for home, _ in places])
 
 
 def _found(home: _Home) -> Any:
-    """The module or class with the names of `home`. None for an optional one that no script can import either."""
+    """The module or class with the names of `home`; None if `home` is optional and no script can import the names."""
     try:
         return _imported(home)
     except (ImportError, ConfigError):

@@ -1,4 +1,4 @@
-"""Attributes of the contexts that ours stand in for: TRL's, torchtune's and Axolotl's."""
+"""Attributes of TRL's, torchtune's and Axolotl's contexts, as the classes in their places answer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ _FOREIGN = {
 
 
 class _StandInType(type):
-    """The type of classes that others patch: Axolotl sets attributes of TRL's class."""
+    """The type of classes that trainers patch: Axolotl sets attributes of TRL's class."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         _refuse_to_set(cls, name)
@@ -40,10 +40,10 @@ class _StandInType(type):
 
 
 class StandIn(metaclass=_StandInType):
-    """A context in the place of another package's: an attribute of the other one answers or raises, never neither.
+    """A context in the place of a trainer's: every attribute of the trainer's class answers or raises.
 
-    The settings can be read. Everything else raises ForeignAttributeError, an AttributeError, so hasattr() is false and
-    getattr() returns its default. Setting any of them raises.
+    Settings can be read. All further attributes raise ForeignAttributeError, an AttributeError: hasattr() is false, and
+    getattr() returns the default. Setting an attribute raises too.
     """
 
     if not TYPE_CHECKING:

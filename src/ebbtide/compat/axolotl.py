@@ -137,7 +137,7 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
         self._seen.clear()
 
     def _see(self, called: Module, _: object) -> None:
-        # With all modules inside: a layer may be checkpointed around its call, and its own hooks run too late.
+        # Together with all modules inside: hooks of a layer run too late if the checkpoint is around the call.
         if called not in self._seen:
             new = [module for module in called.modules() if module not in self._seen]
             self._seen.update(new)
@@ -147,8 +147,8 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
 
 
 checkpoint_hidden_states_offload = functools.partial(CheckpointHiddenStatesOffload)
-"""Axolotl's `get_checkpoint_hidden_states_offloading_ctx_manager`. Each name that is replaced has an object of its own:
-places are found by identity when the trainer's own is put back."""
+"""Axolotl's `get_checkpoint_hidden_states_offloading_ctx_manager`. A separate object, because `install` finds replaced
+names by identity."""
 
 
 def _is_checkpointed(module: Module) -> bool:
@@ -171,7 +171,7 @@ def _in_context(context: OffloadActivations, checkpoint: Callable[..., Any], *ar
 
 
 class HiddenStatesOffloadCheckpoint:
-    """In the place of torch's reentrant checkpoint, of whichever trainer, and of Axolotl's class of this name."""
+    """The stand-in for torch's reentrant checkpoint and for Axolotl's class of the same name: inputs go out."""
 
     original: ClassVar[Any] = _torch_checkpoint.CheckpointFunction
 
@@ -194,7 +194,7 @@ def unpatch_hidden_states_offload() -> None:
 
 
 def warning_engine(theirs: Any) -> type:
-    """Axolotl's `SacOffloadEngine`, which `install` does not replace, with a warning that says so."""
+    """Axolotl's `SacOffloadEngine`; making an engine warns that `install` does not replace the class."""
 
     class SacOffloadEngine(theirs):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -118,7 +118,7 @@ class Engine:
             return Ticket(claim, geometry_of(t, claim.parcel.span), counter, t._version, visit.limits)
 
     def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> Claim | None:
-        """A live parcel with the bytes of `t`, which spans `span`: of this very storage, unchanged since."""
+        """A live parcel with the bytes of `t`, from the same storage unchanged since. `span`: as `span_of` gives."""
         version = t._version
         for ref in self._by_storage.get(storage._cdata, ()):
             claim = ref()
@@ -132,9 +132,9 @@ class Engine:
                 and parcel.counter._version == parcel.version == version
                 and (not parcel.witnesses or all(counter._version == read for counter, read in parcel.witnesses))
                 and _has_bytes_of(parcel, t, span)
-                # Home gathered or packed those, and other compute streams did not wait.
+                # The home stream gathered or packed such bytes, and no second compute stream waited.
                 and (not (held.is_gathered or held.is_bits) or parcel.home == self.device.current_stream())
-                # Equal versions of two counters say nothing: unsafe_chunk() gives each part one of its own.
+                # Equal versions of two counters say nothing: unsafe_chunk() gives each part a new counter.
                 and (version == 0 or share_version_counter(parcel.counter, t))
             ):
                 return claim
@@ -505,7 +505,7 @@ def _is_of(claim: Claim | None, storage: torch.UntypedStorage) -> bool:
 
 
 def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:
-    """Whether `parcel` holds the bytes of `t`, which spans `span`."""
+    """Whether `parcel` holds the bytes of `t`. `span`: as `span_of` gives."""
     held = parcel.span
     if held.is_gathered:
         return geometry_of(t, held) == parcel.gathered

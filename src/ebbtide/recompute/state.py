@@ -180,7 +180,7 @@ class Found:
         ]
 
     def _changed_parameter(self) -> tuple[str, torch.Tensor, int] | None:
-        """The first parameter that was changed in place since, with its name and its version before."""
+        """Name, tensor and former version of the first parameter changed in place since the forward began."""
         now = versions_of(self._parameters)
         if now == self._versions:
             return None

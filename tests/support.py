@@ -227,6 +227,12 @@ def _column(x, w):
     return x * (x[:, :1].exp() @ w[:1]).tanh()
 
 
+def _gates(x, w):
+    a, b = (x @ torch.cat([w, w.t()], -1)).unsafe_chunk(2, -1)
+    a, b = a.sigmoid_(), b.tanh_()
+    return a * b + b.cos() * a
+
+
 def _rows(x, w):
     top, rest = (x @ w).sin().split([1, x.shape[0] - 1])
     return torch.cat([top.cos(), rest.cos()])
@@ -245,7 +251,8 @@ def _reentrant(x, w):
 
 
 _LAYERS = [
-    _linear, _qkv, _chunks, _norm, _dropout, _masked, _inplace, _column, _rows, _transposed, _checkpointed, _reentrant,
+    _linear, _qkv, _chunks, _norm, _dropout, _masked, _inplace, _column, _gates, _rows, _transposed,
+    _checkpointed, _reentrant,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 EbbtideError
 |- ConfigError            (also ValueError)    a setting that cannot be: found, and what to write instead
+|  `- ForeignAttributeError (also AttributeError) an attribute of another package that means nothing here
 |- ModuleError            (also ValueError)    a module that cannot be offloaded, or not like this
 |- PlanError              (also ValueError)    no plan fits, or one that was made for something else
 |- StoreError             (also RuntimeError)  a store could not write or read a parcel
@@ -23,6 +24,10 @@ class EbbtideError(Exception):
 
 class ConfigError(EbbtideError, ValueError):
     """A setting that cannot be."""
+
+
+class ForeignAttributeError(ConfigError, AttributeError):
+    """An attribute of another package's class means nothing in the class that stands in for it."""
 
 
 class ModuleError(EbbtideError, ValueError):

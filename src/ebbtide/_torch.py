@@ -149,6 +149,13 @@ class OperatorMode(TorchDispatchMode):
         return True
 
 
+def sizes_of(t: torch.Tensor) -> tuple[object, ...]:
+    """The shape of `t`, or of each component if `t` is a strided nested tensor."""
+    if t.is_nested and t.layout is torch.strided:
+        return tuple(map(tuple, cast("list[list[int]]", t._nested_tensor_size().tolist())))
+    return t.shape
+
+
 def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
     """`t` itself or, of a wrapper subclass, those in it: of a DTensor what this rank has of it."""
     if not is_traceable_wrapper_subclass(t):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trl.models import activation_offloading
 
 import ebbtide
-from ebbtide import EbbtideWarning, ModifiedError, Tally
+from ebbtide import EbbtideWarning, ForeignAttributeError, ModifiedError, Tally
 from ebbtide._torch import top_pack_hook
 from ebbtide.compat import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager, torchtune
 from ebbtide.types import Reason
@@ -167,6 +168,58 @@ def test_saves_inside_of_the_other_context_stay_and_are_checked():
     y.detach().add_(1)
     with pytest.raises(ModifiedError):
         y.sum().backward()
+
+
+# -- attributes of the originals ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trls(monkeypatch):
+    """TRL's own context, which wants an accelerator to be there."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    return activation_offloading.OffloadActivations(min_offload_size=77, max_fwd_stash_size=3)
+
+
+CONTEXTS = [OffloadActivations, torchtune.OffloadActivations]
+
+
+def test_every_attribute_of_trls_answers_or_says_what_to_use(trls):
+    context = OffloadActivations(min_offload_size=77, max_fwd_stash_size=3)
+    names = [name for name in vars(trls) if not name.startswith("_")]
+    assert {"use_streams", "tracker", "pack_hook", "unpack_hook"} <= set(names)
+    answered = [name for name in names if hasattr(context, name)]
+    assert [getattr(context, name) for name in answered] == [getattr(trls, name) for name in answered]
+    assert sorted(answered) == ["max_fwd_stash_size", "min_tensor_size_bytes", "use_pin_memory", "use_streams"]
+    for name in set(names) - set(answered):
+        with pytest.raises(ForeignAttributeError, match=rf"no attribute '{name}': \w+"):
+            getattr(context, name)
+    for name in names:
+        with pytest.raises(ForeignAttributeError, match=rf"{name} of 'OffloadActivations' cannot be set: \w+"):
+            setattr(context, name, getattr(trls, name))
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_attributes_of_the_originals(kind):
+    context = kind(use_streams=False)
+    assert context.use_streams is False
+    assert kind().use_streams is True
+    with pytest.raises(ForeignAttributeError, match=r"'tracker': .* no table .* Read stats\(\)"):
+        len(context.tracker)
+    for name in ("pack_hook", "unpack_hook"):
+        with pytest.raises(ForeignAttributeError, match=r"Enter NoOpManager\(\).*compat.install\('axolotl'\)"):
+            getattr(context, name)(torch.ones(3))
+    assert not hasattr(context, "fwd_stash")
+    assert getattr(context, "tracker", None) is None
+    with pytest.raises(ForeignAttributeError, match=r"use_streams .* cannot be set: pass the argument"):
+        context.use_streams = True
+    assert context.use_streams is False
+    with pytest.raises(ForeignAttributeError, match=r"s0 .* cannot be set: every device"):
+        kind.s0 = property(lambda self: None)  # as Axolotl patches TRL's class
+    assert not hasattr(context, "s0")
+    with pytest.raises(AttributeError, match=r"no attribute 'elsewhere'$"):
+        context.elsewhere  # noqa: B018
+    context.elsewhere = 3
+    assert context.elsewhere == 3
 
 
 class Headed(nn.Module):

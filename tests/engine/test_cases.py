@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import threading
 import weakref
 
@@ -131,6 +132,96 @@ def test_changed_between_two_saves_is_two_parcels(rig):
     (plain * 2.0 + 1.0).cos().exp().sum().backward()
     assert_equal(finish(loss, x)[1:], [plain.grad])
     del unused
+
+
+RECURRENT = {
+    "GRU": lambda: (nn.GRU(8, 16), Data(CPU).leaf(5, 4, 8)),
+    "GRUCell": lambda: (nn.GRUCell(8, 16), Data(CPU).leaf(4, 8)),
+    "LSTMCell": lambda: (nn.LSTMCell(8, 16), Data(CPU).leaf(4, 8)),
+}
+
+
+def _run_recurrent(kind, door):
+    torch.manual_seed(0)
+    model, x = RECURRENT[kind]()
+    with door:
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = out.exp().sin().sum()
+    return finish(loss, x, model)
+
+
+def _saved_storages(run):
+    """The storages of what `run` saves in forward, without leaves and views of leaves."""
+    storages = {}
+
+    def pack(t):
+        if not any(owner is not None and owner.is_leaf and owner.requires_grad for owner in (t, t._base)):
+            storages[t.untyped_storage()] = t.untyped_storage().nbytes()
+        return t
+
+    run(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+    return storages
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_parts_changed_in_place_are_no_more_bytes_than_their_storages(kind, rig):
+    """The gates of a cell are unsafe_chunk()s of a storage, each with a version counter."""
+    _run_recurrent(kind, rig.context)
+    most_bytes = sum(_saved_storages(lambda door: _run_recurrent(kind, door)).values())
+    assert 0 < rig.stats.parcels.nbytes <= most_bytes
+    same(lambda door: _run_recurrent(kind, door), rig)
+    check_moved(rig)
+
+
+def _parts(door, shape=(6, 24), dim=-1, change=None):
+    """Three parts, each changed in place and saved by two operators; `change` is given all three behind that."""
+    x = Data(CPU).leaf(*shape)
+    with door:
+        parts = (x * 1.5).unsafe_chunk(3, dim)
+        a, b, c = (part.sigmoid_() for part in parts)
+        loss = (a * b * c).exp().sin().sum() + c.sin().sum()
+    if change is not None:
+        with torch.no_grad():
+            change(parts)
+    return loss, x
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6, 24), -1), ((600, 8), 0)], ids=["columns", "rows"])
+def test_each_part_changed_in_place_is_one_parcel_of_its_own_bytes(shape, dim, rig):
+    same(lambda door: finish(*_parts(door, shape, dim)), rig, times=1)
+    part_nbytes = 4 * shape[0] * shape[1] // 3
+    # The parts, a * b, and the result of exp. Ranges of a storage start at a multiple of 512 bytes.
+    assert rig.stats.parcels.count == 5
+    assert rig.stats.parcels.nbytes < 5 * part_nbytes + 3 * 512
+    check_moved(rig)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_change_of_a_part_after_its_save_raises(number, rig):
+    def change(parts):
+        parts[number].add_(1.0)
+
+    loss, _ = _parts(contextlib.nullcontext(), change=change)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss, _ = _parts(rig.context, change=change)
+    with pytest.raises(ebbtide.ModifiedError, match="saved at version 1 and is at version 2"):
+        loss.backward()
+
+
+def test_a_part_changed_between_two_saves_is_two_parcels(rig):
+    def run(door):
+        x = Data(CPU).leaf(6, 24)
+        with door:
+            a, b = (x * 1.5).unsafe_chunk(2, -1)
+            unused = a.add_(1.0).sin()
+            loss = (a.mul_(2.0).cos() * b.sigmoid_()).exp().sum()
+        del unused
+        return finish(loss, x)
+
+    same(run, rig)
+    check_moved(rig)
 
 
 # -- what stays --------------------------------------------------------------------------------------------------------
@@ -281,6 +372,110 @@ def test_a_node_may_change_in_backward_what_it_alone_saved(rig):
 
     same(run, rig)
     check_moved(rig)
+
+
+def _of_a_function(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x * 2.0
+        loss = _Overwrites.apply(y).sum() + y.exp().sin().sum()
+    y.data.zero_()  # unseen, as without hooks
+    y.detach().mul_(2.0)
+    return loss
+
+
+def _in_inference_mode(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x.clone()
+        loss = (y * y).exp().sin().sum()
+    with torch.inference_mode():
+        y.add_(2.0)
+    return loss
+
+
+def _counted_by_hand(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x * 2.0
+        loss = (y * y).exp().sin().sum()
+    for _ in range(3):
+        torch.autograd.graph.increment_version(y)
+    return loss
+
+
+def _row_of_a_transpose(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = (x * 2.0).add_(1.0)
+        loss = y.t()[3].double().sin().exp().sin().sum()
+        loss = loss + y.t()[3].cos().exp().sin().sum()
+    with torch.no_grad():
+        y.relu_()
+    return loss
+
+
+def _weight(door):
+    x, weight = Data(CPU).leaf(6, 8), nn.Parameter(Data(CPU, 1).tensor(8, 8))
+    with door:
+        loss = (x.sin() @ weight).exp().sin().sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    return loss
+
+
+def _result(door):
+    x = Data(CPU).leaf(6, 8)
+    with door:
+        y = x.exp()
+        loss = y.sin().exp().sin().sum()
+        return loss + y.mul_(2.0).sum()
+
+
+def _wrapper(door):
+    with door:
+        two = TwoTensor(Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)) * 2.0
+        loss = two.sin().exp().sum()
+        two.add_(1.0)
+    return loss
+
+
+@pytest.mark.parametrize("window", [1, 1 << 20], ids=["moved", "forwarded"])
+@pytest.mark.parametrize(
+    "run",
+    [_of_a_function, _in_inference_mode, _counted_by_hand, _row_of_a_transpose, _weight, _result, _wrapper],
+    ids=lambda run: run.__name__,
+)
+def test_the_error_begins_as_that_of_torch(run, window):
+    """Type, sizes and both versions. Torch also names an operator, and ends in a hint."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        run(contextlib.nullcontext()).backward()
+    theirs = re.sub(r", which is output \d+ of \w+,", "", str(caught.value)).split(" Hint: ")[0]
+    rig = Rig(window=window)
+    with pytest.raises(ebbtide.ModifiedError) as caught:
+        run(rig.context).backward()
+    first, ours = str(caught.value).split("\n")
+    assert first == theirs
+    assert "<root>" in ours
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("is_base", [True, False], ids=["itself", "through a view"])
+def test_a_change_of_a_strided_nested_tensor_raises(is_base, rig):
+    def run(door):
+        parts = [Data(CPU).leaf(2, 8), Data(CPU, 1).leaf(4, 8)]
+        with door:
+            nested = torch.nested.as_nested_tensor(parts, layout=torch.strided) * 1.5
+            loss = torch.nested.to_padded_tensor(nested * nested, 0.0).exp().sin().sum()
+        with torch.no_grad():
+            (nested if is_base else nested.detach().unbind()[1]).mul_(2.0)
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(contextlib.nullcontext()).backward()
+    words = r"operation: \[torch.FloatTensor \[\(2, 8\), \(4, 8\)\]\] is at version 1; expected version 0 instead"
+    with pytest.raises(ebbtide.ModifiedError, match=words):
+        run(rig.context).backward()
 
 
 def test_change_of_a_wrapper_subclass_raises(rig):

@@ -125,7 +125,7 @@ def masks(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 100)))
     memory = torch.randint(0, draw(st.sampled_from([2, 4])), (offset + reach + spare,), generator=generator)
     storage = memory.clamp(max=2).to(torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=torch.bool).set_(storage, offset, size, stride)
+    return torch.empty(0, dtype=torch.bool).set_(storage, offset, size, stride).data  # as if never changed
 
 
 def truth(t):
@@ -417,3 +417,31 @@ def test_bits_are_shared_within_a_stream_only():
     del first, second, third, loss
     rig.check_at_rest()
     assert device.faults == []
+
+
+def test_a_gathered_view_is_shared_within_a_stream_only():
+    device = SimDevice()
+    rig = Rig(device)
+    column = Data(CPU).tensor(64, 128)[:, 5]
+    first, *_ = save(rig.context, column)
+    assert of_saves(rig.stats) == (256, 0)
+    with device.compute_on("left"):
+        second, seen, _ = save(rig.context, column)
+        third, *_ = save(rig.context, column)
+    # Both `left` saves are one parcel, and so are both saves of each result of exp.
+    assert (rig.stats.parcels.count, rig.stats.shared.count) == (2 + 3, 1 + 3)
+    for loss in (first, second, third):
+        loss.backward()
+    assert torch.equal(seen[0], column)
+    del first, second, third, loss
+    rig.check_at_rest()
+    assert device.faults == []
+
+
+def test_another_view_of_as_many_elements_is_gathered_again(rig):
+    wide = Data(CPU).tensor(64, 128)
+    views = [wide[:, 5], wide[:, 6], wide[:, 5], wide[:, 5:6], wide[::2, 5:7].t()]
+    loss, seen, _ = save(rig.context, *views)
+    assert of_saves(rig.stats) == (4 * 256, 1)
+    loss.backward()
+    assert_equal(seen, views)

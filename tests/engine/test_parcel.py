@@ -175,10 +175,10 @@ def test_an_odometer_counts_and_holds_nothing():
     counter = odometer(t)
     assert counter.untyped_storage().nbytes() == 0
     version = t._version
-    check_unmodified(counter, version, "it")
+    check_unmodified(counter, version, "it", t.dtype, t.device, t.shape)
     t[3:].add_(1.0)
     with pytest.raises(ebbtide.ModifiedError, match="it was saved at version 0 and is at version 1 now"):
-        check_unmodified(counter, version, "it")
+        check_unmodified(counter, version, "it", t.dtype, t.device, t.shape)
 
 
 def test_a_kept_tensor_is_an_alias_that_is_checked():

@@ -167,6 +167,37 @@ def test_tensor_subclasses(rig):
     check(rig, AddsTwoTensors, lambda layer, x: layer(x, TwoTensor((x * 2.0).detach(), (x + 1.0).detach())))
 
 
+NESTED_ARE_NEW = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+
+
+def call_nested(layer, x, change=None):
+    """A region that is given a strided nested tensor, which has no shape; `change` is given the same tensor then."""
+    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.strided) * 1.5
+    y = layer(nested)
+    if change is not None:
+        change(nested.detach())
+    return torch.nested.to_padded_tensor(y, 0.0).flatten(0, 1)[:ROWS]
+
+
+@NESTED_ARE_NEW
+def test_strided_nested_tensors(rig):
+    check(rig, Products, call_nested)
+
+
+@NESTED_ARE_NEW
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_a_strided_nested_tensor_that_is_changed_is_an_error(recipe, rig):
+    model = make(lambda: Layers(Products, functools.partial(call_nested, change=lambda t: t.mul_(2.0))), CPU)
+    rig.offload(model, recipe)
+    loss = model(batch(CPU))
+    with pytest.raises(ModifiedError, match=r"\[torch.FloatTensor \[\(2, 8\), \(4, 8\)\]\] is at version 1; expected"):
+        loss.backward()
+    model = make(lambda: Layers(ChangesInput, call_nested), CPU)
+    rig.offload(model, {"layers.1": recipe})
+    with pytest.raises(ModuleError, match=r"layers\.1 changes a tensor in place.*\(\(2, 8\), \(4, 8\)\)"):
+        model(batch(CPU))
+
+
 def test_subclasses_inside(rig):
     class Wraps(Simple):
         def forward(self, pair):

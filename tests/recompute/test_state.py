@@ -112,8 +112,11 @@ def test_a_weight_changed_between_forward_and_backward(rig, recipe):
     loss = model(batch(CPU))
     loss.backward(retain_graph=True)
     optimizer.step()
-    with pytest.raises(ModifiedError, match=r"layers\.2.*was changed in place between forward and backward"):
+    with pytest.raises(ModifiedError, match=r"layers\.2.*was changed in place between forward and backward") as caught:
         loss.backward()
+    torchs, _ = str(caught.value).split("\n")
+    assert "variables needed for gradient computation has been modified by an inplace operation: [torch." in torchs
+    assert torchs.endswith("]] is at version 2; expected version 1 instead.")
 
 
 def test_a_weight_changed_in_forward(rig):

@@ -1,10 +1,13 @@
 """Axolotl's mixin, its switch and its command, on full fine-tuning and LoRA; `make test-trainers` has it."""
 
+import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import peft
@@ -16,7 +19,7 @@ from tiny_language import few_steps, language_model, losses_of, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 import ebbtide
-from ebbtide import ConfigError, compat
+from ebbtide import ConfigError, EbbtideWarning, ForeignAttributeError, compat
 from ebbtide.compat import axolotl
 from ebbtide.engine.ledger import Tally
 from ebbtide.stores import DiskStore, MockStore
@@ -44,11 +47,14 @@ class Arguments(TrainingArguments):
     activation_offloading: str | bool = False
 
 
-def train(tmp_path, activation_offloading, has_adapter, **settings):
+def train(tmp_path, activation_offloading, has_adapter, context=None, **settings):
+    """`context`: entered around each step, by the script's own hand."""
     from axolotl.core.trainers.mixins.activation_checkpointing import ActivationOffloadingMixin
 
     class AxolotlsTrainer(ActivationOffloadingMixin, Trainer):
-        pass
+        def training_step(self, *args, **kwargs):
+            with contextlib.nullcontext() if context is None else context:
+                return super().training_step(*args, **kwargs)
 
     arguments = Arguments(**few_steps(tmp_path), activation_offloading=activation_offloading, **settings)
     words = tokenizer()
@@ -148,6 +154,85 @@ def test_hidden_states_of_reentrant_checkpoints_as_its_loader_asks_for_them(tmp_
     assert stats().parcels == hidden_states(has_adapter)
     assert stats().out.nbytes > 0
     assert_same(trained, twin)
+
+
+@pytest.mark.parametrize(
+    "name", ["CheckpointHiddenStatesOffload", "get_checkpoint_hidden_states_offloading_ctx_manager"]
+)
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_hidden_states_of_a_script_that_enters_the_context_itself(tmp_path, name, has_adapter):
+    twin = train(tmp_path, False, has_adapter, **checkpoints(False))
+    with compat.install("axolotl"):
+        module = importlib.import_module("axolotl.monkeypatch.checkpoint_activation_offload")
+        context = getattr(module, name)()
+        trained = train(tmp_path, False, has_adapter, context, **checkpoints(False))
+    assert isinstance(context, axolotl.CheckpointHiddenStatesOffload)
+    assert context.use_streams
+    with pytest.raises(ForeignAttributeError, match="every tensor that a checkpointed layer is given"):
+        context.mark(torch.ones(3))
+    assert context.stats().parcels == hidden_states(has_adapter)
+    assert context.stats().out.nbytes > 0
+    assert_same(trained, twin)
+    assert not any(axolotl._is_offloaded(module) for module in trained[0].model.modules() if is_checkpointed(module))
+
+
+def is_checkpointed(module):
+    return "_gradient_checkpointing_func" in vars(module)
+
+
+def test_a_context_of_a_script_without_checkpoints_warns(tmp_path):
+    with compat.install("axolotl"):
+        module = importlib.import_module("axolotl.monkeypatch.checkpoint_activation_offload")
+        context = module.CheckpointHiddenStatesOffload()
+        with pytest.warns(EbbtideWarning, match="moved nothing"):
+            train(tmp_path, False, False, context)
+
+
+def test_a_pool_of_buffers_is_told_of():
+    with pytest.warns(EbbtideWarning, match="max_cpu_buffer_pool_size=3 is not followed.*host_limit"):
+        axolotl.CheckpointHiddenStatesOffload(max_cpu_buffer_pool_size=3)
+
+
+def test_hidden_states_of_a_script_that_replaces_the_checkpoint_itself(monkeypatch, tmp_path):
+    twin = train(tmp_path, False, False, **checkpoints(True))
+    with compat.install("axolotl"):
+        from axolotl.monkeypatch.activation_offload_checkpoint import HiddenStatesOffloadCheckpoint
+
+        monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", HiddenStatesOffloadCheckpoint)
+        trained = train(tmp_path, False, False, **checkpoints(True))
+    assert stats().parcels == hidden_states(False)
+    assert stats().out.nbytes > 0
+    assert_same(trained, twin)
+
+
+def test_the_engine_of_selective_checkpoints_says_that_it_is_axolotls():
+    from axolotl.monkeypatch import selective_checkpointing_offload as home
+
+    theirs = home.SacOffloadEngine
+    with compat.install("axolotl"), compat.install("axolotl"):
+        with pytest.warns(EbbtideWarning, match=r"does not replace SacOffloadEngine.*offload: false") as caught:
+            engine = home.SacOffloadEngine(min_offload_bytes=7)
+        assert len(caught) == 1
+        with pytest.warns(EbbtideWarning, match="does not replace SacOffloadEngine"):
+            home.build_sac_offload_context_fn(["attention"])
+    assert isinstance(engine, theirs)
+    assert engine.min_offload_bytes == 7
+    assert home.SacOffloadEngine is theirs
+
+
+def names_of_axolotl():
+    """What Axolotl's and TRL's modules have under which names."""
+    for home in compat._install._HOMES["axolotl"]:
+        importlib.import_module(home.module)
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(("axolotl.", "trl."))}
+    return {(name, key): id(value) for name, module in modules.items() for key, value in vars(module).items()}
+
+
+def test_all_names_are_put_back():
+    before = names_of_axolotl()
+    with compat.install("axolotl"):
+        assert names_of_axolotl() != before
+    assert names_of_axolotl() == before
 
 
 def test_hidden_states_without_checkpoints_are_an_error(tmp_path):
@@ -257,6 +342,10 @@ def test_ours_is_called_as_theirs_is():
 
     ours = compat.get_lora_act_offloading_ctx_manager
     assert parameters(ours) == parameters(theirs.get_lora_act_offloading_ctx_manager)
+    home = importlib.import_module("axolotl.monkeypatch.checkpoint_activation_offload")
+    assert parameters(axolotl.CheckpointHiddenStatesOffload) == parameters(home.CheckpointHiddenStatesOffload)
+    get = home.get_checkpoint_hidden_states_offloading_ctx_manager
+    assert parameters(axolotl.checkpoint_hidden_states_offload) == parameters(get)
 
 
 ALL_MOVES = {"mode": "all", "store": "mock", "min_bytes": 1, "window": "1KiB"}

@@ -12,6 +12,7 @@ from ebbtide._bytes import MIB
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._events import Listener
 from ebbtide._torch import hidden_from_compiler
+from ebbtide.compat._stand_in import StandIn
 from ebbtide.context import offload_activations
 from ebbtide.engine.ledger import Stats
 from ebbtide.engine.parcel import keep, kept_tensor
@@ -31,7 +32,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class OffloadActivations(contextlib.ContextDecorator):
+class OffloadActivations(StandIn, contextlib.ContextDecorator):
     """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
 
     To be entered again for every step. On a machine without an accelerator it does nothing, unless `settings` has a
@@ -43,6 +44,9 @@ class OffloadActivations(contextlib.ContextDecorator):
         min_offload_size: saves of smaller storages stay, in bytes.
         max_fwd_stash_size: how much may wait on its way out before compute does; at least 1. It counts tensors in
             name only: bytes count, 512 MiB for the default of 5, and as many times that as it is larger.
+
+    The settings can be read under TRL's names. Its other attributes (`tracker`, `pack_hook`, ...) raise
+    ForeignAttributeError, which says what to use; setting any of them does too.
 
     Raises:
         ConfigError: a ValueError: `max_fwd_stash_size` below 1, or a size that is none.
@@ -67,6 +71,12 @@ class OffloadActivations(contextlib.ContextDecorator):
                 EbbtideWarning,
                 stacklevel=2,
             )
+        self._answer(
+            use_pin_memory=True,
+            use_streams=use_streams,
+            min_tensor_size_bytes=min_offload_size,
+            max_fwd_stash_size=max_fwd_stash_size,
+        )
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
         self._context = offload_activations(
             mode="all" if "store" in self.settings or torch.accelerator.is_available() else "off",

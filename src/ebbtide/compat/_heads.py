@@ -1,5 +1,6 @@
 """The context for a model, whose output head stays out of it."""
 
+import functools
 import threading
 import warnings
 import weakref
@@ -52,8 +53,9 @@ def get_act_offloading_ctx_manager(
     return context
 
 
-get_lora_act_offloading_ctx_manager = get_act_offloading_ctx_manager
-"""Axolotl's, for adapters: frozen and quantised weights and their views stay in any case."""
+get_lora_act_offloading_ctx_manager = functools.partial(get_act_offloading_ctx_manager)
+"""Axolotl's, for adapters: frozen and quantised weights and their views stay in any case. A separate object, because
+`install` finds replaced names by identity."""
 
 
 def opt_out(model: Module, warn_if_no_head: bool) -> None:

@@ -12,18 +12,26 @@ from ebbtide._extras import is_installed, version_of
 from ebbtide.compat import _context, _heads, axolotl, torchtune
 
 
+class _MadeOf(NamedTuple):
+    """A replacement made of the trainer's own class."""
+
+    make: Callable[[Any], Any]
+
+
 class _Home(NamedTuple):
     """Where a trainer has its own, by name, and what takes its place.
 
     Attributes:
         owner: the class that has these names, if it is not the module.
         end: called when the trainer's own has been put back.
+        is_optional: no switch of the trainer leads here; scripts may import the names, in versions that have them.
     """
 
     module: str
     names: Mapping[str, Any]
     owner: str = ""
     end: Callable[[], None] | None = None
+    is_optional: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -61,6 +69,24 @@ _HOMES: Mapping[str, tuple[_Home, ...]] = {
                 "unpatch_hidden_states_offload": axolotl.unpatch_hidden_states_offload,
             },
             end=axolotl.unpatch_hidden_states_offload,
+        ),
+        _Home(
+            "axolotl.monkeypatch.activation_offload_checkpoint",
+            {"HiddenStatesOffloadCheckpoint": axolotl.HiddenStatesOffloadCheckpoint},
+            is_optional=True,
+        ),
+        _Home(
+            "axolotl.monkeypatch.checkpoint_activation_offload",
+            {
+                "CheckpointHiddenStatesOffload": axolotl.CheckpointHiddenStatesOffload,
+                "get_checkpoint_hidden_states_offloading_ctx_manager": axolotl.checkpoint_hidden_states_offload,
+            },
+            is_optional=True,
+        ),
+        _Home(
+            "axolotl.monkeypatch.selective_checkpointing_offload",
+            {"SacOffloadEngine": _MadeOf(axolotl.warning_engine)},
+            is_optional=True,
         ),
     ),
 }
@@ -105,6 +131,8 @@ class Installed:
 def install(trainer: str) -> Installed:
     """Have an unmodified script use ours: what `trainer` imports under its own names from now on, or has already.
 
+    Of Axolotl's names, `SacOffloadEngine` stays Axolotl's: making one warns.
+
     Args:
         trainer: "trl", "axolotl" or "torchtune".
 
@@ -115,13 +143,28 @@ def install(trainer: str) -> Installed:
     homes = _HOMES.get(trainer)
     if homes is None:
         raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _HOMES))}")
-    for home, place in [(home, _imported(home)) for home in homes]:
+    places = [(home, place) for home in homes if (place := _found(home)) is not None]
+    for home, place in places:
         ours = _ours.setdefault(home.key, _Ours())
         if home.end is not None and ours.count == 0:
             ours.undo.append(home.end)
-        ours.undo += [_replace(place, name, thing) for name, thing in home.names.items()]
+        for name, thing in home.names.items():
+            if not isinstance(thing, _MadeOf):
+                ours.undo.append(_replace(place, name, thing))
+            elif ours.count == 0:  # else an earlier install has made the replacement
+                ours.undo.append(_replace(place, name, thing.make(getattr(place, name))))
         ours.count += 1
-    return Installed(homes)
+    return Installed([home for home, _ in places])
+
+
+def _found(home: _Home) -> Any:
+    """The module or class with the names of `home`; None if `home` is optional and no script can import the names."""
+    try:
+        return _imported(home)
+    except (ImportError, ConfigError):
+        if home.is_optional:
+            return None
+        raise
 
 
 def _imported(home: _Home) -> Any:

@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ebbtide._errors import ConfigError
+from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide.compat._context import OffloadActivations
 from ebbtide.compat._heads import opt_out
+from ebbtide.compat._stand_in import StandIn
 from ebbtide.engine.ledger import Stats
 
 MIXINS = "axolotl.core.trainers.mixins.activation_checkpointing"
@@ -23,40 +26,32 @@ class _OnDisk(OffloadActivations):
     settings: ClassVar[dict[str, Any]] = {"store": "disk"}
 
 
-class HiddenStates(contextlib.ContextDecorator):
-    """While it is entered, what checkpointed layers of `model` are given goes out until they run again. All else stays.
+class _CheckpointedInputs(contextlib.ContextDecorator):
+    """A context in which the inputs of checkpointed layers go out until the layers are recomputed.
 
-    Raises ConfigError when it is entered and no layer is checkpointed.
+    All other saved tensors stay on the device.
     """
 
-    def __init__(self, model: Module) -> None:
-        self._model = model
-        self._context = OffloadActivations()
+    def __init__(self, context: OffloadActivations) -> None:
+        self._context = context
         self._originals: list[tuple[Module, Any]] = []
         self._depth = 0
 
-    def __enter__(self) -> "HiddenStates":
+    def __enter__(self) -> "_CheckpointedInputs":
         self._depth += 1
-        if self._depth > 1:
-            return self
-        # At each step anew: a Trainer switches checkpointing on when its training begins.
-        found = [module for module in self._model.modules() if _is_checkpointed(module)]
-        if not found:
-            self._depth = 0
-            raise ConfigError(
-                f"activation_offloading: hidden_states offloads what checkpointed layers are given, and no layer of "
-                f"{type(self._model).__name__} is checkpointed: write gradient_checkpointing: true"
-            )
-        for module in found:
-            original: Any = module.__dict__["_gradient_checkpointing_func"]
-            self._originals.append((module, original))
-            module.__dict__["_gradient_checkpointing_func"] = functools.partial(_in_context, self._context, original)
+        if self._depth == 1:
+            try:
+                self._begin()
+            except BaseException:
+                self._depth = 0
+                raise
         return self
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
+        self._end()
         while self._originals:
             module, original = self._originals.pop()
             module.__dict__["_gradient_checkpointing_func"] = original
@@ -68,9 +63,101 @@ class HiddenStates(contextlib.ContextDecorator):
         """As `OffloadActivations.stats`."""
         return self._context.stats()
 
+    def _begin(self) -> None: ...
+
+    def _end(self) -> None: ...
+
+    def _offload_inputs_of(self, module: Module) -> None:
+        original: Any = module.__dict__["_gradient_checkpointing_func"]
+        self._originals.append((module, original))
+        module.__dict__["_gradient_checkpointing_func"] = functools.partial(_in_context, self._context, original)
+
+
+class HiddenStates(_CheckpointedInputs):
+    """A context in which the inputs of the checkpointed layers of `model` go out until the layers are recomputed.
+
+    Raises ConfigError at the entry if no layer is checkpointed.
+    """
+
+    def __init__(self, model: Module) -> None:
+        super().__init__(OffloadActivations())
+        self._model = model
+
+    def _begin(self) -> None:
+        # At each step anew: a Trainer switches checkpointing on when its training begins.
+        found = [module for module in self._model.modules() if _is_checkpointed(module)]
+        if not found:
+            raise ConfigError(
+                f"activation_offloading: hidden_states offloads what checkpointed layers are given, and no layer of "
+                f"{type(self._model).__name__} is checkpointed: write gradient_checkpointing: true"
+            )
+        for module in found:
+            self._offload_inputs_of(module)
+
+
+class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
+    """A context in which the inputs of checkpointed layers go out, of every model that is called inside.
+
+    Args:
+        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: as of `OffloadActivations`.
+        max_cpu_buffer_pool_size: a number of buffers; other values than the default warn and are not followed.
+
+    Raises ConfigError as `OffloadActivations` does.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = 2,
+        max_cpu_buffer_pool_size: int = 64,
+    ) -> None:
+        if max_cpu_buffer_pool_size != 64:
+            warnings.warn(
+                f"max_cpu_buffer_pool_size={max_cpu_buffer_pool_size} is not followed: ebbtide pins host memory once "
+                "and uses it again; host_limit of ebbtide.offload_activations bounds it",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+        super().__init__(OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size))
+        self._seen: set[Module] = set()
+        self._answer(
+            use_pin_memory=True,
+            use_streams=use_streams,
+            min_tensor_size_bytes=min_offload_size,
+            max_fwd_stash_size=max_fwd_stash_size,
+        )
+
+    def _begin(self) -> None:
+        self._handle = register_module_forward_pre_hook(self._see)
+
+    def _end(self) -> None:
+        self._handle.remove()
+        self._seen.clear()
+
+    def _see(self, called: Module, _: object) -> None:
+        # Together with all modules inside: hooks of a layer run too late if the checkpoint is around the call.
+        if called not in self._seen:
+            new = [module for module in called.modules() if module not in self._seen]
+            self._seen.update(new)
+            for module in filter(_is_checkpointed, new):
+                if not _is_offloaded(module):
+                    self._offload_inputs_of(module)
+
+
+checkpoint_hidden_states_offload = functools.partial(CheckpointHiddenStatesOffload)
+"""Axolotl's `get_checkpoint_hidden_states_offloading_ctx_manager`. A separate object, because `install` finds replaced
+names by identity."""
+
 
 def _is_checkpointed(module: Module) -> bool:
     return "_gradient_checkpointing_func" in module.__dict__ and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _is_offloaded(module: Module) -> bool:
+    function: Any = module.__dict__["_gradient_checkpointing_func"]
+    return isinstance(function, functools.partial) and function.func is _in_context
 
 
 def _in_context(context: OffloadActivations, checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,10 +170,10 @@ def _in_context(context: OffloadActivations, checkpoint: Callable[..., Any], *ar
             context.__exit__()
 
 
-class _Reentrant:
-    """In the place of torch's reentrant checkpoint, of whichever trainer."""
+class HiddenStatesOffloadCheckpoint:
+    """The stand-in for torch's reentrant checkpoint and for Axolotl's class of the same name: inputs go out."""
 
-    original: ClassVar[Any] = None
+    original: ClassVar[Any] = _torch_checkpoint.CheckpointFunction
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -95,15 +182,32 @@ class _Reentrant:
 
 def patch_hidden_states_offload() -> None:
     """Axolotl calls it for `hidden_states` with `use_reentrant: true`."""
-    if _torch_checkpoint.CheckpointFunction is not _Reentrant:
-        _Reentrant.original = _torch_checkpoint.CheckpointFunction
-        _torch_checkpoint.CheckpointFunction = _Reentrant
+    if _torch_checkpoint.CheckpointFunction is not HiddenStatesOffloadCheckpoint:
+        HiddenStatesOffloadCheckpoint.original = _torch_checkpoint.CheckpointFunction
+        _torch_checkpoint.CheckpointFunction = HiddenStatesOffloadCheckpoint
 
 
 def unpatch_hidden_states_offload() -> None:
     """Put torch's own back."""
-    if _torch_checkpoint.CheckpointFunction is _Reentrant:
-        _torch_checkpoint.CheckpointFunction = _Reentrant.original
+    if _torch_checkpoint.CheckpointFunction is HiddenStatesOffloadCheckpoint:
+        _torch_checkpoint.CheckpointFunction = HiddenStatesOffloadCheckpoint.original
+
+
+def warning_engine(theirs: Any) -> type:
+    """Axolotl's `SacOffloadEngine`; making an engine warns that `install` does not replace the class."""
+
+    class SacOffloadEngine(theirs):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            warnings.warn(
+                "ebbtide.compat.install('axolotl') does not replace SacOffloadEngine: Axolotl moves the tensors that "
+                "selective_checkpointing saves, and ebbtide neither counts nor bounds their bytes. Write "
+                "selective_checkpointing: {offload: false}, or add ebbtide.integrations.axolotl.EbbtidePlugin instead",
+                EbbtideWarning,
+                stacklevel=2,
+            )
+            super().__init__(*args, **kwargs)
+
+    return SacOffloadEngine
 
 
 def initialize(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,18 @@ from ebbtide._errors import CaptureError, StoreError
 from ebbtide._events import What
 from ebbtide._torch import current_node_name, graph_task_id, keeps_graph, share_version_counter
 from ebbtide.engine.lane import Inbound, Outbound
-from ebbtide.engine.parcel import Claim, ClaimRef, Parcel, Span, Ticket, condense, geometry_of, odometer, span_of
+from ebbtide.engine.parcel import (
+    Claim,
+    ClaimRef,
+    Parcel,
+    Span,
+    Ticket,
+    condense,
+    geometry_of,
+    odometer,
+    span_of,
+    span_of_part,
+)
 from ebbtide.engine.scope import Limits, Visit
 from ebbtide.engine.timetable import Site, Timetable
 from ebbtide.types import Device, Reason, Store, StoreStats, Stream, StreamEvent
@@ -95,21 +106,20 @@ class Engine:
                 return Reason.HELD
             span = span_of(t, storage.nbytes())
             counter = odometer(t)
-            claim = self._find(storage, t._version, span)
-            # Equal versions of two counters say nothing: unsafe_chunk() gives each part one of its own.
-            if claim is None or (t._version > 0 and not share_version_counter(claim.parcel.counter, t)):
+            claim = self._find(t, storage, span)
+            if claim is None:
+                span = span_of_part(t, span, storage.nbytes())
                 made = self._make(t, storage, span, counter, visit, visit.site(index))
                 if isinstance(made, Reason):
                     return made
                 claim = made
             else:
-                visit.scope.ledger.stats.shared.add(span.sent_nbytes)
+                visit.scope.ledger.stats.shared.add(min(span.sent_nbytes, claim.parcel.nbytes))
             return Ticket(claim, geometry_of(t, claim.parcel.span), counter, t._version, visit.limits)
 
-    def _find(self, storage: torch.UntypedStorage, version: int, span: Span) -> Claim | None:
-        """A live parcel with the bytes of `span`: of this very storage, unchanged since."""
-        if span.is_gathered:
-            return None
+    def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> Claim | None:
+        """A live parcel with the bytes of `t`, from the same storage unchanged since. `span`: as `span_of` gives."""
+        version = t._version
         for ref in self._by_storage.get(storage._cdata, ()):
             claim = ref()
             if claim is None:
@@ -121,10 +131,11 @@ class Engine:
                 # Both: `t` may count with another counter than the parcel's first save (x and x.data).
                 and parcel.counter._version == parcel.version == version
                 and (not parcel.witnesses or all(counter._version == read for counter, read in parcel.witnesses))
-                and held.start <= span.start
-                and span.start + span.nbytes <= held.start + held.nbytes
-                # Bits serve booleans only; and home packed them, which other compute streams did not wait for.
-                and (not held.is_bits or (span.is_bits and parcel.home == self.device.current_stream()))
+                and _has_bytes_of(parcel, t, span)
+                # The home stream gathered or packed such bytes, and no second compute stream waited.
+                and (not (held.is_gathered or held.is_bits) or parcel.home == self.device.current_stream())
+                # Equal versions of two counters say nothing: unsafe_chunk() gives each part a new counter.
+                and (version == 0 or share_version_counter(parcel.counter, t))
             ):
                 return claim
         return None
@@ -160,8 +171,9 @@ class Engine:
         stats.parcels.add(parcel.nbytes)
         if span.is_bits:
             stats.packed.add(span.nbytes)
-        if not span.is_gathered:
-            self._index(ref, parcel.storage_key, storage)
+        if parcel.span.is_gathered:
+            parcel.gathered = geometry_of(t, span)
+        self._index(ref, parcel.storage_key, storage)
         site.live = ref
         site.comes_together = visit.runs_again
         self._outbound.join(parcel)
@@ -490,6 +502,19 @@ def _ended(ref: "weakref.ref[Claim]") -> None:
 
 def _is_of(claim: Claim | None, storage: torch.UntypedStorage) -> bool:
     return claim is not None and claim.parcel.source_ref() is storage
+
+
+def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:
+    """Whether `parcel` holds the bytes of `t`. `span`: as `span_of` gives."""
+    held = parcel.span
+    if held.is_gathered:
+        return geometry_of(t, held) == parcel.gathered
+    return (
+        not span.is_gathered
+        and held.start <= span.start
+        and span.start + span.nbytes <= held.start + held.nbytes
+        and (not held.is_bits or span.is_bits)  # bits serve booleans only
+    )
 
 
 def _tell(what: What, parcel: Parcel) -> None:

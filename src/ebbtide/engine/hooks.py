@@ -193,7 +193,10 @@ class Desk:
         return self.pack_as(value, stays) if isinstance(value, torch.Tensor) else value
 
     def _unflatten(self, packed: Flattened) -> torch.Tensor:
-        check_unmodified(packed.counter, packed.version, f"a {packed.cls.__name__} of {packed.where or '<root>'}")
+        counter = packed.counter
+        if counter._version != packed.version:
+            what = f"a {packed.cls.__name__} of {packed.where or '<root>'}"
+            check_unmodified(counter, packed.version, what, counter.dtype, counter.device, packed.size)
         inner = {name: self.unpack_part(value) for name, value in packed.inner.items()}
         t: torch.Tensor = packed.cls.__tensor_unflatten__(inner, packed.meta, packed.size, packed.stride)
         return t

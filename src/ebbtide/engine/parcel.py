@@ -21,6 +21,7 @@ lives, also after the device memory is gone, so the error does not depend on how
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn import Parameter
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import ModifiedError
-from ebbtide._torch import current_node_name, neg_view, storage_offset
+from ebbtide._torch import current_node_name, neg_view, sizes_of, storage_offset
 from ebbtide.engine import pack_bits
 from ebbtide.engine.timetable import Site
 from ebbtide.types import Block, Stream, StreamEvent
@@ -47,13 +48,35 @@ def odometer(t: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def check_unmodified(counter: torch.Tensor, version: int, what: str) -> None:
+def modified_as_torch_says(
+    dtype: torch.dtype, device: torch.device, sizes: Sequence[object], version: int, expected: int
+) -> str:
+    """The first line of a ModifiedError: the words of stock autograd, for code and tests that match them.
+
+    Stock autograd also names the node that made the tensor. Tickets hold no node.
+    """
+    name = torch.empty(0, dtype=dtype, device=device).type()
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{name} {list(sizes)}] is at version {version}; expected version {expected} instead.\n"
+    )
+
+
+def check_unmodified(
+    counter: torch.Tensor,
+    version: int,
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Sequence[object],
+) -> None:
     """Raise ModifiedError, naming `what`, unless `counter` still reads `version`."""
-    if counter._version != version:
+    now = counter._version
+    if now != version:
         raise ModifiedError(
-            f"a tensor saved for backward was modified in place: {what} was saved at version {version} "
-            f"and is at version {counter._version} now. Do not change it between forward and backward, "
-            "or clone it before the change"
+            modified_as_torch_says(dtype, device, sizes, now, version)
+            + f"A tensor saved for backward was modified in place: {what} was saved at version {version} and is at "
+            f"version {now} now. Do not change it between forward and backward, or clone it before the change"
         )
 
 
@@ -137,7 +160,9 @@ def kept_tensor(kept: Kept) -> torch.Tensor:
     """The alias, unless it was modified: ModifiedError."""
     alias, version, region = kept
     if alias._version != version:
-        check_unmodified(alias, version, f"{alias.dtype} {tuple(alias.shape)} of {region or '<root>'}")
+        sizes = tuple(sizes_of(alias))
+        what = f"{alias.dtype} {sizes} of {region or '<root>'}"
+        check_unmodified(alias, version, what, alias.dtype, alias.device, sizes)
     return alias
 
 
@@ -162,7 +187,9 @@ class Ticket:
     def check(self) -> None:
         if self.counter._version != self.version:
             g = self.geometry
-            check_unmodified(self.counter, self.version, f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}")
+            what = f"{g.dtype} {tuple(g.size)} saved at {self.parcel.site}"
+            device = self.parcel.engine.device.torch_device
+            check_unmodified(self.counter, self.version, what, g.dtype, device, g.size)
 
     def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """The save over the bytes of its parcel, which begin at byte `start` of `storage`.
@@ -213,6 +240,7 @@ class Parcel:
         is_resident: counted among what waits on the outbound lane.
         is_ahead: counted among what was fetched before anybody asked.
         is_retained: listed among what a graph that is kept has brought back.
+        gathered: the view that the elements were gathered from; None for bytes as the storage has them.
         witnesses: further counters of the same bytes, with what they read when the parcel was made: a later save shares
             it only if all of them still do.
     """
@@ -223,6 +251,7 @@ class Parcel:
         "block",
         "counter",
         "engine",
+        "gathered",
         "home",
         "is_ahead",
         "is_awaited",
@@ -278,6 +307,7 @@ class Parcel:
         self.is_ahead = False
         self.is_retained = False
         self.ref: ClaimRef | None = None
+        self.gathered: Geometry | None = None
         self.witnesses: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @property
@@ -317,22 +347,38 @@ _SPARSE = 8
 _MOST = 0.5
 
 
-def span_of(t: torch.Tensor, storage_nbytes: int) -> Span:
+def span_of(t: torch.Tensor, storage_nbytes: int, sparse: float = _SPARSE, most: float = _MOST) -> Span:
     """What has to travel for `t`: all of its storage, the range its view spans, or its elements gathered.
 
     Of booleans as bits, whichever it is.
+
+    Args:
+        sparse: elements of a view are gathered if its range has more than this many times their bytes.
+        most: the whole storage travels if the range is at least this share of the storage.
     """
     item = t.element_size()
     is_bits = item == 1 and t.dtype is torch.bool
     dense_nbytes = t.numel() * item
     range_nbytes = dense_nbytes if t.is_contiguous() else _reach(t.shape, t.stride()) * item
-    if dense_nbytes * _SPARSE < range_nbytes:
+    if dense_nbytes * sparse < range_nbytes:
         return Span(0, dense_nbytes, True, is_bits)
-    if range_nbytes >= _MOST * storage_nbytes:
+    if range_nbytes >= most * storage_nbytes:
         return _whole(storage_nbytes, is_bits)
     first = storage_offset(t) * item
     start = first // _ALIGN_BYTES * _ALIGN_BYTES
     return Span(start, first + range_nbytes - start, False, is_bits)
+
+
+def span_of_part(t: torch.Tensor, span: Span, storage_nbytes: int) -> Span:
+    """`span`, or less if other version counters watch the rest of the storage.
+
+    unsafe_chunk() and unsafe_split() return parts that are no views, each with a version counter of its own. A part
+    changed in place shares no parcel with the rest, so the whole storage would travel once for each part.
+    """
+    owner = t if t._base is None else t._base
+    if t._version == 0 or span.is_gathered or owner.numel() * owner.element_size() >= storage_nbytes:
+        return span
+    return span_of(t, storage_nbytes, sparse=1.0, most=1.0)
 
 
 @functools.lru_cache

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._errors import ModuleError, RecomputeError
-from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph
+from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph, sizes_of
 from ebbtide.engine.hooks import Desk, Packed
 from ebbtide.engine.parcel import Ticket, check_unmodified, check_written
 from ebbtide.recompute.absent import Absent
@@ -173,8 +173,8 @@ class Frame:
         for t, version in zip(tensors, versions, strict=True):
             if version_of(t) != version:
                 raise ModuleError(
-                    f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(t.shape)}): it "
-                    "cannot run again. Give it the recipe 'keep' or 'offload', or clone the tensor before the change"
+                    f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(sizes_of(t))}): it"
+                    " cannot run again. Give it the recipe 'keep' or 'offload', or clone the tensor before the change"
                 )
 
     # -- the second run --------------------------------------------------------------------------------------------
@@ -198,7 +198,8 @@ class Frame:
         elif keeps_graph():
             holder.value = None
         if value._version != holder.version:
-            check_unmodified(value, holder.version, f"a tensor saved in {self._name}")
+            what = f"a tensor saved in {self._name}"
+            check_unmodified(value, holder.version, what, value.dtype, value.device, sizes_of(value))
         return value
 
     def _run_again(self) -> None:
@@ -353,7 +354,7 @@ class Frame:
                 holder.value = None
 
 
-_Looks: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, str, bool]
+_Looks: TypeAlias = tuple[torch.dtype, tuple[object, ...], torch.device, str, bool]
 """What a save has in common with the one of the second run: how it looks, the class of the node that made it ("" for
 leaves, and the region's inputs are leaves in its second run), and whether dispatch modes were active, under which
 composite operators take other ways. A bare tuple: there is one for every save of either run."""
@@ -361,7 +362,7 @@ composite operators take other ways. A bare tuple: there is one for every save o
 
 def _looks(t: torch.Tensor) -> _Looks:
     node = t.grad_fn
-    return t.dtype, t.shape, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
+    return t.dtype, sizes_of(t), t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
 
 
 def _fits(second: _Looks, first: _Looks) -> bool:

@@ -24,6 +24,7 @@ from ebbtide._torch import (
     dispatch_mode_stack,
     graph_task_id,
     keeps_graph,
+    sizes_of,
     without_dispatch,
 )
 from ebbtide.engine.hooks import Desk, is_unmodified
@@ -508,7 +509,7 @@ class Serving(_Numbering):
 def _asked(saves_so_far: int, args: tuple[Any, ...]) -> _Asked:
     """What tells most calls of an operator apart, without a look at the bytes."""
     looks = [
-        (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a if isinstance(a, int | float | str) else None
+        (a.dtype, sizes_of(a)) if isinstance(a, torch.Tensor) else a if isinstance(a, int | float | str) else None
         for a in args
     ]
     return saves_so_far, *looks

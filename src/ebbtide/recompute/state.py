@@ -27,6 +27,7 @@ from torch.nn import Module
 
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._torch import modules_of
+from ebbtide.engine.parcel import modified_as_torch_says
 from ebbtide.recompute.attributes import ABSENT, Attributes, Layout, put_attribute
 from ebbtide.types import Unable
 
@@ -97,8 +98,8 @@ class Found:
         changed = self._changed_parameter()
         if changed is not None:
             raise ModuleError(
-                f"{self._state.name} changes its parameter {changed!r} in place in its forward: it cannot run again. "
-                "Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
+                f"{self._state.name} changes its parameter {changed[0]!r} in place in its forward: it cannot run again."
+                " Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
             )
         for module, buffers in self._buffers.items():
             may_be_steady = all(buffer.is_same(module._buffers.get(name)) for name, buffer in buffers.items())
@@ -165,8 +166,10 @@ class Found:
     def _check_parameters(self) -> None:
         changed = self._changed_parameter()
         if changed is not None:
+            name, p, version = changed
             raise ModifiedError(
-                f"the parameter {changed!r} of {self._state.name} was changed in place between forward and backward, "
+                modified_as_torch_says(p.dtype, p.device, p.shape, p._version, version)
+                + f"The parameter {name!r} of {self._state.name} was changed in place between forward and backward, "
                 "and the region has to run again with what it was: call backward before optimizer.step(), or give the "
                 "region the recipe 'keep' or 'offload'"
             )
@@ -184,13 +187,14 @@ class Found:
             and type(now) in _PLAIN
         ]
 
-    def _changed_parameter(self) -> str | None:
-        """The name of one that was changed in place since."""
+    def _changed_parameter(self) -> tuple[str, torch.Tensor, int] | None:
+        """Name, tensor and former version of the first parameter changed in place since the forward began."""
         now = versions_of(self._parameters)
         if now == self._versions:
             return None
         names = [name for _, owned in self._owned for name, p in owned if p is not None]
-        return next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
+        all_of = zip(names, self._parameters, self._versions, now, strict=True)
+        return next((name, p, before) for name, p, before, after in all_of if before != after)
 
 
 def version_of(t: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from ebbtide._batches import tokens_of
 from ebbtide._errors import ConfigError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._home import Home, is_on_meta, made_for, memory_of
-from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
+from ebbtide._marks import HANDLE, InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._optimizers import Optimizers
 from ebbtide._profile_files import Profiles, count_compiled, store_name
 from ebbtide._ranks import agreement
@@ -46,14 +46,12 @@ from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
 from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch
 
-_ATTRIBUTE = "_ebbtide_handle"
-
 
 class OffloadHandle:
     """What `offload` returns: figures, and the way back.
 
-    A module with a handle cannot be copied or pickled, for a copy would share streams and hooks with the original:
-    copy it first, or `remove()` and apply `offload` again.
+    A copy of the module (`copy.deepcopy`, a pickle) is a plain one, with no handle: apply `offload` to the copy as well
+    if the copy trains. The handle itself cannot be copied.
     """
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Engines, scope: Scope) -> None:
@@ -104,8 +102,8 @@ class OffloadHandle:
         self._former_marks += self._marks.values()
         self._marks.clear()
         self._trails.clear()
-        if self._module.__dict__.get(_ATTRIBUTE) is self:
-            delattr(self._module, _ATTRIBUTE)
+        if handle_of(self._module) is self:
+            del vars(self._module)[HANDLE]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -493,7 +491,7 @@ class OffloadHandle:
             )
         self._marks = {module: InnerMark(self, module, names.get(module), choice) for module, choice in choices.items()}
         self._root_mark = RootMark(self, self._module)
-        setattr(self._module, _ATTRIBUTE, self)
+        vars(self._module)[HANDLE] = self  # wrappers may hand on what is set on them
 
     def _stack(self) -> list[Session | None]:
         stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
@@ -501,12 +499,10 @@ class OffloadHandle:
             stack = self._sessions.stack = []
         return stack
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ModuleError("a module with offload() applied cannot be copied: copy it before, or handle.remove() first")
-
     def __reduce__(self) -> NoReturn:
         raise ModuleError(
-            "a module with offload() applied cannot be pickled: save its state_dict(), or handle.remove() first"
+            "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
+            "handle.remove() first, or save the module's state_dict()"
         )
 
 
@@ -648,7 +644,7 @@ def _installed(
 
 def handle_of(module: torch.nn.Module) -> OffloadHandle | None:
     """What `offload` returned for `module`, until it is removed."""
-    return module.__dict__.get(_ATTRIBUTE)
+    return module.__dict__.get(HANDLE)
 
 
 def _check_of_regions(profile: Profile, named: Mapping[str, torch.nn.Module]) -> None:
@@ -668,7 +664,7 @@ def _check_module(module: torch.nn.Module) -> None:
             "`with ebbtide.offload_activations():`"
         )
     for fqn, inner in named_modules(module):
-        if _ATTRIBUTE in inner.__dict__:
+        if HANDLE in inner.__dict__:
             raise ModuleError(
                 f"offload() is already applied to {fqn or type(module).__name__!r}: keep the first handle, "
                 "or call its remove() before applying it with other settings"

@@ -1,6 +1,7 @@
 """The door with a model: regions get names, patterns choose, recipes say what is done, one handle watches it all."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
@@ -75,6 +76,7 @@ class OffloadHandle:
         self._home = Home(module)
         self._optimizers = Optimizers()
         self._control: Control | None = None
+        self._budget: Budget | None = None
         self._plan_with_others: Callable[[], None] | None = None
         self._start: Callable[[], None] | None = None
         self._tokens = 0
@@ -132,7 +134,15 @@ class OffloadHandle:
 
     @property
     def plan(self) -> Plan:
-        """What is done with each region, and when what travels leaves and comes back."""
+        """What is done with each region, and when what travels leaves and comes back.
+
+        Before a planner has a plan: the recipes of the first steps, whose `status` says what is measured.
+        """
+        if self._control is not None:
+            budget = "" if self._budget is None else str(self._budget)
+            return dataclasses.replace(self._plan, budget=budget, status=self._control.status)
+        if self._start is not None and self._config.mode == "auto":
+            return dataclasses.replace(self._plan, status="no plan yet: the weights are on the meta device")
         return self._plan
 
     def set_plan(self, plan: Plan) -> None:
@@ -145,7 +155,7 @@ class OffloadHandle:
         check_none_kept("plan", self._config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
-        self.go_by(plan)
+        self.go_by(dataclasses.replace(plan, status="") if plan.status else plan)
         self._take_from_planner()
         self._warn_of_blocks_without(plan)
 
@@ -315,6 +325,7 @@ class OffloadHandle:
         )
         control.start()
         self._control = control
+        self._budget = budget
         again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom)
         self._plan_with_others = again if budget is not None and agree is None else None
         if known is not None:
@@ -389,6 +400,8 @@ class OffloadHandle:
                 if self._plan_with_others is not None and agreement() is not None:
                     self._plan_with_others()  # the process group was made after `offload`: in one forward on all ranks
                 follows = self._control.step_begins(self._tokens)
+            if not self._control.status:
+                self._scope.ledger.first_step_begins()
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -427,9 +440,21 @@ class OffloadHandle:
         if self._control is not None and session.desk.watch is not None:
             session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
         self._note_buffers()  # for the next forward: the device has work now, and before one it may wait for the host
-        is_planned = self._control is not None or self._plan.predicted is not None  # a planner has its reasons
-        if is_whole and torch.is_grad_enabled() and not is_planned and self._start is None:
-            self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
+        if is_whole and torch.is_grad_enabled() and self._start is None:
+            self._warn_if_nothing_moved(session.plan)
+
+    def _warn_if_nothing_moved(self, plan: Plan) -> None:
+        """Measured steps say nothing yet, and a plan within a budget keeps all where all fits."""
+        if (self._control is not None and self._control.status) or (plan.keeps_all and plan.budget_bytes is not None):
+            return
+        door = f"offload({type(self._module).__name__})"
+        if plan.predicted is None:
+            self._scope.ledger.warn_if_nothing_moved(door)
+            return
+        causes = dict.fromkeys(region.reason.rpartition(": ")[2] for region in plan.regions.values())
+        forward = f"planned forward ({'; '.join(filter(None, causes))})"
+        advice = ". Within a budget, such as budget='40GiB', what has to leave does; mode='all' moves everything"
+        self._scope.ledger.warn_if_nothing_moved(door, forward, advice)
 
     def _note_weights(self) -> None:
         """Anew when they have moved, or others are in their places."""

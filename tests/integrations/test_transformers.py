@@ -118,6 +118,8 @@ def test_arguments_come_from_a_parser(tmp_path):
     assert given.settings() == {"budget": 0.8, "store": "mock"}
     assert OffloadArguments(offload_budget="40GiB").settings() == {"budget": "40GiB"}
     assert OffloadArguments(offload_budget="42949672960").settings() == {"budget": "42949672960"}
+    with pytest.raises(ConfigError, match="For bytes write text like '40GiB'"):
+        ebbtide.offload(language_model(), **OffloadArguments(offload_budget="40").settings())
     assert OffloadArguments().settings() == {}
     ours = trained(
         tmp_path, make=OffloadingTrainer, offload=OffloadArguments(offload_recipe="recompute", offload_store="mock")

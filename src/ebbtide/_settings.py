@@ -6,8 +6,8 @@ from ebbtide._bytes import GIB, MIB, format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide.config import Mode
 
-LEAST_BYTES = MIB
-"""Of a budget in bytes: a smaller number is a count of GiB or MiB without its unit."""
+LEAST_BYTES = MIB // 2
+"""Of a budget in bytes: a smaller number is a count of GiB or MiB without its unit. No device has 512 GiB in MiB."""
 
 _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 

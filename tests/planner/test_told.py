@@ -202,11 +202,11 @@ def test_the_log_says_what_was_corrected_and_why(caplog, budget_bytes, ratios, s
 def test_the_log_names_batches_of_another_size_once(caplog):
     caplog.set_level(logging.INFO, "ebbtide")
     control, _ = control_of(int(2.5 * GIB))
-    for tokens in (500, 1000, 500, 1000):
+    for tokens in (1000, 500, 1000, 500):
         control.step_begins(tokens)
     assert [message.partition(" (")[0] for message in caplog.messages] == [
         "plan in force",
-        "plan for batches of 500 tokens",
+        "plan in force for batches of 500 tokens",
     ]
 
 
@@ -215,8 +215,15 @@ def test_of_several_ranks_the_first_one_speaks(caplog, monkeypatch, rank):
     caplog.set_level(logging.INFO, "ebbtide")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    control_of(int(2.5 * GIB))
+    control, _ = control_of(int(2.5 * GIB))
+    control.step_begins(1000)
     assert len(caplog.messages) == 1 - rank
+
+
+def test_what_is_planned_and_never_followed_is_not_in_force(caplog):
+    caplog.set_level(logging.INFO, "ebbtide")
+    ebbtide.measure(make(), torch.ones(8, 64), **SETTINGS)
+    assert {message[:22] for message in caplog.messages} == {"no plan yet: measuring"}
 
 
 def test_nothing_is_shown_unless_a_program_asks_for_it():

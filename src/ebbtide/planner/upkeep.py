@@ -75,13 +75,15 @@ class GoesBy(Protocol):
 
 @dataclasses.dataclass
 class _Size:
-    """Batches of one bucket. `profile`: what its plans come from, before it was scaled to their size."""
+    """Batches of one bucket. `profile`: what its plans come from, before it was scaled to their size. `is_told`: its
+    first plan is in the log."""
 
     tokens: int
     profile: Profile
     solver: Solver
     follow: Follower
     paces: Paces = dataclasses.field(default_factory=Paces)
+    is_told: bool = False
 
 
 class _Step(NamedTuple):
@@ -136,7 +138,6 @@ class Upkeep:
         self._measured_tokens = profile.tokens
         self._size = self._make_size(profile.tokens)
         self._go_by(self._size)
-        self._tell("plan in force", self._size)
 
     @property
     def profile(self) -> Profile:
@@ -176,10 +177,14 @@ class Upkeep:
             self._look_for_failure(engine)
         self._read()
         bucket = self._bucket(tokens)
-        size = self._sizes.get(bucket) or self._make_other_size(bucket)
+        size = self._sizes.get(bucket) or self._make_size(bucket, self._leanest)
         if size is not self._size:
             self._size = size
             self._go_by(size)
+        if not size.is_told:
+            size.is_told = True
+            other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
+            self._tell(f"plan in force{other}", size)
         self._bound_trial(size)
         self._look_again(size, engine)
         pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
@@ -391,11 +396,6 @@ class Upkeep:
                 raise
             plan = instead(tokens, solver)  # training is under way
         size = self._sizes[tokens] = _Size(tokens, self._profile, solver, Follower(plan, self._most_s(solver)))
-        return size
-
-    def _make_other_size(self, tokens: int) -> _Size:
-        size = self._make_size(tokens, self._leanest)
-        self._tell(f"plan for batches of {tokens} tokens", size)
         return size
 
     def _solver_for(self, tokens: int) -> Solver:

@@ -11,9 +11,9 @@ from torchtune.models.llama2 import llama2
 
 from ebbtide import compat
 
-compat.install("torchtune")  # the one line to add
 if not torch.accelerator.is_available():
     compat.torchtune.OffloadActivations.settings = {"store": "mock"}  # without it, nothing is offloaded on the CPU
+compat.install("torchtune")  # the one line to add
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 torch.manual_seed(0)

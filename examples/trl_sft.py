@@ -15,9 +15,9 @@ from trl import SFTConfig, SFTTrainer
 
 from ebbtide import compat
 
-compat.install("trl")  # the one line to add
 if not torch.accelerator.is_available():
     compat.OffloadActivations.settings = {"store": "mock"}  # without it, nothing is offloaded on the CPU
+compat.install("trl")  # the one line to add
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Ada", "C", "Go", "Lisp", "is", "a", "language", "for", "people"]
 

@@ -18,6 +18,7 @@ TOTAL = 80 * 2**30
         (40 * 2**30, 40 * 2**30),
         (int(40e9), 40_000_000_000),
         (np.int64(40e9), 40_000_000_000),
+        (2**19, 2**19),
         ("40GiB", 40 * 2**30),
         ("40GB", 40_000_000_000),
         ("37.5 gib", 75 * 2**29),
@@ -37,7 +38,13 @@ def test_bytes_text_or_a_share(given, nbytes):
         (5e8, "write int(0.5e9), '0.5GB' or '0.5GiB'"),
         (40.0, "budget=40.0: a float is a share .* between 0 and 1.*For bytes write text like '40GiB'"),
         (1e30, "budget=1e+30: a float is a share .* between 0 and 1.*For bytes write text like '40GiB'"),
-        (1.5, "budget=1.5: a float is a share"),
+        (1.5, "budget=1.5: a float is a share.*For bytes write text like '1.5GiB'"),
+        (24.0, "budget=24.0: a float is a share.*For bytes write text like '24GiB'"),
+        (40, "budget=40: an int is bytes, and 40 bytes hold nothing: write '40GiB'"),
+        (np.int64(40), "budget=40: an int is bytes, and 40 bytes hold nothing: write '40GiB'"),
+        (1, "budget=1: an int is bytes.*write '1GiB', or 1.0 for all of the device's memory"),
+        (524287, "budget=524287: an int is bytes.*write '524287MiB'"),
+        (40960, "budget=40960: an int is bytes, and 40960 bytes hold nothing: write '40960MiB'"),
         (0.0, "budget=0.0: a float is a share .* between 0 and 1, such as 0.8"),
         (-0.5, "budget=-0.5: a float is a share .* between 0 and 1, such as 0.8"),
         (math.nan, "budget=nan: a float is a share .* between 0 and 1, such as 0.8"),
@@ -59,3 +66,18 @@ def test_bytes_text_or_a_share(given, nbytes):
 def test_anything_else_is_refused_and_the_text_says_what_to_write(given, said):
     with pytest.raises(ConfigError, match=".*".join(map(re.escape, said.split(".*")))):
         Budget(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("40GiB", "40GiB"),
+        (" 37.5 gib ", "37.5 gib"),
+        (0.8, "0.8 of the device's memory"),
+        (40 * 2**30, "42949672960 bytes (40.00 GiB)"),
+        (np.int64(2**20), "1048576 bytes (1.00 MiB)"),
+        ("42949672960", "42949672960 bytes (40.00 GiB)"),
+    ],
+)
+def test_as_text_it_is_what_was_written(given, text):
+    assert str(Budget(given)) == text

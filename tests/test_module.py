@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 import threading
 import warnings
 
@@ -182,18 +181,6 @@ def test_names_and_state_dict_are_unchanged():
     model.load_state_dict(before)
     assert_equal(list(model.state_dict().values()), list(before.values()))
     handle.remove()
-
-
-def test_copies_and_pickles_are_refused_until_removed():
-    model = make(Transformer, CPU)
-    handle = offload(model)
-    with pytest.raises(ebbtide.ModuleError, match="cannot be copied: copy it before"):
-        copy.deepcopy(model)
-    with pytest.raises(ebbtide.ModuleError, match=r"cannot be pickled: save its state_dict\(\)"):
-        pickle.dumps(model)
-    handle.remove()
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    check_three_steps(offload(twin), twin)
 
 
 def test_a_second_application_is_refused():

@@ -69,6 +69,28 @@ def test_text_says_what_waits_for_the_host():
     assert "waiting 1.0 ms forward and 2.0 ms backward, 4.0 ms for the host; peak" in headline
 
 
+def test_text_begins_with_the_budget_as_it_was_written():
+    planned = dataclasses.replace(PLAN, budget="40GiB")
+    assert str(planned).startswith("plan within 40GiB: step 100.0 ms")
+    waiting = dataclasses.replace(planned, status="no plan yet: measuring step 2 of 3")
+    assert str(waiting).splitlines()[0] == "no plan yet: measuring step 2 of 3 (budget 40GiB)"
+    assert str(dataclasses.replace(Plan({}), status="no plan yet")).splitlines()[0] == "no plan yet"
+
+
+def test_a_file_holds_the_budget_as_it_was_written_and_no_status(tmp_path):
+    dataclasses.replace(PLAN, budget="40GiB", status="no plan yet").save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.budget, loaded.status, loaded.predicted) == ("40GiB", "", PLAN.predicted)
+
+
+def test_a_file_without_them_is_one_of_before(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    del data["budget"], data["status"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+
+
 def test_text_of_a_plan_written_by_hand():
     assert str(Plan({"layers.0": RegionPlan(Recipe("offload"))})).splitlines() == [
         "plan, 1 regions",

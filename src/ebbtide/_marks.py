@@ -16,8 +16,9 @@ outside of what runs again and are called once.
 import abc
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, SupportsIndex, cast
 
 import torch
 
@@ -34,6 +35,11 @@ from ebbtide.recompute.outputs import Holding
 from ebbtide.recompute.state import RegionState
 from ebbtide.recompute.verify import Evidence
 from ebbtide.types import AgainWatch, Reason, Unable, Watch
+
+HANDLE = "_ebbtide_handle"
+"""The attribute of a root module that holds its handle."""
+
+_REDUCE = "__reduce_ex__"
 
 
 class Session:
@@ -138,6 +144,8 @@ class Mark(abc.ABC):
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
+        self._copies: _Copies = vars(module).setdefault(_REDUCE, _Copies(module))
+        self._copies.marks.append(self)
         self.stand_outside()
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027 (most marks do not care)
@@ -169,10 +177,22 @@ class Mark(abc.ABC):
     def remove(self) -> None:
         for remover in self._removers:
             remover.remove()
-        if self._compiled is not None and self._module._compiled_call_impl is self._compiled:
-            del self._module._compiled_call_impl  # what the class says, None, holds again
-            if self._compiled.was is not None:
-                vars(self._module)["_compiled_call_impl"] = self._compiled.was
+        self.restore_calls(vars(self._module))
+        self._copies.marks.remove(self)
+        if not self._copies.marks:
+            vars(self._module).pop(_REDUCE, None)
+
+    def restore_calls(self, attributes: dict[str, Any]) -> None:
+        """In the module's attributes, or in those of its copy, what the mark wraps stands in its own place again."""
+        if self._compiled is not None:
+            _restore(attributes, "_compiled_call_impl", self._compiled, self._compiled.was)
+
+    def strip(self, attributes: dict[str, Any]) -> None:
+        """Take the mark out of a copy of the module's attributes. The module keeps its own dicts of hooks."""
+        self.restore_calls(attributes)
+        numbers = {remover.id for remover in self._removers}
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+            attributes[name] = OrderedDict((n, hook) for n, hook in attributes[name].items() if n not in numbers)
 
     def _call_to_wrap(self) -> Callable[..., Any] | None:
         """The module's call that runs its hooks inside, if there is one to stand outside of."""
@@ -194,6 +214,28 @@ class Mark(abc.ABC):
         # If it stands there already, what is traced is a caller of the module, and that is out of reach.
         is_callers = isinstance(self._module._compiled_call_impl, CompiledCall)
         self._handle.was_traced(not is_callers and self.stand_outside(), self._module)
+
+
+class _Copies:
+    """Stands in place of a marked module's `__reduce_ex__`: copies and pickles are of the module without any mark.
+
+    A class with a `__deepcopy__` of its own copies the marks too, and with them the handle, which refuses.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.marks: list[Mark] = []
+
+    def __call__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        kind = type(self._module)
+        bare: torch.nn.Module = object.__new__(kind)
+        attributes = vars(bare)
+        attributes.update(vars(self._module))
+        del attributes[_REDUCE]
+        attributes.pop(HANDLE, None)
+        for mark in reversed(self.marks):
+            mark.strip(attributes)
+        return bare.__reduce_ex__(protocol)
 
 
 class CompiledCall:
@@ -305,10 +347,10 @@ class InnerMark(Mark):
         """Why the region is never recomputed, if that was seen."""
         return None if self._forward is None else self._state.unable
 
-    def remove(self) -> None:
-        super().remove()
+    def restore_calls(self, attributes: dict[str, Any]) -> None:
+        super().restore_calls(attributes)
         if self._forward is not None:
-            self._forward.remove()
+            self._forward.restore(attributes)
 
     def standing_again(self) -> contextlib.AbstractContextManager[object]:
         """After `remove`, for the second run of a region around this one, which counts on it."""
@@ -419,10 +461,9 @@ class _RegionForward:
         self._forward = forward
         module.forward = forward
 
-    def remove(self) -> None:
-        if self._module.__dict__.get("forward") is self._forward:
-            self._put(self._was)
-        # else somebody has wrapped it since; without a session ours does nothing
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Unless somebody has wrapped it since: without a session ours does nothing."""
+        _restore(attributes, "forward", self._forward, self._was)
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None, None, None]:
@@ -438,3 +479,13 @@ class _RegionForward:
             self._module.forward = forward
         else:
             self._module.__dict__.pop("forward", None)
+
+
+def _restore(attributes: dict[str, Any], name: str, ours: object, was: object) -> None:
+    """`was` instead of `ours`; None: nothing on the instance, so that its class's holds."""
+    if attributes.get(name) is not ours:
+        return
+    if was is None:
+        del attributes[name]
+    else:
+        attributes[name] = was

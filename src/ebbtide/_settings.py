@@ -2,9 +2,12 @@
 
 from numbers import Integral
 
-from ebbtide._bytes import GIB, MIB, parse_bytes
+from ebbtide._bytes import GIB, MIB, format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
 from ebbtide.config import Mode
+
+LEAST_BYTES = MIB // 2
+"""Of a budget in bytes: a smaller number is a count of GiB or MiB without its unit. No device has 512 GiB in MiB."""
 
 _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 
@@ -12,7 +15,9 @@ _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 class Budget:
     """A peak to stay under: bytes, text like "40GiB", or a share of the device's memory, a float of at most 1.
 
-    Raises ConfigError for anything else.
+    As text: the budget as its user wrote it.
+
+    Raises ConfigError for anything else, and for a number of bytes that no budget is.
     """
 
     def __init__(self, given: int | float | str) -> None:
@@ -26,9 +31,16 @@ class Budget:
         if isinstance(given, float):
             _check_share(given)
             self._share = given
+            self._text = f"{given:g} of the device's memory"
         else:
             _check_no_share(given)
             self._nbytes = parse_bytes(given, "budget")
+            _check_not_without_unit(given)
+            text = f"{given}".strip()
+            self._text = f"{text} bytes ({format_bytes(self._nbytes)})" if text.isdigit() else text
+
+    def __str__(self) -> str:
+        return self._text
 
     def __call__(self, total_bytes: int) -> int:
         """In bytes, of a device with so many."""
@@ -42,8 +54,25 @@ def _check_share(given: float) -> None:
     if MIB <= given < _MOST_BYTES:
         found += f". For bytes write int({given / 1e9:g}e9), '{given / 1e9:g}GB' or '{given / GIB:.1f}GiB'"
     elif given > 1:
-        found += ". For bytes write text like '40GiB'"
+        found += f". For bytes write text like {_with_unit(given)!r}"
     raise ConfigError(found)
+
+
+def _check_not_without_unit(given: int | str) -> None:
+    """A count of GiB without its unit would be a few bytes. Text says what its user meant."""
+    if not isinstance(given, str) and int(given) < LEAST_BYTES:
+        whole = ", or 1.0 for all of the device's memory" if given == 1 else ""
+        raise ConfigError(
+            f"budget={int(given)}: an int is bytes, and {int(given)} bytes hold nothing: write "
+            f"{_with_unit(int(given))!r}{whole}"
+        )
+
+
+def _with_unit(count: float) -> str:
+    """What was meant by a number that is too small for bytes."""
+    if count >= _MOST_BYTES:
+        return "40GiB"
+    return f"{count:g}GiB" if count < GIB / MIB else f"{int(count)}MiB"
 
 
 def _check_no_share(given: int | str) -> None:

@@ -1,6 +1,7 @@
 """The door with a model: regions get names, patterns choose, recipes say what is done, one handle watches it all."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
@@ -15,7 +16,7 @@ from ebbtide._batches import tokens_of
 from ebbtide._errors import ConfigError, EbbtideWarning, ModuleError, PlanError
 from ebbtide._events import Listener
 from ebbtide._home import Home, is_on_meta, made_for, memory_of
-from ebbtide._marks import InnerMark, Mark, RootMark, Session, TrailMark
+from ebbtide._marks import HANDLE, InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._optimizers import Optimizers
 from ebbtide._profile_files import Profiles, count_compiled, store_name
 from ebbtide._ranks import agreement
@@ -48,14 +49,12 @@ from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
 from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch
 
-_ATTRIBUTE = "_ebbtide_handle"
-
 
 class OffloadHandle:
     """What `offload` returns: figures, and the way back.
 
-    A module with a handle cannot be copied or pickled, for a copy would share streams and hooks with the original:
-    copy it first, or `remove()` and apply `offload` again.
+    A copy of the module (`copy.deepcopy`, a pickle) is a plain one, with no handle: apply `offload` to the copy as well
+    if the copy trains. The handle itself cannot be copied.
     """
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Engines, scope: Scope) -> None:
@@ -79,6 +78,7 @@ class OffloadHandle:
         self._home = Home(module)
         self._optimizers = Optimizers()
         self._control: Control | None = None
+        self._budget: Budget | None = None
         self._plan_with_others: Callable[[], None] | None = None
         self._start: Callable[[], None] | None = None
         self._schedule = Schedule(config.verify)
@@ -116,8 +116,8 @@ class OffloadHandle:
         self._former_marks += self._marks.values()
         self._marks.clear()
         self._trails.clear()
-        if self._module.__dict__.get(_ATTRIBUTE) is self:
-            delattr(self._module, _ATTRIBUTE)
+        if handle_of(self._module) is self:
+            del vars(self._module)[HANDLE]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -146,7 +146,15 @@ class OffloadHandle:
 
     @property
     def plan(self) -> Plan:
-        """What is done with each region, and when what travels leaves and comes back."""
+        """What is done with each region, and when what travels leaves and comes back.
+
+        Before a planner has a plan: the recipes of the first steps, whose `status` says what is measured.
+        """
+        if self._control is not None:
+            budget = "" if self._budget is None else str(self._budget)
+            return dataclasses.replace(self._plan, budget=budget, status=self._control.status)
+        if self._start is not None and self._config.mode == "auto":
+            return dataclasses.replace(self._plan, status="no plan yet: the weights are on the meta device")
         return self._plan
 
     def set_plan(self, plan: Plan) -> None:
@@ -159,7 +167,7 @@ class OffloadHandle:
         check_none_kept("plan", self._config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
-        self.go_by(plan)
+        self.go_by(dataclasses.replace(plan, status="") if plan.status else plan)
         self._take_from_planner()
         self._warn_of_blocks_without(plan)
 
@@ -334,6 +342,7 @@ class OffloadHandle:
         )
         control.start()
         self._control = control
+        self._budget = budget
         again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom)
         self._plan_with_others = again if budget is not None and agree is None else None
         if known is not None:
@@ -412,6 +421,8 @@ class OffloadHandle:
                 follows = self._control.step_begins(self._tokens, verifies)
             if self._control.is_measuring:  # and of the forwards that are timed none is held up
                 verifies = self._control.is_warming_up and not self._schedule.is_off
+            if not self._control.status:
+                self._scope.ledger.first_step_begins()
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -450,9 +461,21 @@ class OffloadHandle:
         if self._control is not None and session.desk.watch is not None:
             session.desk.watch.forward_ended() if is_whole else self._control.forward_failed()
         self._note_buffers()  # for the next forward: the device has work now, and before one it may wait for the host
-        is_planned = self._control is not None or self._plan.predicted is not None  # a planner has its reasons
-        if is_whole and torch.is_grad_enabled() and not is_planned and self._start is None:
-            self._scope.ledger.warn_if_nothing_moved(f"offload({type(self._module).__name__})")
+        if is_whole and torch.is_grad_enabled() and self._start is None:
+            self._warn_if_nothing_moved(session.plan)
+
+    def _warn_if_nothing_moved(self, plan: Plan) -> None:
+        """Measured steps say nothing yet, and a plan within a budget keeps all where all fits."""
+        if (self._control is not None and self._control.status) or (plan.keeps_all and plan.budget_bytes is not None):
+            return
+        door = f"offload({type(self._module).__name__})"
+        if plan.predicted is None:
+            self._scope.ledger.warn_if_nothing_moved(door)
+            return
+        causes = dict.fromkeys(region.reason.rpartition(": ")[2] for region in plan.regions.values())
+        forward = f"planned forward ({'; '.join(filter(None, causes))})"
+        advice = ". Within a budget, such as budget='40GiB', what has to leave does; mode='all' moves everything"
+        self._scope.ledger.warn_if_nothing_moved(door, forward, advice)
 
     def _note_weights(self) -> None:
         """Anew when they have moved, or others are in their places."""
@@ -514,7 +537,7 @@ class OffloadHandle:
             )
         self._marks = {module: InnerMark(self, module, names.get(module), choice) for module, choice in choices.items()}
         self._root_mark = RootMark(self, self._module)
-        setattr(self._module, _ATTRIBUTE, self)
+        vars(self._module)[HANDLE] = self  # wrappers may hand on what is set on them
 
     def _stack(self) -> list[Session | None]:
         stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
@@ -522,12 +545,10 @@ class OffloadHandle:
             stack = self._sessions.stack = []
         return stack
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ModuleError("a module with offload() applied cannot be copied: copy it before, or handle.remove() first")
-
     def __reduce__(self) -> NoReturn:
         raise ModuleError(
-            "a module with offload() applied cannot be pickled: save its state_dict(), or handle.remove() first"
+            "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
+            "handle.remove() first, or save the module's state_dict()"
         )
 
 
@@ -675,7 +696,7 @@ def _installed(
 
 def handle_of(module: torch.nn.Module) -> OffloadHandle | None:
     """What `offload` returned for `module`, until it is removed."""
-    return module.__dict__.get(_ATTRIBUTE)
+    return module.__dict__.get(HANDLE)
 
 
 def _check_of_regions(profile: Profile, named: Mapping[str, torch.nn.Module]) -> None:
@@ -695,7 +716,7 @@ def _check_module(module: torch.nn.Module) -> None:
             "`with ebbtide.offload_activations():`"
         )
     for fqn, inner in named_modules(module):
-        if _ATTRIBUTE in inner.__dict__:
+        if HANDLE in inner.__dict__:
             raise ModuleError(
                 f"offload() is already applied to {fqn or type(module).__name__!r}: keep the first handle, "
                 "or call its remove() before applying it with other settings"

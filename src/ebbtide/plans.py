@@ -181,6 +181,8 @@ class Prediction:
         moved_bytes: what goes out, and comes back.
         host_bytes: most that waits in the store at once.
         host_wait_s: of `step_s`, what compute waits for the host that queues it.
+
+    As text: the first line of a plan, without the budget.
     """
 
     step_s: float
@@ -191,6 +193,16 @@ class Prediction:
     moved_bytes: int
     host_bytes: int
     host_wait_s: float = 0.0
+
+    def __str__(self) -> str:
+        stalls = f"{_ms(self.stall_forward_s)} forward and {_ms(self.stall_backward_s)} backward"
+        if self.host_wait_s >= _SHOWN_S:
+            stalls += f", {_ms(self.host_wait_s)} for the host"
+        return (
+            f"step {_ms(self.step_s)} (none is faster than {_ms(self.bound_s)}), waiting {stalls}; "
+            f"peak {format_bytes(self.peak_bytes)}, {format_bytes(self.moved_bytes)} out and back, "
+            f"{format_bytes(self.host_bytes)} on the host"
+        )
 
 
 @dataclass(frozen=True)
@@ -203,12 +215,17 @@ class Plan:
             what the door's include and exclude name. None: as the door says.
         budget_bytes: the peak it was made to stay under; None without one.
         predicted: what the planner expects of it; None for a plan written by hand.
+        budget: the budget as its user wrote it, of which `budget_bytes` may be a part only; "" if nobody wrote one.
+        status: why there is no plan, of recipes that hold until then ("no plan yet: measuring step 2 of 3"); "" for a
+            plan. Files do not hold it.
     """
 
     regions: Mapping[str, RegionPlan]
     outside: RegionPlan | None = None
     budget_bytes: int | None = None
     predicted: Prediction | None = None
+    budget: str = ""
+    status: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -225,6 +242,12 @@ class Plan:
                 f"outside={self.outside.recipe}: what is outside of all regions cannot run again: write Recipe('keep') "
                 "or Recipe('offload')"
             )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan leaves all that is saved on the device."""
+        recipes = [region.recipe for region in (*self.regions.values(), self.outside) if region is not None]
+        return self.outside is not None and all(recipe.action == "keep" for recipe in recipes)
 
     def recipe_of(self, region: str | None) -> Recipe | None:
         """The recipe of the region of this name, if the plan has one."""
@@ -246,7 +269,8 @@ class Plan:
                     f"{name}: the recipe chooses operators by a Python function, which cannot be saved: write classes "
                     f"of operators ({_words(tuple(OP_CLASSES))}) or sites= instead"
                 )
-        Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        data = dataclasses.asdict(dataclasses.replace(self, status=""))
+        Path(path).write_text(json.dumps({"format": FORMAT, **data}, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -377,18 +401,13 @@ class _Listed(NamedTuple):
 
 
 def _headline(plan: Plan) -> str:
-    budget = "" if plan.budget_bytes is None else f" within {format_bytes(plan.budget_bytes)}"
-    predicted = plan.predicted
-    if predicted is None:
+    given = plan.budget or ("" if plan.budget_bytes is None else format_bytes(plan.budget_bytes))
+    if plan.status:
+        return f"{plan.status} (budget {given})" if given else plan.status
+    budget = f" within {given}" if given else ""
+    if plan.predicted is None:
         return f"plan{budget}, {len(plan.regions)} regions"
-    stalls = f"{_ms(predicted.stall_forward_s)} forward and {_ms(predicted.stall_backward_s)} backward"
-    if predicted.host_wait_s >= _SHOWN_S:
-        stalls += f", {_ms(predicted.host_wait_s)} for the host"
-    return (
-        f"plan{budget}: step {_ms(predicted.step_s)} (none is faster than {_ms(predicted.bound_s)}), waiting {stalls}; "
-        f"peak {format_bytes(predicted.peak_bytes)}, {format_bytes(predicted.moved_bytes)} out and back, "
-        f"{format_bytes(predicted.host_bytes)} on the host"
-    )
+    return f"plan{budget}: {plan.predicted}"
 
 
 def _rows(plan: Plan) -> Iterator[Sequence[str]]:

@@ -108,7 +108,8 @@ def plan(
         if budget is not None:
             profile.check_second_runs()
     budget_bytes = None if budget_of is None else min(gather(budget_of(_device_bytes(profile, model))))
-    return Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
+    planned = Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
+    return planned if budget_of is None else dataclasses.replace(planned, budget=str(budget_of))
 
 
 def measure(

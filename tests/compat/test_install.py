@@ -11,13 +11,18 @@ import torch
 import trl
 from tiny_language import LANGUAGES, few_steps, language_model, losses_of, rows, tokenizer
 
-from ebbtide import ConfigError, MissingPackageError, compat
+from ebbtide import ConfigError, EbbtideWarning, MissingPackageError, compat
 from ebbtide.compat import OffloadActivations
 
 
-@pytest.fixture
-def installed(monkeypatch):
+@pytest.fixture(autouse=True)
+def moves_on_the_cpu(monkeypatch):
+    """Without an accelerator ours do nothing of themselves."""
     monkeypatch.setattr(OffloadActivations, "settings", {"store": "mock"})
+
+
+@pytest.fixture
+def installed():
     with compat.install("trl"):
         yield
 
@@ -102,6 +107,19 @@ def test_trls_trainers_compute_the_same_and_move(installed, tmp_path, make, chec
     assert ours == plain
     for (name, p), q in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_where_nothing_can_move_install_says_so(monkeypatch, has_accelerator):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    compat.install("trl").remove()  # with a store for the CPU there is nothing to say
+    monkeypatch.setattr(OffloadActivations, "settings", {})
+    if has_accelerator:
+        compat.install("trl").remove()
+        return
+    said = r"install\('trl'\): what trl is to offload stays .* write \{'store': 'disk'\} to ebbtide\.compat\.Offload"
+    with pytest.warns(EbbtideWarning, match=said):
+        compat.install("trl").remove()
 
 
 def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():

@@ -1,7 +1,6 @@
 """diffusers' own transformers with `offload_transformers` and its flags, against twins that are not offloaded."""
 
 import argparse
-import copy
 import functools
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import ebbtide
 from ebbtide import ConfigError, ModuleError
 from ebbtide.integrations.diffusers import add_arguments, offload_transformers, settings_of
+from ebbtide.module import handle_of
 from examples import diffusers_wan
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -195,7 +195,8 @@ def test_what_is_frozen_is_left_alone():
     tiny.train(transformer, "wan", steps=1)
     tiny.train(adapted, "wan", steps=1)
     assert all(stats.out.nbytes > 0 for stats in offloaded.stats().values())
-    copy.deepcopy(frozen)  # one with a handle refuses
+    assert handle_of(frozen) is None
+    assert not any(module._forward_pre_hooks for module in frozen.modules())
     with pytest.raises(ModuleError, match=r"nothing of what is given \(vae, transformer\) trains"):
         offload_transformers(pipeline(transformer=frozen), **ALL)
 

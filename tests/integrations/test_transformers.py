@@ -4,8 +4,10 @@ import gc
 import inspect
 import json
 import pickle
+import re
 import weakref
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +125,8 @@ def test_arguments_come_from_a_parser(tmp_path):
     assert given.settings() == {"budget": 0.8, "store": "mock"}
     assert OffloadArguments(offload_budget="40GiB").settings() == {"budget": "40GiB"}
     assert OffloadArguments(offload_budget="42949672960").settings() == {"budget": "42949672960"}
+    with pytest.raises(ConfigError, match="For bytes write text like '40GiB'"):
+        ebbtide.offload(language_model(), **OffloadArguments(offload_budget="40").settings())
     assert OffloadArguments().settings() == {}
     ours = trained(
         tmp_path, make=OffloadingTrainer, offload=OffloadArguments(offload_recipe="recompute", offload_store="mock")
@@ -240,12 +244,102 @@ def test_deepspeeds_offload_and_the_callback_are_refused(tmp_path):
         callback.on_train_end(given, None, None)
 
 
-def test_a_budget_and_checkpoints_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a budget decides what runs again"):
-        trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), activation_checkpointing=True)
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_a_budget_and_checkpoints_are_refused(tmp_path, name):
+    said = r"a budget decides what runs again.*write gradient_checkpointing=False in TrainingArguments.*takes_over=True"
+    with pytest.raises(ConfigError, match=said):
+        trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), **{name: True})
 
 
-def test_trls_switch_and_the_callback_are_refused(tmp_path):
+class Watched(TrainerCallback):
+    """Whether any block is checkpointed at the end of each step, and the plan then."""
+
+    def __init__(self, callback):
+        self.callback, self.checkpointed, self.plans = callback, [], []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.checkpointed.append(any(getattr(each, "gradient_checkpointing", False) for each in model.modules()))
+        self.plans.append(self.callback.handle.plan)
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        {"activation_checkpointing": True},
+        {"gradient_checkpointing": True},
+        {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"offload": True},
+        },
+    ],
+    ids=["new name", "old name", "that offload"],
+)
+def test_a_budget_takes_checkpoints_over(tmp_path, checkpoints):
+    callback = OffloadCallback(**MOVES, budget="8GiB", takes_over=True)
+    watched = Watched(callback)
+    ours = trained(tmp_path, callback, watched, **checkpoints)
+    assert watched.checkpointed == [False] * 6
+    assert watched.plans[2].recipe_of("model.layers.0").action == "recompute"
+    assert watched.plans[5].predicted is not None
+    assert same(ours, trained(tmp_path, activation_checkpointing=True))
+
+
+def test_a_budget_takes_over_what_was_checkpointed_by_hand(tmp_path):
+    class Checkpointed(Trainer):
+        def __init__(self, model, *args, **kwargs):
+            model.activation_checkpointing_enable()
+            super().__init__(model, *args, **kwargs)
+
+    callback = OffloadCallback(**MOVES, budget="8GiB", takes_over=True)
+    watched = Watched(callback)
+    assert same(trained(tmp_path, callback, watched, make=Checkpointed), trained(tmp_path))
+    assert watched.checkpointed == [False] * 6
+
+
+def test_without_a_budget_checkpoints_stay_on(tmp_path):
+    callback = OffloadCallback(**ALL, takes_over=True)
+    watched = Watched(callback)
+    trained(tmp_path, callback, watched, activation_checkpointing=True)
+    assert watched.checkpointed == [True] * 6
+
+
+def default_script(tmp_path, make, *callbacks):
+    """As TRL and transformers have it by default, but for what makes it short."""
+    config, extra = (trl.SFTConfig, {"processing_class": tokenizer()}) if make is trl.SFTTrainer else (None, {})
+    given = {**few_steps(tmp_path), "max_steps": 5}
+    words = tokenizer()
+    data = rows("text")
+    if config is None:
+        data = data.map(lambda row: words(row["text"]), remove_columns=["text"])
+        extra = {"data_collator": DataCollatorForLanguageModeling(words, mlm=False)}
+    args = (config or TrainingArguments)(**given)
+    trainer = make(language_model(), args, train_dataset=data, callbacks=list(callbacks), **extra)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trainers.md"])
+def test_the_first_lines_of_the_documentation_use_their_budget_in_a_default_script(tmp_path, page):
+    text = (Path(__file__).parents[2] / page).read_text()
+    lines = re.findall(r"^trainer = (\w+)\(model, args, callbacks=\[(.*)\], \.\.\.\)$", text, re.MULTILINE)
+    assert "SFTTrainer" in dict(lines)
+    for name, line in lines:
+        make = {"SFTTrainer": trl.SFTTrainer, "Trainer": Trainer}[name]
+        callback = eval(line, {"OffloadCallback": OffloadCallback})
+        watched = Watched(callback)
+        ours = default_script(tmp_path, make, callback, watched)
+        assert str(watched.plans[-1]).startswith("plan within 40GiB: step ")
+        assert not any(watched.checkpointed)
+        assert same(ours, default_script(tmp_path, make))
+
+
+def test_a_callback_that_moves_nothing_under_checkpoints_says_so(tmp_path):
+    with pytest.warns(ebbtide.EbbtideWarning, match="moved nothing in its first planned forward .* smaller than min_b"):
+        default_script(tmp_path, trl.SFTTrainer, OffloadCallback(store="mock"))
+
+
+def test_trls_switch_and_the_callback_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat.OffloadActivations, "settings", {"store": "mock"})
     given = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], activation_offloading=True, max_steps=1)
     callback = OffloadCallback(**MOVES)
     with compat.install("trl"):  # their own needs an accelerator to be made

@@ -5,7 +5,7 @@ from math import inf
 
 from ebbtide._bytes import format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
-from ebbtide._settings import Budget
+from ebbtide._settings import LEAST_BYTES, Budget
 from ebbtide.planner.profile import Link, Profile
 
 _MOST = 10**15  # what comes of more is no number of bytes or seconds any longer
@@ -85,7 +85,7 @@ def parse_budget(text: str | None, profile: Profile) -> int | None:
     """Bytes of "40GiB", or of "0.8" of the device's memory. Raises ConfigError."""
     if text is None:
         return None
-    is_share = text.replace(".", "", 1).isdigit() and ("." in text or float(text) <= 1)
+    is_share = text.replace(".", "", 1).isdigit() and ("." in text or float(text) < LEAST_BYTES)
     budget = Budget(float(text) if is_share else text)
     if is_share and profile.device_bytes is None:
         raise ConfigError(

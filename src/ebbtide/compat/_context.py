@@ -21,6 +21,9 @@ DEFAULT_STASH = 5
 _WINDOW_BYTES = 512 * MIB  # of the default stash
 
 
+WITHOUT_DEVICE = "this machine has no accelerator. To move from the CPU all the same, write {'store': 'disk'} to"
+
+
 class _Here(threading.local):
     """Of a thread. `entered`: for each context it is inside of, how many of `kept` were open when it was entered."""
 
@@ -35,8 +38,8 @@ _here = _Here()
 class OffloadActivations(StandIn, contextlib.ContextDecorator):
     """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
 
-    To be entered again for every step. On a machine without an accelerator it does nothing, unless `settings` has a
-    store.
+    To be entered again for every step. On a machine without an accelerator it does nothing and warns when it is first
+    entered, unless `settings` has a store.
 
     Args:
         use_pin_memory: host memory is pinned in any case, once and not for every save: False is told of.
@@ -78,8 +81,9 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
             max_fwd_stash_size=max_fwd_stash_size,
         )
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
+        self._is_told = self.moves_here()
         self._context = offload_activations(
-            mode="all" if "store" in self.settings or torch.accelerator.is_available() else "off",
+            mode="all" if self.moves_here() else "off",
             window=waiting_bytes,
             prefetch=waiting_bytes,
             min_bytes=max(1, min_offload_size),
@@ -91,12 +95,22 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         of. Parameters and their views are known without it, gathered ones too."""
         self._context.know_weights(model)
 
+    @classmethod
+    def moves_here(cls) -> bool:
+        """Whether this machine has an accelerator, or `settings` a store for the CPU."""
+        return "store" in cls.settings or torch.accelerator.is_available()
+
     @staticmethod
     def is_entered() -> bool:
         """Whether the calling thread is inside of one."""
         return bool(_here.entered)
 
     def __enter__(self) -> "OffloadActivations":
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"{type(self).__name__} moves nothing: {WITHOUT_DEVICE} its `settings`", EbbtideWarning, stacklevel=2
+            )
         self._context.__enter__()
         _here.entered.append(len(_here.kept))
         return self

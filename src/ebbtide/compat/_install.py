@@ -2,12 +2,13 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ebbtide._errors import ConfigError, MissingPackageError
+from ebbtide._errors import ConfigError, EbbtideWarning, MissingPackageError
 from ebbtide._extras import is_installed, version_of
 from ebbtide.compat import _context, _heads, axolotl, torchtune
 
@@ -133,6 +134,9 @@ def install(trainer: str) -> Installed:
 
     Of Axolotl's names, `SacOffloadEngine` stays Axolotl's: making one warns.
 
+    On a machine without an accelerator ours move nothing, and a warning says so, unless their `settings` have a store
+    by then.
+
     Args:
         trainer: "trl", "axolotl" or "torchtune".
 
@@ -154,6 +158,7 @@ def install(trainer: str) -> Installed:
             elif ours.count == 0:  # else an earlier install has made the replacement
                 ours.undo.append(_replace(place, name, thing.make(getattr(place, name))))
         ours.count += 1
+    _warn_without_device(trainer, [home for home, _ in places])
     return Installed([home for home, _ in places])
 
 
@@ -165,6 +170,20 @@ def _found(home: _Home) -> Any:
         if home.is_optional:
             return None
         raise
+
+
+def _warn_without_device(trainer: str, homes: Sequence[_Home]) -> None:
+    things = [thing for home in homes for thing in home.names.values()]
+    contexts = [thing for thing in things if isinstance(thing, type) and issubclass(thing, _context.OffloadActivations)]
+    still = [context for context in contexts if not context.moves_here()]
+    if still:
+        place = f"{still[0].__module__.replace('._context', '')}.{still[0].__name__}.settings"
+        warnings.warn(
+            f"install({trainer!r}): what {trainer} is to offload stays where it is: {_context.WITHOUT_DEVICE} {place} "
+            "before",
+            EbbtideWarning,
+            stacklevel=3,
+        )
 
 
 def _imported(home: _Home) -> Any:

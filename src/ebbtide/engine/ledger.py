@@ -31,6 +31,9 @@ class Tally:
         self.count += count
         self.nbytes += nbytes
 
+    def since(self, before: "Tally | None") -> "Tally":
+        return self if before is None else Tally(self.count - before.count, self.nbytes - before.nbytes)
+
 
 @dataclass
 class Sample:
@@ -180,6 +183,9 @@ class Stats:
 TOTALS = frozenset(f"ebbtide/{name}" for name in Stats()._totals())
 """The metrics that grow from step to step; the others are as they are now."""
 
+_USES = ("parcels", "recomputed")
+"""Counts of which one grows wherever a forward moves or recomputes something."""
+
 _TALLIES = [f for f in fields(Stats) if f.type in (Tally, Sample)]
 
 
@@ -193,6 +199,7 @@ class Ledger:
         self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
         self.untimed_bytes = 0
         self._settling = threading.Lock()
+        self._before_first_step: Stats | None = None
         self._was_first_step_seen = False
         self._was_failure_told = False
 
@@ -257,23 +264,33 @@ class Ledger:
             warnings.warn(text, EbbtideWarning, stacklevel=3)
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
-    def warn_if_nothing_moved(self, door: str) -> None:
+    def first_step_begins(self) -> None:
+        """Counts before the first planned forward are those of measured steps. Later forwards change nothing."""
+        if self._before_first_step is None:
+            kept = {reason: replace(tally) for reason, tally in self.stats.kept.items()}
+            self._before_first_step = Stats(kept=kept, **{name: replace(getattr(self.stats, name)) for name in _USES})
+
+    def warn_if_nothing_moved(self, door: str, forward: str = "forward", advice: str = "") -> None:
         """Once, after the first forward that could save: never a silent no-op."""
         if self._was_first_step_seen:
             return
         self._was_first_step_seen = True
-        if self.stats.parcels.count == 0 and self.stats.recomputed.count == 0:
-            warnings.warn(f"{door} moved nothing in its first forward: {self._why()}", EbbtideWarning, stacklevel=3)
+        before = self._before_first_step or Stats()
+        if all(getattr(self.stats, name) == getattr(before, name) for name in _USES):
+            text = f"{door} moved nothing in its first {forward}: {self._why(before)}{advice}"
+            warnings.warn(text, EbbtideWarning, stacklevel=3)
 
-    def _why(self) -> str:
-        if not self.stats.kept:
+    def _why(self, before: Stats) -> str:
+        kept = {reason: tally.since(before.kept.get(reason)) for reason, tally in self.stats.kept.items()}
+        kept = {reason: tally for reason, tally in kept.items() if tally.count > 0}
+        if not kept:
             return (
                 "autograd saved nothing that hooks get to see (everything checkpointed or under other hooks inside, "
                 "or nothing needed a gradient)"
             )
         return "; ".join(
             f"{tally.count} saves ({format_bytes(tally.nbytes)}) {reason.value}"
-            for reason, tally in sorted(self.stats.kept.items(), key=lambda row: -row[1].nbytes)
+            for reason, tally in sorted(kept.items(), key=lambda row: -row[1].nbytes)
         )
 
     def time_stall(self, device: Device, point: StreamEvent, end: StreamEvent, is_forward: bool) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ebbtide._settings import LEAST_BYTES
 from ebbtide.plans import Plan
 
 
@@ -65,9 +66,9 @@ class OffloadArguments:
 
 
 def _share_or_text(budget: str) -> float | str:
-    """A parser knows text only, and a share is a number; one that is larger is bytes."""
+    """A parser knows text only. A number is a share, or bytes if it is large enough; what is neither is refused."""
     try:
-        share = float(budget)
+        number = float(budget)
     except ValueError:
         return budget
-    return share if share <= 1 else budget
+    return number if number < LEAST_BYTES else budget

@@ -30,7 +30,8 @@ class OffloadCallback(TrainerCallback):
     before, states as they are. The callback takes the first place among the Trainer's for that.
 
     Args:
-        takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves, instead of an error.
+        takes_over: switch off what `activation_checkpointing_kwargs={"offload": True}` moves and, with a budget, the
+            checkpointing of the model (TRL's trainers checkpoint by default), instead of an error.
         settings: of `ebbtide.offload`.
 
     Raises ConfigError at the beginning of a training in which something else moves the same, or accelerate compiles
@@ -101,13 +102,17 @@ class OffloadCallback(TrainerCallback):
             "block.compile()",
         )
         checkpoints = any(getattr(args, name, False) for name in _CHECKPOINTING)
-        if checkpoints and self._settings.get("budget") is not None:
-            raise ConfigError(
-                "a budget decides what runs again, and checkpointing does too: leave activation_checkpointing= (or "
-                "gradient_checkpointing=) out"
-            )
         kwargs = _checkpointing_kwargs(args)
-        if checkpoints and kwargs.get("offload"):
+        if self._settings.get("budget") is not None:
+            if checkpoints and not self._takes_over:
+                raise ConfigError(
+                    "a budget decides what runs again, and checkpointing does too: write gradient_checkpointing=False "
+                    f"in {type(args).__name__} (TRL's trainers checkpoint by default) and no "
+                    "activation_checkpointing=True, or takes_over=True in OffloadCallback, which switches it off"
+                )
+            if self._takes_over:
+                _without_checkpointing(model)
+        elif checkpoints and kwargs.get("offload"):
             if not self._takes_over:
                 raise ConfigError(
                     "activation_checkpointing_kwargs={'offload': True} and OffloadCallback move the same: leave one of "
@@ -136,6 +141,14 @@ def _checkpointing_kwargs(args: TrainingArguments) -> dict[str, Any]:
         if isinstance(kwargs, Mapping):
             return dict(cast("Mapping[str, Any]", kwargs))
     return {}
+
+
+def _without_checkpointing(model: Any) -> None:
+    """However it was switched on, but for torch's wrappers. The names are of transformers 5.2x, and before."""
+    names = [f"{name}_disable" for name in _CHECKPOINTING]
+    switch = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if switch is not None:
+        switch()
 
 
 def _without_offload(model: Any, kwargs: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
+from ebbtide._logs import logger_of
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.probe import link_rates
 from ebbtide.engine.scope import Scope
@@ -33,6 +34,8 @@ from ebbtide.planner.reasons import NO_BUDGET
 from ebbtide.planner.upkeep import GoesBy, Upkeep
 from ebbtide.plans import Plan, Recipe, RegionPlan
 from ebbtide.types import Dearness, Watch
+
+_log = logger_of(__name__)
 
 _FIRST_VOTE = 4  # forwards: one to warm up, two that are watched, and the one that votes
 _LATENCY_S = 1e-5
@@ -77,6 +80,9 @@ class Phase(enum.Enum):
     DETAILS = "is watched for details"
     PLANNED = "goes by the plan"
     GAVE_UP = "goes by the recipes it began with"
+
+
+_MEASURING = (Phase.WARM, Phase.TIMES, Phase.DETAILS)
 
 
 class _AndUnseen:
@@ -176,7 +182,14 @@ class Control:
     @property
     def is_measuring(self) -> bool:
         """Whether steps are still to be watched."""
-        return self.phase in (Phase.WARM, Phase.TIMES, Phase.DETAILS)
+        return self.phase in _MEASURING
+
+    @property
+    def status(self) -> str:
+        """Why there is no plan; "" with one."""
+        if self.is_measuring:
+            return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
+        return f"no plan: training {self.phase.value}" if self.upkeep is None else ""
 
     def start(self) -> None:
         """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
@@ -278,6 +291,7 @@ class Control:
             self._memory_before = self._handle.memory_before()
         self._set_first(prefetch_bytes=1 if is_detailed and self.runs_again else None)
         self.is_warming_up = self.phase is Phase.WARM and self.runs_again
+        _log.info("%s", self.status)
         watch = StepWatch(
             engine, self._scope, is_detailed=is_detailed, runs_again=self.runs_again,
             dearness=self._dearness if self.runs_again else None, is_first=self.phase is Phase.WARM,

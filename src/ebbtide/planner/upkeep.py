@@ -33,6 +33,7 @@ import torch
 
 from ebbtide._bytes import format_bytes
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
+from ebbtide._logs import logger_of
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.ledger import Ledger
 from ebbtide.planner import leads
@@ -46,6 +47,8 @@ from ebbtide.planner.reasons import out_of_memory, used_bytes
 from ebbtide.planner.solve import Solver
 from ebbtide.planner.timing import LinkTimes
 from ebbtide.plans import Plan
+
+_log = logger_of(__name__)
 
 _SETTLES_IN_S = 5.0  # of steps by one plan: a device is at its pace
 _SETTLED_AT = 0.02
@@ -72,13 +75,15 @@ class GoesBy(Protocol):
 
 @dataclasses.dataclass
 class _Size:
-    """Batches of one bucket. `profile`: what its plans come from, before it was scaled to their size."""
+    """Batches of one bucket. `profile`: what its plans come from, before it was scaled to their size. `is_told`: its
+    first plan is in the log."""
 
     tokens: int
     profile: Profile
     solver: Solver
     follow: Follower
     paces: Paces = dataclasses.field(default_factory=Paces)
+    is_told: bool = False
 
 
 class _Step(NamedTuple):
@@ -192,6 +197,10 @@ class Upkeep:
         if size is not self._size:
             self._size = size
             self._go_by(size)
+        if not size.is_told:
+            size.is_told = True
+            other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
+            self._tell(f"plan in force{other}", size)
         self._bound_trial(size)
         self._look_again(size, engine)
         pulse = Pulse(engine.device, looks_at_peak=self._wants_peak(size.follow))
@@ -274,14 +283,15 @@ class Upkeep:
         follow = size.follow
         if follow.is_as_measured:
             follow.best = None
-            self._change_to(size, size.solver.solve(self._allowance.planned_bytes(size.tokens)))
+            self._change_to(size, size.solver.solve(self._allowance.planned_bytes(size.tokens)), _off(follow))
             return
+        why = _off(follow)
         before = follow.best if follow.best is not None and follow.best.plan is not follow.plan else None
         plan = self._refitted_plan(size)
         if before is None or plan.predicted is None or plan.predicted.step_s <= before.step_s:
-            self._change_to(size, plan)
+            self._change_to(size, plan, why)
         else:
-            self._change_to(size, _as_measured(before), is_as_measured=True)
+            self._change_to(size, _as_measured(before), f"{why}: an earlier plan was faster", is_as_measured=True)
 
     def _slower_than_kept(self, size: _Size) -> None:
         """There is no budget, and the steps look slower than with everything kept."""
@@ -290,18 +300,20 @@ class Upkeep:
         may_keep = size.tokens <= self._measured_tokens and not self._was_trial_ended
         if _moves(follow.plan) and may_keep and self._trials < _MOST_TRIALS:
             self._trials += 1
-            self._change_to(size, size.solver.keeping_all(), is_trial=True)
+            self._change_to(size, size.solver.keeping_all(), _off(follow), is_trial=True)
         elif follow.is_as_measured:
             follow.most_s = None  # it was as fast when it was tried: it is the machine
         elif kept is not None:
             follow.most_s = None
-            self._change_to(size, _as_measured(kept), is_as_measured=True)
+            self._change_to(size, _as_measured(kept), "keeping all was faster", is_as_measured=True)
         elif may_keep:  # what trials of other sizes came to, this one is believed to come to as well
             follow.most_s = None
-            self._change_to(size, size.solver.keeping_all() if self._kept_was_faster else follow.plan)
+            plan = size.solver.keeping_all() if self._kept_was_faster else follow.plan
+            self._change_to(size, plan, "as with batches of another size")
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._change_to(size, self._refitted_plan(size))
+            why = _off(follow)
+            self._change_to(size, self._refitted_plan(size), why)
 
     def _weigh(self, size: _Size) -> None:
         """Steps with everything kept were tried: are those of the plan before as fast? That was looked at because some
@@ -312,10 +324,10 @@ class Upkeep:
         kept, moved = (now, before) if was_kept else (before, now)
         follow.kept = kept
         if _is_as_fast(moved, kept):
-            self._change_to(size, _as_measured(moved), is_as_measured=True)
+            self._change_to(size, _as_measured(moved), "as fast as keeping all", is_as_measured=True)
             follow.most_s = max(kept.fastest_s, moved.fastest_s) * _LOOKS_SLOW
         elif was_kept:
-            self._change_to(size, moved.plan, is_trial=True)
+            self._change_to(size, moved.plan, "keeping all was faster: side by side with it", is_trial=True)
         else:
             self._move_less(size, kept, moved)
 
@@ -324,7 +336,8 @@ class Upkeep:
         plan = self._refitted_plan(size, kept)
         is_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(moved.plan)
         self._kept_was_faster = not is_less
-        self._change_to(size, plan if is_less else _as_measured(kept), is_as_measured=not is_less)
+        chosen = plan if is_less else _as_measured(kept)
+        self._change_to(size, chosen, "keeping all was faster", is_as_measured=not is_less)
         size.follow.most_s = kept.fastest_s * _LOOKS_SLOW if is_less else None
 
     def _bound_trial(self, size: _Size) -> None:
@@ -339,7 +352,7 @@ class Upkeep:
         assert before is not None
         self._was_trial_ended = True
         size.follow.most_s = None
-        self._change_to(size, plan if _moves(plan) else before.plan)
+        self._change_to(size, plan if _moves(plan) else before.plan, "the trial ended unread")
 
     def _refitted_plan(self, size: _Size, kept: Tried | None = None) -> Plan:
         """From what its steps say of the profile, or those with everything kept, where they were tried."""
@@ -425,10 +438,19 @@ class Upkeep:
         )
         return solver.solve(least_bytes)
 
-    def _change_to(self, size: _Size, plan: Plan, *, is_as_measured: bool = False, is_trial: bool = False) -> None:
+    def _change_to(
+        self, size: _Size, plan: Plan, why: str, *, is_as_measured: bool = False, is_trial: bool = False
+    ) -> None:
         size.follow.goes_by(plan, is_as_measured=is_as_measured, is_trial=is_trial)
         size.paces.clear()
         self._go_by(size)
+        self._tell(f"plan {'tried' if is_trial else 'corrected'}, {why}", size)
+
+    def _tell(self, what: str, size: _Size) -> None:
+        asked_bytes, plan = self._allowance.asked_bytes, size.follow.plan
+        budget = "no budget" if asked_bytes is None else f"budget {format_bytes(asked_bytes)}"
+        keeps = "; everything stays on the device" if plan.keeps_all else ""
+        _log.info("%s (%s): %s%s", what, budget, plan.predicted, keeps)
 
     def _go_by(self, size: _Size) -> None:
         if size is self._size:
@@ -449,11 +471,11 @@ class Upkeep:
             return
         spare_bytes = self._allowance.fitted(size.tokens, peak_bytes, predicted.peak_bytes, size.follow.is_whole_peak)
         if spare_bytes is not None:
-            self._plan_with(size, spare_bytes)
+            self._plan_with(size, f"the measured peak was {format_bytes(peak_bytes)}", spare_bytes)
         else:
             self._tell_if_beyond(peak_bytes)
 
-    def _plan_with(self, size: _Size, spare_bytes: int, short_bytes: int = 0) -> None:
+    def _plan_with(self, size: _Size, why: str, spare_bytes: int, short_bytes: int = 0) -> None:
         """Plan again with so much of the budget left free. If nothing fits then, what is there has to do."""
         asked_bytes = self._allowance.asked_bytes
         assert asked_bytes is not None
@@ -465,7 +487,7 @@ class Upkeep:
         self._allowance.leave_free(size.tokens, spare_bytes, short_bytes)
         self._sizes = {size.tokens: size}
         size.follow.best = None  # it was made for more
-        self._change_to(size, plan)
+        self._change_to(size, plan, f"{format_bytes(spare_bytes + short_bytes)} of the budget left free: {why}")
 
     def _look_again(self, size: _Size, engine: Engine) -> None:
         """What a training allocates may grow (an optimizer's first step, a longer evaluation) after the peak was looked
@@ -517,7 +539,7 @@ class Upkeep:
             planned_bytes = used_bytes(budget_bytes, predicted)
             less_bytes = max(planned_bytes - planned_bytes // _OOM_SHARE, self._size.solver.smallest_budget())
             if less_bytes < planned_bytes:
-                self._plan_with(self._size, spare_bytes, budget_bytes - less_bytes)
+                self._plan_with(self._size, "the device ran out of memory", spare_bytes, budget_bytes - less_bytes)
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
@@ -537,6 +559,10 @@ def bucket_of(tokens: int, measured: int = 1) -> int:
 
 def _waits_for_host(plan: Plan) -> bool:
     return plan.predicted is not None and plan.predicted.host_wait_s > _WAITS_FOR_HOST * plan.predicted.step_s
+
+
+def _off(follow: Follower) -> str:
+    return f"the last steps took {follow.typical_s * 1e3:.1f} ms"
 
 
 def _with_host_times(profile: Profile, ratio: float) -> Profile:

@@ -229,7 +229,12 @@ def timed(profile, seed):
             saves=tuple(replace(save, at_s=forward_s * k / len(saves)) for k, save in enumerate(saves)),
             inputs=tuple(replace(save, at_s=0.0) for save in measured.inputs),
             dear=tuple(
-                replace(row, at_s=again_s * k / len(dear), again_s=again_s * draw.uniform(0.2, 0.9) / len(dear))
+                replace(
+                    row,
+                    at_s=again_s * k / len(dear),
+                    again_s=again_s * draw.uniform(0.2, 0.9) / len(dear),
+                    led_s=0.1 * again_s * bool(row.led) / len(dear),
+                )
                 for k, row in enumerate(dear)
             ),
         )

@@ -106,8 +106,8 @@ class Installed:
 def install(trainer: str) -> Installed:
     """Have an unmodified script use ours: what `trainer` imports under its own names from now on, or has already.
 
-    On a machine without an accelerator ours move nothing, and a warning says so, unless their `settings` have a store
-    by then.
+    A warning says so where nothing can move: on a machine without an accelerator, if `OffloadActivations.settings` has
+    no store yet.
 
     Args:
         trainer: "trl", "axolotl" or "torchtune".

@@ -115,7 +115,7 @@ class Stats:
 
 
 _USES = ("parcels", "recomputed")
-"""Counts of which one grows wherever a forward moves or recomputes something."""
+"""Counts that tell whether a forward moved or recomputed something."""
 
 _TALLIES = [f for f in fields(Stats) if f.type in (Tally, Sample)]
 
@@ -185,7 +185,7 @@ class Ledger:
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
     def first_step_begins(self) -> None:
-        """Counts before the first planned forward are those of measured steps. Later forwards change nothing."""
+        """Set the counts of measured steps apart. Only the first planned forward does so; later calls do nothing."""
         if self._before_first_step is None:
             kept = {reason: replace(tally) for reason, tally in self.stats.kept.items()}
             self._before_first_step = Stats(kept=kept, **{name: replace(getattr(self.stats, name)) for name in _USES})

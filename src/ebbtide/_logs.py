@@ -1,4 +1,4 @@
-"""Loggers below `ebbtide`: the first rank alone speaks, and no handler is added, for programs choose what they show."""
+"""Loggers below `ebbtide`. Only the first rank writes records, and handlers are left to the program."""
 
 import logging
 
@@ -12,7 +12,7 @@ class _FirstRank(logging.Filter):
 
 
 def logger_of(name: str) -> logging.Logger:
-    """The logger of a module, by its `__name__`."""
+    """Return the logger of the module with this `__name__`."""
     logger = logging.getLogger(name)
     logger.addFilter(_FirstRank())
     return logger

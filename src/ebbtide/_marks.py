@@ -183,12 +183,12 @@ class Mark(abc.ABC):
             vars(self._module).pop(_REDUCE, None)
 
     def restore_calls(self, attributes: dict[str, Any]) -> None:
-        """In the module's attributes, or in those of its copy, what the mark wraps stands in its own place again."""
+        """Put the calls that the mark wraps back, in the module's attributes or in a copy of them."""
         if self._compiled is not None:
             _restore(attributes, "_compiled_call_impl", self._compiled, self._compiled.was)
 
     def strip(self, attributes: dict[str, Any]) -> None:
-        """Take the mark out of a copy of the module's attributes. The module keeps its own dicts of hooks."""
+        """Take the mark out of a copy of the module's attributes; the module keeps its own dicts of hooks."""
         self.restore_calls(attributes)
         numbers = {remover.id for remover in self._removers}
         for name in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
@@ -217,9 +217,9 @@ class Mark(abc.ABC):
 
 
 class _Copies:
-    """Stands in place of a marked module's `__reduce_ex__`: copies and pickles are of the module without any mark.
+    """The `__reduce_ex__` of a marked module: copies and pickles are of the module without marks and handle.
 
-    A class with a `__deepcopy__` of its own copies the marks too, and with them the handle, which refuses.
+    A class with its own `__deepcopy__` does not ask for `__reduce_ex__`: the copy comes to the handle, which refuses.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -462,7 +462,7 @@ class _RegionForward:
         module.forward = forward
 
     def restore(self, attributes: dict[str, Any]) -> None:
-        """Unless somebody has wrapped it since: without a session ours does nothing."""
+        """Put the former forward back. Below a later wrapper ours stays: without a session it does nothing."""
         _restore(attributes, "forward", self._forward, self._was)
 
     @contextlib.contextmanager
@@ -482,7 +482,7 @@ class _RegionForward:
 
 
 def _restore(attributes: dict[str, Any], name: str, ours: object, was: object) -> None:
-    """`was` instead of `ours`; None: nothing on the instance, so that its class's holds."""
+    """Replace `ours` by `was`; None removes the attribute, so that the attribute of the class holds again."""
     if attributes.get(name) is not ours:
         return
     if was is None:

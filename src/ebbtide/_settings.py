@@ -7,7 +7,7 @@ from ebbtide._errors import ConfigError
 from ebbtide.config import Mode
 
 LEAST_BYTES = MIB // 2
-"""Of a budget in bytes: a smaller number is a count of GiB or MiB without its unit. No device has 512 GiB in MiB."""
+"""The smallest budget in bytes. A smaller number lacks its unit: no device has this many MiB (512 GiB)."""
 
 _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 
@@ -15,9 +15,9 @@ _MOST_BYTES = 1e15  # that any device has: what is more was not meant as bytes
 class Budget:
     """A peak to stay under: bytes, text like "40GiB", or a share of the device's memory, a float of at most 1.
 
-    As text: the budget as its user wrote it.
+    `str()` gives the budget as its user wrote it.
 
-    Raises ConfigError for anything else, and for a number of bytes that no budget is.
+    Raises ConfigError for anything else, and for a number too small to be bytes.
     """
 
     def __init__(self, given: int | float | str) -> None:
@@ -59,7 +59,7 @@ def _check_share(given: float) -> None:
 
 
 def _check_not_without_unit(given: int | str) -> None:
-    """A count of GiB without its unit would be a few bytes. Text says what its user meant."""
+    """Refuse a count of GiB or MiB without its unit. Text is left alone: the user wrote bytes."""
     if not isinstance(given, str) and int(given) < LEAST_BYTES:
         whole = ", or 1.0 for all of the device's memory" if given == 1 else ""
         raise ConfigError(
@@ -69,7 +69,7 @@ def _check_not_without_unit(given: int | str) -> None:
 
 
 def _with_unit(count: float) -> str:
-    """What was meant by a number that is too small for bytes."""
+    """The text to write for a number too small to be bytes."""
     if count >= _MOST_BYTES:
         return "40GiB"
     return f"{count:g}GiB" if count < GIB / MIB else f"{int(count)}MiB"

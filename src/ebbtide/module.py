@@ -148,7 +148,7 @@ class OffloadHandle:
     def plan(self) -> Plan:
         """What is done with each region, and when what travels leaves and comes back.
 
-        Before a planner has a plan: the recipes of the first steps, whose `status` says what is measured.
+        Before the planner has a plan, the recipes of the first steps; `status` names the step that is measured.
         """
         if self._control is not None:
             budget = "" if self._budget is None else str(self._budget)
@@ -465,7 +465,7 @@ class OffloadHandle:
             self._warn_if_nothing_moved(session.plan)
 
     def _warn_if_nothing_moved(self, plan: Plan) -> None:
-        """Measured steps say nothing yet, and a plan within a budget keeps all where all fits."""
+        """Measured steps do not count, and a plan may keep everything if everything fits the budget."""
         if (self._control is not None and self._control.status) or (plan.keeps_all and plan.budget_bytes is not None):
             return
         door = f"offload({type(self._module).__name__})"

@@ -182,7 +182,7 @@ class Prediction:
         host_bytes: most that waits in the store at once.
         host_wait_s: of `step_s`, what compute waits for the host that queues it.
 
-    As text: the first line of a plan, without the budget.
+    `str()` gives the first line of a plan, without the budget.
     """
 
     step_s: float
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the plan leaves all that is saved on the device."""
+        """Whether all saved tensors stay on the device."""
         recipes = [region.recipe for region in (*self.regions.values(), self.outside) if region is not None]
         return self.outside is not None and all(recipe.action == "keep" for recipe in recipes)
 

@@ -470,14 +470,14 @@ def test_a_handle_that_a_failed_training_left_can_be_removed(tmp_path):
     assert after.handle is handle_of(model)
 
 
-def rewarded(kind, tmp_path, *callbacks):
+def rewarded(kind, tmp_path, *callbacks, checkpoints=False):
     """Trainers that make their own completions, and have no switch for offloading."""
     config, make = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
     given = config(
         **few_steps(tmp_path),
         num_generations=2,
         max_completion_length=8,
-        gradient_checkpointing=False,
+        gradient_checkpointing=checkpoints,
         beta=0.0,  # no model to compare with
     )
     trainer = make(
@@ -504,3 +504,13 @@ def test_trainers_without_a_switch_compute_the_same(tmp_path, kind):
     callback = OffloadCallback(**ALL)
     assert same(rewarded(kind, tmp_path, callback, Reporter()), rewarded(kind, tmp_path))
     assert moved[-1] > 0
+
+
+def test_a_trainer_that_switches_checkpoints_on_and_off_leaves_them_to_the_budget(tmp_path):
+    """GRPO generates without checkpointing, and switches checkpointing on again if it was on before."""
+    callback = OffloadCallback(**MOVES, budget="8GiB", takes_over=True)
+    watched = Watched(callback)
+    ours = rewarded("grpo", tmp_path, callback, watched, checkpoints=True)
+    assert same(ours, rewarded("grpo", tmp_path, checkpoints=True))
+    assert len(watched.checkpointed) == 3
+    assert not any(watched.checkpointed)

@@ -38,8 +38,8 @@ _here = _Here()
 class OffloadActivations(StandIn, contextlib.ContextDecorator):
     """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
 
-    To be entered again for every step. On a machine without an accelerator it does nothing and warns when it is first
-    entered, unless `settings` has a store.
+    To be entered again for every step. On a machine without an accelerator, and without a store in `settings`, the
+    context does nothing and warns when entered first.
 
     Args:
         use_pin_memory: host memory is pinned in any case, once and not for every save: False is told of.

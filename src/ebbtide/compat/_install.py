@@ -134,8 +134,8 @@ def install(trainer: str) -> Installed:
 
     Of Axolotl's names, `SacOffloadEngine` stays Axolotl's: making one warns.
 
-    On a machine without an accelerator ours move nothing, and a warning says so, unless their `settings` have a store
-    by then.
+    A warning says so where nothing can move: on a machine without an accelerator, if `OffloadActivations.settings` has
+    no store yet.
 
     Args:
         trainer: "trl", "axolotl" or "torchtune".

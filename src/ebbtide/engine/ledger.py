@@ -184,7 +184,7 @@ TOTALS = frozenset(f"ebbtide/{name}" for name in Stats()._totals())
 """The metrics that grow from step to step; the others are as they are now."""
 
 _USES = ("parcels", "recomputed")
-"""Counts of which one grows wherever a forward moves or recomputes something."""
+"""Counts that tell whether a forward moved or recomputed something."""
 
 _TALLIES = [f for f in fields(Stats) if f.type in (Tally, Sample)]
 
@@ -265,7 +265,7 @@ class Ledger:
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
     def first_step_begins(self) -> None:
-        """Counts before the first planned forward are those of measured steps. Later forwards change nothing."""
+        """Set the counts of measured steps apart. Only the first planned forward does so; later calls do nothing."""
         if self._before_first_step is None:
             kept = {reason: replace(tally) for reason, tally in self.stats.kept.items()}
             self._before_first_step = Stats(kept=kept, **{name: replace(getattr(self.stats, name)) for name in _USES})

@@ -66,7 +66,7 @@ class OffloadArguments:
 
 
 def _share_or_text(budget: str) -> float | str:
-    """A parser knows text only. A number is a share, or bytes if it is large enough; what is neither is refused."""
+    """The budget of a command line: a number is a share, or bytes if large enough. `offload` refuses other numbers."""
     try:
         number = float(budget)
     except ValueError:

@@ -144,7 +144,7 @@ def _checkpointing_kwargs(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _without_checkpointing(model: Any) -> None:
-    """However it was switched on, but for torch's wrappers. The names are of transformers 5.2x, and before."""
+    """Switch checkpointing off, by arguments or by hand alike. torch's `checkpoint_wrapper` cannot be switched off."""
     names = [f"{name}_disable" for name in _CHECKPOINTING]
     switch = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if switch is not None:

@@ -50,10 +50,21 @@ keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs in this thread was asked to retain the graph."""
 
 
+_current_node = cast("Callable[[], Any]", torch._C._current_autograd_node)
+
+
 def current_node_name() -> str:
     """Class of the autograd node that runs in this thread; "" outside of backward."""
-    node: object = cast(Any, torch._C._current_autograd_node)()
+    node = _current_node()
     return "" if node is None else type(node).__name__
+
+
+def reads_random_slopes() -> bool:
+    """Whether the autograd node that runs in this thread is rrelu's and reads the slopes that its forward drew.
+
+    Without training the gradient is leaky_relu's, and the memory for slopes is saved but never read.
+    """
+    return current_node_name().startswith("RreluWithNoise") and _current_node()._saved_training
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

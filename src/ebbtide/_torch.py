@@ -191,7 +191,43 @@ def refuse_addresses(t: torch.Tensor) -> None:
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    return cast(Any, module).named_modules()
+    """`module` and all modules inside by name, each once, as the class of `module` says.
+
+    A wrapper may keep data under the name of a method (Megatron's DDP has a list `buffers`), and a class may have its
+    own walk (PEFT's attention restores weights first). So the class is asked, not the instance.
+    """
+    return cast(Any, type(module)).named_modules(module)
+
+
+def parameters_of(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """All parameters of `module` and of the modules inside, each once."""
+    return (cast(torch.nn.Parameter, p) for _, p in _named_tensors(module, "_parameters"))
+
+
+def buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers of `module` and of the modules inside, each once."""
+    return (buffer for _, buffer in named_buffers(module))
+
+
+def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All buffers of `module` and of the modules inside by name, each once."""
+    return _named_tensors(module, "_buffers")
+
+
+def _named_tensors(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Module.parameters() calls named_parameters() of the instance, so data under that name would break the former."""
+    seen: set[torch.Tensor] = set()
+    for prefix, owner in named_modules(module):
+        owned = cast("dict[str, torch.Tensor | None]", getattr(owner, kind))
+        for name, t in owned.items():
+            if t is not None and t not in seen:
+                seen.add(t)
+                yield f"{prefix}.{name}" if prefix else name, t
+
+
+def named_children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules directly inside by name, as its class says."""
+    return cast(Any, type(module)).named_children(module)
 
 
 def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:

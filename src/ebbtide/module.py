@@ -27,7 +27,14 @@ from ebbtide._settings import (
     given,
     is_left_to_planner,
 )
-from ebbtide._torch import graph_task_id, is_inside_checkpoint, modules_of, named_modules
+from ebbtide._torch import (
+    buffers_of,
+    graph_task_id,
+    is_inside_checkpoint,
+    modules_of,
+    named_modules,
+    parameters_of,
+)
 from ebbtide.config import Mode, Names, OffloadConfig, as_names, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engine import Engine
@@ -273,7 +280,7 @@ class OffloadHandle:
         by region."""
         device = self._home.device()
         base, coming = memory_of(self._module, self.regions, device)
-        state_bytes = self._optimizers.state_bytes(list(self._module.parameters()), device)
+        state_bytes = self._optimizers.state_bytes(list(parameters_of(self._module)), device)
         return (base | {"optimizer": state_bytes} if state_bytes > 0 else base), coming
 
     def plan_within(
@@ -438,7 +445,7 @@ class OffloadHandle:
         storages = self._home.storages()
         if storages != self._weights_at and not is_on_meta(self._module):
             self._weights_at = storages
-            self._scope.know_weights(self._module.parameters())
+            self._scope.know_weights(parameters_of(self._module))
 
     def _note_buffers(self) -> None:
         """What is saved of them frees nothing. One that is replaced before the next forward is moved in that one, or an
@@ -676,7 +683,7 @@ def _check_module(module: torch.nn.Module) -> None:
 
 
 def _check_device(module: torch.nn.Module, config: OffloadConfig) -> None:
-    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    devices = {t.device for t in (*parameters_of(module), *buffers_of(module))}
     if any(device.type == "meta" for device in devices):
         raise ModuleError(
             f"a part of {type(module).__name__} is on the meta device: materialise it first, by to_empty() or loading "

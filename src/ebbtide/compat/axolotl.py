@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from ebbtide._errors import ConfigError
+from ebbtide._torch import modules_of
 from ebbtide.compat._context import OffloadActivations
 from ebbtide.compat._heads import opt_out
 from ebbtide.engine.ledger import Stats
@@ -40,7 +41,7 @@ class HiddenStates(contextlib.ContextDecorator):
         if self._depth > 1:
             return self
         # At each step anew: a Trainer switches checkpointing on when its training begins.
-        found = [module for module in self._model.modules() if _is_checkpointed(module)]
+        found = [module for module in modules_of(self._model) if _is_checkpointed(module)]
         if not found:
             self._depth = 0
             raise ConfigError(

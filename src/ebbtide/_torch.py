@@ -137,6 +137,20 @@ def is_called_from(function: Callable[..., Any]) -> bool:
     return False
 
 
+def callers() -> Iterator[tuple[str, str]]:
+    """Module and function of each frame written in Python on the stack of this thread, by name, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        frame = frame.f_back
+
+
+def store_of(group: "torch.distributed.ProcessGroup | None") -> Any:
+    """The store that ranks of `group` (None: of the job) share."""
+    distributed: Any = torch.distributed
+    return distributed.distributed_c10d._get_process_group_store(group or distributed.group.WORLD)
+
+
 class OperatorMode(TorchDispatchMode):
     """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled.
 

@@ -108,7 +108,9 @@ def plan(
         profile = _for_batch(profile, model, batch, host_limit)
         if budget is not None:
             profile.check_second_runs()
-    budget_bytes = None if budget_of is None else min(gather(budget_of(_device_bytes(profile, model))))
+    budget_bytes = None
+    if budget_of is not None:
+        budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
     return Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
 
 

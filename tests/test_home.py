@@ -21,13 +21,13 @@ def _fresh_process():
 
 
 class Walked(Stack):
-    """Counts how often all its parameters are asked for."""
+    """Counts how often all its modules are asked for."""
 
     walks = 0
 
-    def parameters(self, recurse=True):
+    def named_modules(self, *args, **kwargs):
         self.walks += 1
-        return super().parameters(recurse)
+        return super().named_modules(*args, **kwargs)
 
 
 def small_and_large():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -39,11 +40,11 @@ class Workload(NamedTuple):
 # -- language models ---------------------------------------------------------------------------------------------------
 
 
-def _llama():
+def _llama(layers=3):
     transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
         )
     )  # fmt: skip
@@ -59,22 +60,22 @@ def _gpt2():
     )  # fmt: skip
 
 
-def _mixtral():
+def _mixtral(layers=2):
     transformers = pytest.importorskip("transformers")
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
             use_cache=False, output_router_logits=True,
         )
     )  # fmt: skip
 
 
-def _t5():
+def _t5(layers=2):
     transformers = pytest.importorskip("transformers")
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers, num_heads=4,
             use_cache=False, decoder_start_token_id=0,
         )
     )  # fmt: skip
@@ -147,8 +148,11 @@ def _lstm_loss(model, generator):
 WORKLOADS = {
     "Llama": Workload(_llama, _language_loss, 3, "model.norm"),
     "GPT-2": Workload(_gpt2, _language_loss, 3, "transformer.ln_f"),
+    "Llama of one layer": Workload(partial(_llama, 1), _language_loss, 1, "model.norm"),
     "Mixtral": Workload(_mixtral, _language_loss, 2, "model.norm"),
+    "Mixtral of one layer": Workload(partial(_mixtral, 1), _language_loss, 1, "model.norm"),
     "T5": Workload(_t5, _language_loss, 4, "decoder.final_layer_norm"),
+    "T5 of one layer each": Workload(partial(_t5, 1), _language_loss, 2, "decoder.final_layer_norm"),
     "ViT": Workload(_vit, _vit_loss, 3, "vit.layernorm"),
     "ResNet in channels_last": Workload(_resnet, _resnet_loss, 3, None),
     "LSTM": Workload(_lstm, _lstm_loss, 0, None),

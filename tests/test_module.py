@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.rehearsal import measure
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
@@ -45,6 +46,64 @@ def check_three_steps(handle, model, call=None):
     assert_equal(three_steps(model, call), three_steps(make(Transformer, CPU)))
     assert handle.stats().out.count > 0
     assert handle.stats().inbound.count > 0
+
+
+WALKS = [
+    "buffers", "parameters", "modules", "children",
+    "named_buffers", "named_parameters", "named_modules", "named_children",
+]  # fmt: skip
+
+
+class Wrapper(nn.Module):
+    """Keeps lists under the names of methods, as Megatron's DistributedDataParallel does with `buffers`."""
+
+    def __init__(self, module, names):
+        super().__init__()
+        self.module = module
+        for name in names:
+            setattr(self, name, [])
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+@pytest.mark.parametrize("names", [["buffers"], WALKS], ids=["buffers", "all"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"store": "mock", "mode": "all", "exclude": ["layers.0"], "window": 1},
+        {"store": "mock", "include": nn.Linear, "window": 1},
+        {"store": "mock", "recipe": {"layers.*": "recompute", "mlp": "keep"}, "window": 1},
+        {"store": "disk", "budget": "64GiB"},
+        {"store": "disk"},
+    ],
+    ids=str,
+)
+def test_data_of_a_wrapper_under_the_name_of_a_method_is_no_method(names, settings):
+    inner, twin = make(Transformer, CPU), make(Transformer, CPU)
+    wrapper = Wrapper(inner, names)
+    handle = ebbtide.offload(wrapper, min_bytes=1, **settings)
+    for seed in range(5):
+        results = []
+        for called, owner in ((wrapper, inner), (twin, twin)):
+            owner.zero_grad()
+            loss = called(tokens(CPU, seed))
+            loss.backward()
+            results.append([loss.detach(), *gradients(owner)])
+        assert_equal(*results)
+    assert {f"layers.{k}" for k in range(3)} <= handle.regions.keys()
+    assert handle.stats().out.count > 0 or settings == {"store": "disk"}
+    assert handle.stats().kept[Reason.PARAMETER].count > 0
+
+
+def test_such_a_wrapper_is_measured_and_its_weights_are_known():
+    wrapper = Wrapper(make(Transformer, CPU), WALKS)
+    profile = measure(wrapper, tokens(CPU, 0), store="disk", min_bytes=1)
+    assert len(profile.regions) >= 3
+    context = ebbtide.offload_activations(store="mock", min_bytes=1, window=1)
+    context.know_weights(wrapper)
+    with context:
+        wrapper(tokens(CPU, 0)).backward()
 
 
 def test_three_steps_equal_the_plain_run_and_report_says_what_moved():

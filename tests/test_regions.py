@@ -83,6 +83,107 @@ def test_a_compiled_block_is_entered():
     assert list(find_regions(listed(*(torch.jit.script(Norm()) for _ in range(2))))) == ["0", "1"]
 
 
+class Sparse(nn.Module):
+    """A block with a mixture of experts."""
+
+    def __init__(self, experts=1, name="experts"):
+        super().__init__()
+        self.norm = Norm()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.add_module(name, listed(*(Block() for _ in range(experts))))
+
+    def forward(self, x):
+        chosen = self.gate(self.norm(x)).softmax(-1)
+        experts = next(inner for inner in self.children() if isinstance(inner, nn.ModuleList))
+        return x + sum(expert(x) * chosen[..., k : k + 1] for k, expert in enumerate(experts))
+
+
+class Projected(Block):
+    """A block with a list of one projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = listed(nn.Linear(WIDTH, WIDTH))
+        self.mlp = listed(Block())
+
+    def forward(self, x):
+        return self.out[0](self.mlp[0](super().forward(x)))
+
+
+class Stage(nn.Module):
+    """A part of a model, as pipelines have it: the rest is None."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embed, self.layers, self.head = None, layers, None
+
+    def forward(self, x):
+        for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (lambda: Stage(listed(Block())), ["layers.0"]),
+        (lambda: Stage(nn.ModuleDict({"7": Block()})), ["layers.7"]),
+        (lambda: Stage(nn.Sequential(Block())), ["layers.0"]),
+        (lambda: nn.Sequential(Block()), ["0"]),
+        (lambda: listed(listed(Block(), Block(), Norm())), ["0.0", "0.1", "0.2"]),
+        (lambda: Stage(listed(torch.compile(Block()))), ["layers.0"]),
+        (lambda: holding(encoder=Stage(listed(Block())), decoder=Stage(listed(Block()))), [
+            "encoder.layers.0", "decoder.layers.0"
+        ]),
+        (lambda: Stage(listed(Projected())), ["layers.0"]),
+        (lambda: Stage(listed(Projected(), Projected())), ["layers.0", "layers.1"]),
+        (lambda: Stage(listed(Sparse())), ["layers.0"]),
+        (lambda: Stage(listed(Sparse(4))), ["layers.0"]),
+        (lambda: Stage(listed(Sparse(4, "local_experts"))), ["layers.0"]),
+        (lambda: Stage(listed(Sparse(4), Sparse(4))), ["layers.0", "layers.1"]),
+        (lambda: nn.Sequential(Stage(listed(Block(), Block()))), ["0.layers.0", "0.layers.1"]),
+        (lambda: holding(layers=blocks(), adapter=listed(Block())), ["layers.0", "layers.1"]),
+        (lambda: holding(with_expert=Stage(blocks()), adapter=listed(Block())), [
+            "with_expert.layers.0", "with_expert.layers.1"
+        ]),
+        (lambda: Sparse(), []),
+        (lambda: Sparse(4), [f"experts.{k}" for k in range(4)]),
+        (lambda: Stage(listed(nn.Linear(8, 8))), []),
+        (lambda: Stage(nn.ModuleDict({"default": nn.Linear(8, 8)})), []),
+        (lambda: Stage(listed(torch.compile(nn.Linear(8, 8)))), []),
+        (lambda: Stage(listed(Norm())), []),
+        (lambda: Stage(listed()), []),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), []),
+        (lambda: Block(), []),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_only_block_of_a_list_is_one(module, names):
+    assert list(find_regions(module())) == names
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"recipe": "recompute"}, {"recipe": "selective"}])
+@pytest.mark.parametrize("kind", ["list", "dict", "sequence", "the sequence itself", "experts"])
+def test_a_stage_with_one_block_computes_the_same(kind, settings):
+    def make():
+        torch.manual_seed(0)
+        return {
+            "list": lambda: Stage(listed(Block())),
+            "dict": lambda: Stage(nn.ModuleDict({"7": Block()})),
+            "sequence": lambda: Stage(nn.Sequential(Block())),
+            "the sequence itself": lambda: nn.Sequential(Block()),
+            "experts": lambda: Stage(listed(Sparse(2))),
+        }[kind]()
+
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    for k in range(5):
+        assert_equal(*(_step(each, k, lambda out: out.square().mean()) for each in (model, twin)))
+    assert len(handle.plan.regions) == 1
+    assert "recipe" in settings or handle._control.phase is Phase.PLANNED
+    assert handle.stats().recomputed.count > 0 or not settings
+
+
 class Unet(nn.Module):
     """Levels are lists of blocks."""
 
@@ -113,10 +214,10 @@ def test_lists_of_lists_are_planned(settings):
     assert all(region.forward_s > 0 for region in handle.profile.regions)
 
 
-def _step(model, seed):
+def _step(model, seed, loss_of=lambda loss: loss):
     model.zero_grad()
     x = batch(seed)
-    loss = model(x)
+    loss = loss_of(model(x))
     loss.backward()
     return [loss.detach(), x.grad, *[p.grad for p in model.parameters()]]
 
@@ -173,6 +274,8 @@ SHARED = Block()
         (lambda: holding(layers=listed(SHARED, Block()), norm=SHARED.norm), None),
         (lambda: nn.Sequential(Block(), Block(), Norm()), None),
         (lambda: holding(norm=Norm()), None),
+        (lambda: holding(layers=listed(Block()), norm=Norm()), "norm"),
+        (lambda: holding(layers=listed(Norm()), norm=Norm()), None),
     ],
 )
 def test_the_norm_that_is_behind_the_last_blocks(model, name):

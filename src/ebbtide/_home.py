@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from ebbtide._torch import plain_tensors
+from ebbtide._torch import modules_of, parameters_of, plain_tensors
 from ebbtide.devices import name_of
 
 _SIGNS = 8
@@ -17,7 +17,7 @@ _SIGNS = 8
 def device_of(module: torch.nn.Module) -> torch.device | None:
     """Where most of the parameters are; None without any that have been made."""
     nbytes: dict[torch.device, int] = {}
-    for p in module.parameters():
+    for p in parameters_of(module):
         if not is_lazy(p):  # one that its first forward makes has no size yet
             nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
     return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
@@ -25,7 +25,7 @@ def device_of(module: torch.nn.Module) -> torch.device | None:
 
 def is_on_meta(module: torch.nn.Module) -> bool:
     """Whether all of its parameters still are: nothing is known yet of where it will compute."""
-    return {p.device.type for p in module.parameters()} == {"meta"}
+    return {p.device.type for p in parameters_of(module)} == {"meta"}
 
 
 class Home:
@@ -77,7 +77,7 @@ class _Sign(NamedTuple):
 
 
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    for owner in module.modules():
+    for owner in modules_of(module):
         if isinstance(owner, torch.jit.ScriptModule):  # its parameters are not in a dict
             continue
         for name, p in owner._parameters.items():
@@ -87,7 +87,7 @@ def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torc
 
 def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
     """What a profile of `module` is of: one of something else says nothing about it."""
-    parameters = list(module.parameters())
+    parameters = list(parameters_of(module))
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     count = _count(parameters)
     trained = _count([p for p in parameters if p.requires_grad])
@@ -111,10 +111,10 @@ def memory_of(
 
     Of what is sharded, this rank's part.
     """
-    owner = {id(p): name for name, region in regions.items() for p in region.parameters()}
+    owner = {id(p): name for name, region in regions.items() for p in parameters_of(region)}
     base = {"parameters": 0, "gradients": 0}
     coming: dict[str, int] = {}
-    for p in module.parameters():
+    for p in parameters_of(module):
         if p.device != device:
             continue
         nbytes = _nbytes(p)

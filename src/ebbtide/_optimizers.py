@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,17 +21,24 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._since_asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._remover: weakref.finalize[[], Optimizers] | None = None
 
     def watch(self) -> None:
         if self._remover is None:
-            hook = register_optimizer_step_post_hook(functools.partial(_stepped, self._found))
+            hook = register_optimizer_step_post_hook(functools.partial(_stepped, (self._found, self._since_asked)))
             self._remover = weakref.finalize(self, hook.remove)
 
     def end(self) -> None:
         if self._remover is not None:
             self._remover()
             self._remover = None
+
+    def have_stepped(self) -> bool:
+        """Whether one of them has since this was called last: a step of the training has ended."""
+        have_stepped = len(self._since_asked) > 0
+        self._since_asked.clear()
+        return have_stepped
 
     def state_bytes(self, parameters: Collection[torch.nn.Parameter], device: torch.device | None) -> int:
         """Of what they hold on `device` for `parameters`: each storage once, of sharded tensors this rank's part."""
@@ -49,8 +56,9 @@ class Optimizers:
                     yield from first_tensors((state,))
 
 
-def _stepped(found: "weakref.WeakSet[Optimizer]", optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    found.add(optimizer)
+def _stepped(sets: "Iterable[weakref.WeakSet[Optimizer]]", optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for found in sets:
+        found.add(optimizer)
 
 
 def _has_storage(t: torch.Tensor, device: torch.device | None) -> bool:

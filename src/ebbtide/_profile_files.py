@@ -10,7 +10,7 @@ import torch
 
 from ebbtide import _knobs
 from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning
-from ebbtide._ranks import gather
+from ebbtide._ranks import Value, gather, is_first
 from ebbtide.planner.profile import OtherVersionError, Profile
 from ebbtide.types import StoreFactory
 
@@ -31,12 +31,20 @@ class ProfileFile:
         path: of the file; it need not be there yet.
         made_for: what a profile has to be of.
         settings: what else figures in it, by name, as it is when called. A profile that does not say is believed.
+        group: the ranks that share the file; None: all of the job.
     """
 
-    def __init__(self, path: Path, made_for: Mapping[str, str], settings: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        made_for: Mapping[str, str],
+        settings: Callable[[], Mapping[str, str]],
+        group: "torch.distributed.ProcessGroup | None",
+    ) -> None:
         self._path = path
         self._made_for = made_for
         self._settings = settings
+        self._group = group
 
     def find(self, regions: Collection[str], needs_second_runs: bool) -> Profile | None:
         """The first rank's profile, if it is of use to all ranks; all of them have to ask.
@@ -45,18 +53,21 @@ class ProfileFile:
             ConfigError: nothing could be written there.
             PlanError: the file is something else, and is not to be written over.
         """
-        found = gather(self._look())[0]
+        found = self._of_all(self._look())[0]
         if isinstance(found, EbbtideError):
             raise found
         why_not = "there is none yet" if found is None else self._why_not(found, regions, needs_second_runs)
-        if found is not None and not any(gather(why_not)):
+        if found is not None and not any(self._of_all(why_not)):
             return found
         _log.info("the first steps are measured and written to %s: %s", self._path, why_not or "another rank has none")
         return None
 
+    def _of_all(self, mine: Value) -> list[Value]:
+        return gather(mine, self._group, "the file of a profile")
+
     def write(self, profile: Profile) -> None:
         """Writes it, on the first rank. Training goes on without the file if that fails, with a warning."""
-        if not _is_first_rank():
+        if not is_first(self._group):
             return
         try:
             dataclasses.replace(profile, made_for={**profile.made_for, **self._settings()}).save(self._path)
@@ -66,7 +77,7 @@ class ProfileFile:
     def _look(self) -> Profile | EbbtideError | None:
         """An error is handed to all ranks: none may go on alone."""
         try:
-            return self._load() if _is_first_rank() else None
+            return self._load() if is_first(self._group) else None
         except EbbtideError as error:
             return error
 
@@ -97,7 +108,7 @@ class Profiles:
 
     Args:
         given: what the user wrote: a profile, the path of a file, or None.
-        made_for, settings: see ProfileFile.
+        made_for, settings, group: see ProfileFile.
 
     Raises:
         ConfigError: `given` is something else, or EBBTIDE_PROFILE is no path.
@@ -108,13 +119,14 @@ class Profiles:
         given: Profile | str | Path | None,
         made_for: Mapping[str, str],
         settings: Callable[[], Mapping[str, str]],
+        group: "torch.distributed.ProcessGroup | None",
     ) -> None:
         if given is not None and not isinstance(given, Profile | str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"profile={given!r}: expected a profile (handle.profile), or the path of a file for one")
         self._known = given if isinstance(given, Profile) else None
-        self._own = ProfileFile(Path(given), made_for, settings) if isinstance(given, str | Path) else None
+        self._own = ProfileFile(Path(given), made_for, settings, group) if isinstance(given, str | Path) else None
         asked_for = _knobs.profile_path()
-        self._asked_for = None if asked_for is None else ProfileFile(asked_for, made_for, settings)
+        self._asked_for = None if asked_for is None else ProfileFile(asked_for, made_for, settings, group)
 
     @property
     def are_for_any_budget(self) -> bool:
@@ -149,8 +161,3 @@ def count_compiled(regions: Mapping[str, torch.nn.Module]) -> str:
     """What the compiler makes of a region saves other things, at other times."""
     compiled = sum(module._compiled_call_impl is not None for module in regions.values())
     return f"{compiled} of {len(regions)} regions"
-
-
-def _is_first_rank() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

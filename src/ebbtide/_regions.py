@@ -3,12 +3,13 @@
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from ebbtide._errors import ModuleError, PlanError
-from ebbtide._torch import named_modules
+from ebbtide._torch import modules_of, named_children, named_modules
 from ebbtide.config import Names
 from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
 
@@ -16,7 +17,9 @@ from ebbtide.plans import Plan, Recipe, RecipeLike, as_recipe
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
+_LIST = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict
 _TOO_SMALL = torch.nn.Linear | torch.nn.Identity
+_MODULES_OF_A_LAYER = 2  # a projection, a norm, or one with a wrapper around it
 
 
 def clean_name(fqn: str) -> str:
@@ -25,26 +28,44 @@ def clean_name(fqn: str) -> str:
 
 
 def find_regions(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The blocks of the outermost repeated lists of `root`, by name, in order; empty if it has none.
+    """The blocks of the outermost lists of `root`, by name, in order; empty if it has none.
 
-    A list inside of such a list is never called itself: its blocks are.
+    A list counts if its blocks repeat. Where none does (a model with one layer, a stage of a pipeline with one block),
+    a list of one block counts. A list inside of such a list is never called itself: its blocks are.
     """
-    return {clean_name(fqn): block for fqn, block in _blocks(root, "")}
+    lists = _lists(root, "", _list_kind(root))
+    return {clean_name(fqn): block for at, blocks in lists for fqn, block in _called_in(blocks, at)}
 
 
-def _blocks(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    if _is_repeated(module):
-        yield from _called_in(module, prefix)
+_IsList: TypeAlias = Callable[[str, torch.nn.Module], bool]
+"""Whether a module, by its name in the model and itself, is a list of blocks."""
+
+
+def _list_kind(root: torch.nn.Module) -> _IsList:
+    """Experts inside of the only block repeat too, and are parts of the block: they count if no such block is there."""
+    if any(not _is_of_experts(fqn) for fqn, _ in _lists(root, "", _is_repeated)):
+        return _is_repeated
+    return _is_single if any(_lists(root, "", _is_single)) else _is_repeated
+
+
+def _lists(module: torch.nn.Module, fqn: str, is_list: _IsList) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The outermost ones, by name."""
+    if is_list(fqn, module):
+        yield fqn, module
         return
-    for name, child in module.named_children():
-        yield from _blocks(child, f"{prefix}{name}.")
+    for name, child in named_children(module):
+        yield from _lists(child, _joined(fqn, name), is_list)
 
 
-def _is_repeated(module: torch.nn.Module) -> bool:
+def _joined(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _is_repeated(_fqn: str, module: torch.nn.Module) -> bool:
     """At least two blocks in a list or dict, or lists of them, most of one class."""
-    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict) or len(module) < 2:
+    if not isinstance(module, _LIST) or len(module) < 2:
         return False
-    children = list(module.children())
+    children = [child for _, child in named_children(module)]
     classes = Counter(map(type, children))
     most, count = classes.most_common(1)[0]
     if count < 2 or 2 * count <= len(module):
@@ -53,17 +74,29 @@ def _is_repeated(module: torch.nn.Module) -> bool:
     return bool(blocks) and not issubclass(blocks.most_common(1)[0][0], _TOO_SMALL)
 
 
+def _is_single(fqn: str, module: torch.nn.Module) -> bool:
+    """One block, a module of several others, in a list or dict, or in one inside of the list; no expert."""
+    if not isinstance(module, _LIST) or len(module) != 1 or _is_of_experts(fqn):
+        return False
+    return any(len(modules_of(block)) > _MODULES_OF_A_LAYER for _, block in _called_in(module, ""))
+
+
+def _is_of_experts(fqn: str) -> bool:
+    """A list that a mixture of experts has: `experts`, `local_experts`, as all of them name it."""
+    return "expert" in fqn.rpartition(".")[2].lower()
+
+
 def called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """`module` itself or, if it has no forward and only holds others, those of them that forward enters."""
     if getattr(module.forward, "__func__", None) is torch.nn.Module.forward:
-        yield from _called_in(module, f"{fqn}.")
+        yield from _called_in(module, fqn)
     else:
         yield fqn, module
 
 
-def _called_in(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, child in module.named_children():
-        yield from called(child, f"{prefix}{name}")
+def _called_in(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, child in named_children(module):
+        yield from called(child, _joined(fqn, name))
 
 
 def find_norm(root: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
@@ -72,24 +105,24 @@ def find_norm(root: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
     Models register modules in about the order in which they call them: what is meant is the only norm behind the last
     repeated list ("layers", then "norm") or, if there is none, behind what holds that list ("encoder", then "norm").
     """
-    norms = _norms_behind(root, "") or []
-    inside = {module for block in blocks.values() for module in block.modules()}
-    if len(norms) != 1 or not inside.isdisjoint(norms[0][1].modules()):
+    norms = _norms_behind(root, "", _list_kind(root)) or []
+    inside = {module for block in blocks.values() for module in modules_of(block)}
+    if len(norms) != 1 or not inside.isdisjoint(modules_of(norms[0][1])):
         return {}
     return {clean_name(fqn): norm for fqn, norm in norms}
 
 
-def _norms_behind(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module]] | None:
-    """Those nearest behind the last repeated list in `module`; None if there is no such list in it."""
-    if _is_repeated(module):
+def _norms_behind(module: torch.nn.Module, fqn: str, is_list: _IsList) -> list[tuple[str, torch.nn.Module]] | None:
+    """Those nearest behind the last list of blocks in `module`; None if there is no such list in it."""
+    if is_list(fqn, module):
         return []
     behind: list[tuple[str, torch.nn.Module]] = []
-    for name, child in reversed(list(module.named_children())):
-        norms = _norms_behind(child, f"{prefix}{name}.")
+    for name, child in reversed(list(named_children(module))):
+        norms = _norms_behind(child, _joined(fqn, name), is_list)
         if norms is not None:
             return norms or behind
         if _is_norm(child):
-            behind.append((f"{prefix}{name}", child))
+            behind.append((_joined(fqn, name), child))
     return None
 
 
@@ -103,7 +136,7 @@ def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
     """Raises PlanError if one of `regions` is inside of another: each would be measured with what is the other's."""
     names = {module: name for name, module in regions.items()}
     for name, module in regions.items():
-        nested = next((names[inner] for inner in module.modules() if inner is not module and inner in names), None)
+        nested = next((names[inner] for inner in modules_of(module) if inner is not module and inner in names), None)
         if nested is not None:
             raise PlanError(
                 f"region {nested!r} is inside of region {name!r}, and regions are planned one by one: let regions= "
@@ -199,7 +232,7 @@ def _means(pattern: str, fqn: str) -> bool:
 
 def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
     if not isinstance(name, str):
-        classes = sorted({type(module).__name__ for module in root.modules()})
+        classes = sorted({type(module).__name__ for module in modules_of(root)})
         return f"{option}={name.__name__}: {type(root).__name__} has no module of this class. It has {_some(classes)}"
     patterns = sorted({_pattern(clean_name(fqn)) for fqn, _ in named_modules(root) if fqn})
     near = difflib.get_close_matches(name, patterns, n=5, cutoff=0.4) or patterns

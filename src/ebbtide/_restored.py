@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from ebbtide._errors import ModuleError
+from ebbtide._torch import buffers_of, modules_of, named_buffers, parameters_of
 
 
 @contextlib.contextmanager
@@ -40,9 +41,9 @@ def drop_gradients(leaves: Sequence[torch.Tensor]) -> None:
 @contextlib.contextmanager
 def _buffers_put_back(module: torch.nn.Module) -> Generator[None]:
     """The same tensors with the same bytes; copies wait on the host, where they are in nobody's way."""
-    found = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
+    found = [(inner._buffers, dict(inner._buffers)) for inner in modules_of(module)]
     # On the meta device there are no bytes.
-    copies = [(buffer, _copy_of(buffer, name)) for name, buffer in module.named_buffers() if not buffer.is_meta]
+    copies = [(buffer, _copy_of(buffer, name)) for name, buffer in named_buffers(module) if not buffer.is_meta]
     try:
         yield
     finally:
@@ -85,7 +86,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 @contextlib.contextmanager
 def _draws_put_back(module: torch.nn.Module) -> Generator[None]:
-    devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"}
+    devices = {t.device for t in (*parameters_of(module), *buffers_of(module)) if t.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     python, of_numpy = random.getstate(), numpy.random.get_state()
     try:

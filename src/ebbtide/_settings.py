@@ -1,6 +1,7 @@
 """Settings that go together and settings that do not, said at the door. Pure."""
 
 from numbers import Integral
+from pathlib import Path
 
 from ebbtide._bytes import GIB, MIB, format_bytes, parse_bytes
 from ebbtide._errors import ConfigError
@@ -94,13 +95,24 @@ def given(**settings: object) -> list[str]:
 
 
 def is_left_to_planner(
-    mode: Mode | None, budget: object, profile: object, regions: object, on_oom: object, says_how: list[str]
+    mode: Mode | None,
+    budget: object,
+    profile: object,
+    regions: object,
+    on_oom: object,
+    process_group: object,
+    says_how: list[str],
 ) -> bool:
     """Whether the planner decides. Raises ConfigError if somebody else does too, and for settings of a planner where
     none decides. `says_how`: the settings that say what is moved and how."""
     is_planned = _decides(mode, budget, profile, says_how)
     nothing_by = f"mode={mode!r}" if mode else f"{says_how[0]}=" if says_how else ""
     _check_for_planner(regions, on_oom, budget, None if is_planned else nothing_by)
+    if process_group is not None and budget is None and not isinstance(profile, str | Path):
+        raise ConfigError(
+            "process_group= names the ranks that agree on a plan for a budget, or share the file of a profile, and "
+            "there is neither: write one, such as budget='40GiB', or leave process_group= out"
+        )
     return is_planned
 
 

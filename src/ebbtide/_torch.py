@@ -50,10 +50,21 @@ keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs in this thread was asked to retain the graph."""
 
 
+_current_node = cast("Callable[[], Any]", torch._C._current_autograd_node)
+
+
 def current_node_name() -> str:
     """Class of the autograd node that runs in this thread; "" outside of backward."""
-    node: object = cast(Any, torch._C._current_autograd_node)()
+    node = _current_node()
     return "" if node is None else type(node).__name__
+
+
+def reads_random_slopes() -> bool:
+    """Whether the autograd node that runs in this thread is rrelu's and reads the slopes that its forward drew.
+
+    Without training the gradient is leaky_relu's, and the memory for slopes is saved but never read.
+    """
+    return current_node_name().startswith("RreluWithNoise") and _current_node()._saved_training
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -126,6 +137,20 @@ def is_called_from(function: Callable[..., Any]) -> bool:
     return False
 
 
+def callers() -> Iterator[tuple[str, str]]:
+    """Module and function of each frame written in Python on the stack of this thread, by name, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        frame = frame.f_back
+
+
+def store_of(group: "torch.distributed.ProcessGroup | None") -> Any:
+    """The store that ranks of `group` (None: of the job) share."""
+    distributed: Any = torch.distributed
+    return distributed.distributed_c10d._get_process_group_store(group or distributed.group.WORLD)
+
+
 class OperatorMode(TorchDispatchMode):
     """A dispatch mode that sees higher-order operators too, and leaves compiled code inside of it compiled.
 
@@ -187,7 +212,43 @@ def refuse_addresses(t: torch.Tensor) -> None:
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    return cast(Any, module).named_modules()
+    """`module` and all modules inside by name, each once, as the class of `module` says.
+
+    A wrapper may keep data under the name of a method (Megatron's DDP has a list `buffers`), and a class may have its
+    own walk (PEFT's attention restores weights first). So the class is asked, not the instance.
+    """
+    return cast(Any, type(module)).named_modules(module)
+
+
+def parameters_of(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """All parameters of `module` and of the modules inside, each once."""
+    return (cast(torch.nn.Parameter, p) for _, p in _named_tensors(module, "_parameters"))
+
+
+def buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers of `module` and of the modules inside, each once."""
+    return (buffer for _, buffer in named_buffers(module))
+
+
+def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All buffers of `module` and of the modules inside by name, each once."""
+    return _named_tensors(module, "_buffers")
+
+
+def _named_tensors(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Module.parameters() calls named_parameters() of the instance, so data under that name would break the former."""
+    seen: set[torch.Tensor] = set()
+    for prefix, owner in named_modules(module):
+        owned = cast("dict[str, torch.Tensor | None]", getattr(owner, kind))
+        for name, t in owned.items():
+            if t is not None and t not in seen:
+                seen.add(t)
+                yield f"{prefix}.{name}" if prefix else name, t
+
+
+def named_children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules directly inside by name, as its class says."""
+    return cast(Any, type(module)).named_children(module)
 
 
 def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from ebbtide import _checkpoint, _knobs
 from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
+from ebbtide._torch import parameters_of
 from ebbtide.config import Mode, OffloadConfig, make_config
 from ebbtide.engine.engines import Engines
 from ebbtide.engine.hooks import Desk
@@ -54,7 +55,7 @@ class OffloadActivations:
 
     def know_weights(self, model: torch.nn.Module) -> None:
         """Have the weights of `model` stay however they are saved: detached, or what quantised ones are made of."""
-        self._scope.know_weights(model.parameters())
+        self._scope.know_weights(parameters_of(model))
 
     def stats(self) -> Stats:
         """Totals of all contexts with these settings since the first was entered."""

@@ -19,7 +19,7 @@ from ebbtide._home import Home, is_on_meta, made_for, memory_of
 from ebbtide._marks import HANDLE, InnerMark, Mark, RootMark, Session, TrailMark
 from ebbtide._optimizers import Optimizers
 from ebbtide._profile_files import Profiles, count_compiled, store_name
-from ebbtide._ranks import agreement
+from ebbtide._ranks import agreement, check_group, refuse_pipeline
 from ebbtide._regions import choose_recipes, find_named, find_norm, find_planned, find_regions, names_of, refuse_nested
 from ebbtide._settings import (
     Budget,
@@ -28,7 +28,14 @@ from ebbtide._settings import (
     given,
     is_left_to_planner,
 )
-from ebbtide._torch import graph_task_id, is_inside_checkpoint, modules_of, named_modules
+from ebbtide._torch import (
+    buffers_of,
+    graph_task_id,
+    is_inside_checkpoint,
+    modules_of,
+    named_modules,
+    parameters_of,
+)
 from ebbtide.config import Mode, Names, OffloadConfig, as_names, make_config
 from ebbtide.devices import device_for
 from ebbtide.engine.engine import Engine
@@ -39,6 +46,7 @@ from ebbtide.engine.process import PROCESS
 from ebbtide.engine.scope import Scope, Visit
 from ebbtide.planner.control import Control
 from ebbtide.planner.profile import Profile
+from ebbtide.planner.ranks import Agree
 from ebbtide.planner.upkeep import bucket_of
 from ebbtide.plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide.recompute.compiled import compiler_id
@@ -80,6 +88,7 @@ class OffloadHandle:
         self._control: Control | None = None
         self._budget: Budget | None = None
         self._plan_with_others: Callable[[], None] | None = None
+        self._may_be_a_stage = False
         self._start: Callable[[], None] | None = None
         self._schedule = Schedule(config.verify)
         self._tokens = 0
@@ -293,12 +302,16 @@ class OffloadHandle:
         marks = self._marks
         return {name for name, module in self.regions.items() if module in marks and marks[module].unable is not None}
 
+    def have_stepped(self) -> bool:
+        """Whether an optimizer has stepped since this was called last."""
+        return self._optimizers.have_stepped()
+
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters, gradients and the state of optimizers, and of the gradients that backward will allocate,
         by region."""
         device = self._home.device()
         base, coming = memory_of(self._module, self.regions, device)
-        state_bytes = self._optimizers.state_bytes(list(self._module.parameters()), device)
+        state_bytes = self._optimizers.state_bytes(list(parameters_of(self._module)), device)
         return (base | {"optimizer": state_bytes} if state_bytes > 0 else base), coming
 
     def plan_within(
@@ -307,11 +320,15 @@ class OffloadHandle:
         regions: Names | list[Names] | tuple[Names, ...] | None,
         profile: Profile | str | Path | None,
         replans_on_oom: bool,
+        process_group: "torch.distributed.ProcessGroup | None",
     ) -> None:
         """Have a planner set the plan from now on; once more when this rank turns out to be one of several.
 
         Raises ConfigError, PlanError, ModuleError.
         """
+        if budget is not None:
+            refuse_pipeline(self._module)
+            self._may_be_a_stage = True  # of a pipeline that is made later
         named = names_of(self._module, find_named(self._module, as_names("regions", regions), "regions"))
         found = named or {**self._blocks, **self._norm}
         if not found:
@@ -320,13 +337,13 @@ class OffloadHandle:
                 "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
             )
         refuse_nested(found)
-        profiles = Profiles(profile, self.made_for(), self._profile_settings)
+        profiles = Profiles(profile, self.made_for(), self._profile_settings, process_group)
         looks_again = budget is not None or profiles.are_for_any_budget
         known = profiles.find(found, looks_again)
         if named and known is not None:
             _check_of_regions(known, named)
         # Without a budget nothing runs again, and each rank may move what it likes.
-        agree = None if budget is None else agreement()
+        agree = None if budget is None else self._agreement(process_group)
         control = Control(
             self,
             tuple(found),
@@ -343,12 +360,16 @@ class OffloadHandle:
         control.start()
         self._control = control
         self._budget = budget
-        again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom)
-        self._plan_with_others = again if budget is not None and agree is None else None
+        again = functools.partial(self.plan_within, budget, regions, profile, replans_on_oom, None)
+        is_open = budget is not None and agree is None and process_group is None
+        self._plan_with_others = again if is_open else None
         if known is not None:
             profiles.keep(known)
         else:
             self._optimizers.watch()
+
+    def _agreement(self, process_group: "torch.distributed.ProcessGroup | None") -> Agree | None:
+        return agreement(process_group, f"a plan for {type(self._module).__name__}")
 
     def start_when_there(self, start: Callable[[], None]) -> None:
         """`start` in the first forward that finds the parameters off the meta device, or at once."""
@@ -416,7 +437,10 @@ class OffloadHandle:
             verifies = self._schedule.is_due((bucket_of(max(1, self._tokens)), self._module.training))
         if self._control is not None and torch.is_grad_enabled():
             with self._while_measuring():
-                if self._plan_with_others is not None and agreement() is not None:
+                if self._may_be_a_stage:
+                    refuse_pipeline(self._module)
+                    self._may_be_a_stage = False
+                if self._plan_with_others is not None and self._agreement(None) is not None:
                     self._plan_with_others()  # the process group was made after `offload`: in one forward on all ranks
                 follows = self._control.step_begins(self._tokens, verifies)
             if self._control.is_measuring:  # and of the forwards that are timed none is held up
@@ -482,7 +506,7 @@ class OffloadHandle:
         storages = self._home.storages()
         if storages != self._weights_at and not is_on_meta(self._module):
             self._weights_at = storages
-            self._scope.know_weights(self._module.parameters())
+            self._scope.know_weights(parameters_of(self._module))
 
     def _note_buffers(self) -> None:
         """What is saved of them frees nothing. One that is replaced before the next forward is moved in that one, or an
@@ -566,6 +590,7 @@ def offload(
     profile: Profile | str | Path | None = None,
     on_oom: Literal["raise", "replan"] = "raise",
     verify: int | None = None,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
     store: str | StoreFactory | None = None,
     window: int | str | None = None,
     prefetch: int | str | None = None,
@@ -613,6 +638,10 @@ def offload(
             one of each size of batch and training mode: a region that differs is kept from then on, and its gradients
             come from what forward saved. Such a forward moves all that recomputed regions save. Default: a planner does
             so once, in its first forward. 0: never.
+        process_group: the ranks that train this module and go by one plan within a budget, such as
+            `mesh["dp"].get_group()`: those of data, sharded and tensor parallelism together. Ranks that share the file
+            of a profile are these too. Each of them has to run as many steps, for they agree on the plan between two.
+            Default: all ranks of the job.
         store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
             device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
         window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
@@ -627,11 +656,13 @@ def offload(
         A handle with `stats()`, `report()` and `remove()`.
 
     Raises:
-        ConfigError: a setting that cannot be, a file for a profile in a folder that is not there.
+        ConfigError: a setting that cannot be, a file for a profile in a folder that is not there, a budget for a stage
+            of a pipeline (in its first step, if the stage is made later).
         ModuleError: a part of the module is on the meta device, it has a handle already (or has one inside), a name
             means nothing.
         PlanError: no regions are found to plan for, the profile is of something else, its file is none, or no plan
-            fits the budget (in the first planned step, if no profile was given; a larger batch later is a warning).
+            fits the budget (in the first planned step, if no profile was given; a larger batch later is a warning), or
+            a rank does not come to agree on the plan.
         DeviceError: the module is on a device without streams.
     """
     says_how = given(
@@ -644,7 +675,7 @@ def offload(
         plan=plan,
     )
     check_one_says_what_is_done(recipe, plan, keep_last)
-    is_planned = is_left_to_planner(mode, budget, profile, regions, on_oom, says_how)
+    is_planned = is_left_to_planner(mode, budget, profile, regions, on_oom, process_group, says_how)
     config = make_config(
         mode=mode or ("auto" if is_planned else "all"),
         include=include,
@@ -658,6 +689,7 @@ def offload(
         verify=verify,
     )
     budget_of = None if budget is None else Budget(budget)
+    check_group(process_group)
     _check_module(module)
     within = functools.partial(
         OffloadHandle.plan_within,
@@ -665,6 +697,7 @@ def offload(
         regions=regions,
         profile=profile,
         replans_on_oom=on_oom == "replan",
+        process_group=process_group,
     )
     return _installed(module, config, recipe, plan, within if is_planned else None)
 
@@ -724,7 +757,7 @@ def _check_module(module: torch.nn.Module) -> None:
 
 
 def _check_device(module: torch.nn.Module, config: OffloadConfig) -> None:
-    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    devices = {t.device for t in (*parameters_of(module), *buffers_of(module))}
     if any(device.type == "meta" for device in devices):
         raise ModuleError(
             f"a part of {type(module).__name__} is on the meta device: materialise it first, by to_empty() or loading "

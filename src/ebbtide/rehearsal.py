@@ -14,6 +14,7 @@ from ebbtide._home import device_of, made_for
 from ebbtide._ranks import gather
 from ebbtide._restored import drop_gradients, restored
 from ebbtide._settings import Budget
+from ebbtide._torch import buffers_of, parameters_of
 from ebbtide.config import Names
 from ebbtide.devices import device_for
 from ebbtide.module import OffloadHandle, offload
@@ -107,7 +108,9 @@ def plan(
         profile = _for_batch(profile, model, batch, host_limit)
         if budget is not None:
             profile.check_second_runs()
-    budget_bytes = None if budget_of is None else min(gather(budget_of(_device_bytes(profile, model))))
+    budget_bytes = None
+    if budget_of is not None:
+        budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
     planned = Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
     return planned if budget_of is None else dataclasses.replace(planned, budget=str(budget_of))
 
@@ -175,11 +178,11 @@ def _check(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if not model.training:
         raise ModuleError(f"{name} is not in training mode, where it saves other things: call train() first")
-    if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+    if any(map(torch.nn.parameter.is_lazy, (*parameters_of(model), *buffers_of(model)))):
         raise ModuleError(f"{name} has parameters or buffers that its first forward makes: run one forward before")
-    if not any(p.requires_grad for p in model.parameters()):
+    if not any(p.requires_grad for p in parameters_of(model)):
         raise ModuleError(f"{name} has no parameter that requires a gradient: there is nothing to plan for")
-    if any(p._post_accumulate_grad_hooks for p in model.parameters()):
+    if any(p._post_accumulate_grad_hooks for p in parameters_of(model)):
         raise ModuleError(
             f"{name} has hooks that run once a gradient is there (an optimizer inside backward?), and these would "
             "train it while it is measured: plan before they are registered"
@@ -210,8 +213,8 @@ def _measured(
     model: torch.nn.Module, batch: _Batch, loss: LossOf | None, budget: int | None, settings: _Settings
 ) -> Profile:
     _check(model)
-    others = (t for t in (*model.buffers(), *batch.tensors) if t.requires_grad and t.is_leaf)
-    leaves = [*model.parameters(), *others]
+    others = (t for t in (*buffers_of(model), *batch.tensors) if t.requires_grad and t.is_leaf)
+    leaves = [*parameters_of(model), *others]
     with restored(model, leaves):
         handle = offload(model, mode="auto", budget=budget, **settings._asdict())
         try:

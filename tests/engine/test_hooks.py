@@ -168,6 +168,22 @@ def test_what_rrelu_writes_late_is_an_error(rig):
     del loss
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_slopes_of_rrelu_that_nobody_draws_move(inplace, rig):
+    """Backward computes with the middle of the bounds, whatever is in the memory that autograd has saved."""
+
+    def run(door):
+        x = Data(CPU).leaf(6, 8)
+        with door:
+            loss = torch.nn.functional.rrelu(x * 2.0, 0.1, 0.3, training=False, inplace=inplace).exp().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return [loss.detach(), grad.detach(), *torch.autograd.grad(grad.sum(), x)]
+
+    assert_equal(run(rig.context), run(contextlib.nullcontext()))
+    assert rig.stats.inbound.count > 0
+    rig.check_at_rest()
+
+
 def test_sparse_tensors_pass_through(rig):
     sparse = torch.eye(6).to_sparse()
     x = Data(CPU).leaf(6, 8)

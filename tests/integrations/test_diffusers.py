@@ -173,8 +173,13 @@ def test_blocks_are_found_by_any_name(name):
     assert offloaded.stats()["Named"].out.nbytes > 0
 
 
+def test_one_block_is_found():
+    offloaded = offload_transformers(Named("blocks", depth=1), **MOVES, recipe="recompute")
+    assert list(offloaded.handles["Named"].regions) == ["blocks.0"]
+
+
 def test_without_blocks_it_is_said():
-    for model in (torch.nn.Linear(8, 8), Named("blocks", depth=1)):
+    for model in (torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8))):
         with pytest.raises(ModuleError, match=r"trains and has no repeated blocks \(a ModuleList of two or more"):
             offload_transformers(Named("blocks"), model, **ALL)
 

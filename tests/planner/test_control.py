@@ -492,7 +492,7 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_ranks_come_to_a_plan_however_many_forwards_a_step_has(forwards, monkeypatch):
-    monkeypatch.setattr("ebbtide.module.agreement", lambda: lambda mine: [mine])
+    monkeypatch.setattr("ebbtide.module.agreement", lambda group, what: lambda mine: [mine])
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
 

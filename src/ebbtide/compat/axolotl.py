@@ -85,7 +85,7 @@ class HiddenStates(_CheckpointedInputs):
 
     def _begin(self) -> None:
         # At each step anew: a Trainer switches checkpointing on when its training begins.
-        found = [module for module in self._model.modules() if _is_checkpointed(module)]
+        found = [module for module in modules_of(self._model) if _is_checkpointed(module)]
         if not found:
             raise ConfigError(
                 f"activation_offloading: hidden_states offloads what checkpointed layers are given, and no layer of "
@@ -139,7 +139,7 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
     def _see(self, called: Module, _: object) -> None:
         # Together with all modules inside: hooks of a layer run too late if the checkpoint is around the call.
         if called not in self._seen:
-            new = [module for module in called.modules() if module not in self._seen]
+            new = [module for module in modules_of(called) if module not in self._seen]
             self._seen.update(new)
             for module in filter(_is_checkpointed, new):
                 if not _is_offloaded(module):

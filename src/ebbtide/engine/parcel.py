@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from ebbtide._bytes import as_bytes
 from ebbtide._errors import ModifiedError
-from ebbtide._torch import current_node_name, neg_view, sizes_of, storage_offset
+from ebbtide._torch import neg_view, reads_random_slopes, sizes_of, storage_offset
 from ebbtide.engine import pack_bits
 from ebbtide.engine.timetable import Site
 from ebbtide.types import Block, Stream, StreamEvent
@@ -81,9 +81,12 @@ def check_unmodified(
 
 
 def check_written(where: str) -> None:
-    """Raise ModifiedError if the node that runs is of an operator that autograd saves memory of before it has written
-    there: what was taken then is not what it wrote, and no version says so. Of torch's own operators rrelu is one."""
-    if current_node_name().startswith("RreluWithNoise"):
+    """Raise ModifiedError if the node that runs reads memory that its operator wrote after autograd had saved it.
+
+    The copy is of the bytes before that write, and no version counter says so. Of torch's own operators rrelu is one,
+    where its slopes are random (see `reads_random_slopes`).
+    """
+    if reads_random_slopes():
         raise ModifiedError(
             f"rrelu in {where or '<root>'} writes its random slopes when autograd has saved their memory already: they "
             "cannot move or be computed again. Have it stay where it is, by exclude= or the recipe 'keep', or write "

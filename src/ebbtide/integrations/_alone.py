@@ -8,12 +8,13 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
 from ebbtide._errors import ConfigError
+from ebbtide._torch import modules_of
 
 
 def check_alone(module: torch.nn.Module, settings: Mapping[str, Any], ours: str) -> None:
     """Raises ConfigError for torch's wrappers around blocks of `module` that offload or, with a budget in `settings`,
     for those that checkpoint, and for the switches of transformers and diffusers."""
-    inner = list(module.modules())
+    inner = modules_of(module)
     if any(isinstance(each, OffloadWrapper) for each in inner):
         raise ConfigError(
             f"the blocks are in offload_wrapper, as activation_checkpointing_offload=True puts them, and {ours} moves "
@@ -48,7 +49,7 @@ def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, A
     if state.distributed_type == "DEEPSPEED" or (is_regional and state.distributed_type == "FSDP"):
         return  # in place
     optimized: Any = import_module("torch._dynamo").OptimizedModule  # here, for it takes a second
-    inside = module.modules() if is_regional else [module]
+    inside = modules_of(module) if is_regional else [module]
     if not any(isinstance(each, optimized) for each in inside):
         raise ConfigError(advice)
 

@@ -15,6 +15,7 @@ import torch
 import ebbtide
 from ebbtide._errors import ConfigError, EbbtideError, ModuleError
 from ebbtide._regions import called, find_regions
+from ebbtide._torch import modules_of, parameters_of
 from ebbtide.engine.ledger import Stats
 from ebbtide.integrations._alone import check_alone
 from ebbtide.integrations._arguments import OffloadArguments
@@ -86,7 +87,7 @@ def offload_transformers(*given: Any, **settings: Any) -> OffloadedTransformers:
         PlanError, DeviceError: as `ebbtide.offload` does.
     """
     found = _without_nested([each for one in given for each in _found_in(one)])
-    trained = _by_name([(name, module) for name, module in found if any(p.requires_grad for p in module.parameters())])
+    trained = _by_name([(name, each) for name, each in found if any(p.requires_grad for p in parameters_of(each))])
     if settings.get("mode") != "off":
         _check(trained, [name for name, _ in found], settings)
     offloaded = OffloadedTransformers()
@@ -128,7 +129,7 @@ def _found_in(given: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules that `given` stands for, with their names in it."""
     if isinstance(given, torch.nn.Module):
         for name, module in called(given, ""):
-            yield name.strip(".") or type(module).__name__, module
+            yield name or type(module).__name__, module
         return
     held: list[Any] = [getattr(given, name) for name in _HELD_BY if isinstance(getattr(given, name, None), Mapping)]
     if not held:
@@ -143,7 +144,7 @@ def _found_in(given: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 def _without_nested(found: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
     """Each module once, and none that is inside of another: DDP(model) stands for model too."""
     once = {module: name for name, module in reversed(found)}
-    inside = {inner for module in once for inner in module.modules() if inner is not module}
+    inside = {inner for module in once for inner in modules_of(module) if inner is not module}
     return [(name, module) for module, name in reversed(once.items()) if module not in inside]
 
 
@@ -171,7 +172,7 @@ def _check(trained: Mapping[str, torch.nn.Module], found: list[str], settings: M
         if not find_regions(module):
             raise ModuleError(
                 f"{name} ({type(module).__name__}) trains and has no repeated blocks (a ModuleList of two or more of "
-                "one class): freeze it if it is not to be trained, or use ebbtide.offload_activations() around its "
-                "forward"
+                "one class, or of a single one): freeze it if it is not to be trained, or use "
+                "ebbtide.offload_activations() around its forward"
             )
         check_alone(module, settings, "offload_transformers()")

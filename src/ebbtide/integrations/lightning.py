@@ -7,6 +7,7 @@ import torch
 import ebbtide
 from ebbtide._errors import ModuleError
 from ebbtide._extras import extra, is_installed
+from ebbtide._torch import named_children
 from ebbtide.integrations._alone import check_alone
 from ebbtide.integrations._figures import Figures, Result
 
@@ -105,7 +106,7 @@ def _submodule(pl_module: LightningModule, name: str) -> torch.nn.Module:
     try:
         return pl_module.get_submodule(name)
     except AttributeError as error:
-        has = ", ".join(repr(child) for child, _ in pl_module.named_children())
+        has = ", ".join(repr(child) for child, _ in named_children(pl_module))
         raise ModuleError(
             f"OffloadCallback(module={name!r}): {type(pl_module).__name__} has no submodule of this name. It has {has}"
         ) from error

@@ -13,6 +13,7 @@ import torch
 import ebbtide
 from ebbtide._errors import ConfigError
 from ebbtide._extras import extra
+from ebbtide._torch import modules_of, named_modules
 from ebbtide.module import handle_of
 
 with extra("torchtitan"):
@@ -80,7 +81,7 @@ class OffloadAC(ActivationCheckpointing):
 
     def apply(self, model: torch.nn.Module) -> None:
         """Offload what `model`, one part of the model, saves for backward. It may be on the meta device still."""
-        if any(model is inner for outer in self._covered for inner in outer.modules()):
+        if any(model is inner for outer in self._covered for inner in modules_of(outer)):
             return  # a vision encoder, which torchtitan hands over again beside the model that has it
         _check_alone(model)
         asked = [name for name in _OF_ALL_RANKS if name in self._settings]
@@ -104,7 +105,7 @@ def handles(model_parts: Iterable[torch.nn.Module]) -> list[ebbtide.OffloadHandl
 
 
 def _check_alone(model: torch.nn.Module) -> None:
-    wrapped = next((name for name, inner in model.named_modules() if isinstance(inner, CheckpointWrapper)), None)
+    wrapped = next((name for name, inner in named_modules(model) if isinstance(inner, CheckpointWrapper)), None)
     if wrapped is not None:
         raise ConfigError(
             f"{wrapped} runs again under torchtitan's own checkpointing, and OffloadAC says what is done with it too: "

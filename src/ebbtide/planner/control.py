@@ -6,7 +6,9 @@ Note [Control]
    every region keeps if there is none. One step warms up, one is watched for times, one for details; then the plan.
 2. From then on upkeep.py looks after it.
 3. Where a job has several ranks and regions may run again, all ranks go by one plan, from the slowest of their
-   profiles, whatever sizes their batches are of. They vote on it at the same forward.
+   profiles, whatever sizes their batches are of. Ranks vote on the plan between two steps, before the fourth one (and
+   before the 12th and the 36th if not all have a profile by then). A step ends when an optimizer has stepped, for ranks
+   may run different numbers of forwards in one; where no optimizer of torch is seen, each forward counts as a step.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from ebbtide.types import Dearness, Watch
 
 _log = logger_of(__name__)
 
-_FIRST_VOTE = 4  # forwards: one to warm up, two that are watched, and the one that votes
+_FIRST_VOTE = 4  # steps: one to warm up, two that are watched, and the one that begins with a vote
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
 _FORWARDS_TO_WAIT = 1000  # for the backward of a graph that somebody holds
@@ -64,6 +66,10 @@ class Planned(GoesBy, Protocol):
 
     def never_recomputed(self) -> Collection[str]:
         """Regions whose recomputation was seen to differ from their forward."""
+        ...
+
+    def have_stepped(self) -> bool:
+        """Whether an optimizer has stepped since this was called last."""
         ...
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -144,6 +150,7 @@ class Control:
         self._waited = 0
         self._has_warned_of_capture = False
         self._forwards = 0
+        self._steps = 0  # that optimizers have ended
         self._next_vote = _FIRST_VOTE
         self._tokens = 0
         self._tokens_of_times = 0
@@ -266,11 +273,9 @@ class Control:
             )
 
     def _watched_step(self, engine: Engine, tokens: int) -> Watch | None:
-        if self._agree is not None:
-            self._forwards += 1
-            if self._forwards == self._next_vote:
-                self._vote(engine)
-                return None if self.upkeep is None else self.upkeep.step_begins(engine, tokens)
+        if self._agree is not None and self._is_to_vote():
+            self._vote(engine)
+            return None if self.upkeep is None else self.upkeep.step_begins(engine, tokens)
         waits_for = None if self._watched is None else self._watched.under_way
         if waits_for is not None:
             return self._wait_for_backward(waits_for, engine)
@@ -317,10 +322,20 @@ class Control:
         """Graphs of forwards that were not watched, and whose backward is to come."""
         return sum(flight.under_way is not None for flight in self._beside)
 
-    def _vote(self, engine: Engine) -> None:
-        """At the same forward all ranks say whether they have a profile, whatever came between: none may be late.
+    def _is_to_vote(self) -> bool:
+        """Counts, and is asked once for each forward."""
+        self._forwards += 1
+        if self._handle.have_stepped():
+            if self._steps == 0:
+                self._next_vote = _FIRST_VOTE  # what was counted before were forwards
+            self._steps += 1
+            return self._steps + 1 == self._next_vote
+        return self._steps == 0 and self._forwards == self._next_vote
 
-        If not all have one, each watches anew, and has more forwards for it than before: a step may be of several.
+    def _vote(self, engine: Engine) -> None:
+        """In the same step all ranks say whether they have a profile, whatever came between: none may be late.
+
+        If not all have one, each watches anew, and has more steps for it than before: one may be of several forwards.
         """
         self._next_vote *= 3
         watch = self._watch_that_ended

@@ -37,7 +37,10 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     for other in profiles[1:]:
         if [region.name for region in other.regions] != [region.name for region in first.regions]:
-            raise PlanError("ranks have different regions: give each rank its own plan=, or the recipes by hand")
+            raise PlanError(
+                "ranks have different regions: name those that train the same module with process_group=, or give each "
+                "rank its own plan=, or the recipes by hand"
+            )
     fullest = max(profiles, key=lambda profile: profile.base_bytes)
     merged = Profile(
         made_for=first.made_for,

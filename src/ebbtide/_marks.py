@@ -276,7 +276,7 @@ class InnerMark(Mark):
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
             return call(*args, **kwargs)
-        why = session.why_unable()
+        why = session.why_unable() or self._state.unable
         if why is not None:
             session.desk.visit.scope.ledger.note_unable(self._name, recipe.action, why)
             return call(*args, **kwargs)
@@ -347,7 +347,10 @@ class InnerMark(Mark):
             watched = contextlib.nullcontext() if watch is None else watch.running(visit.region)
             return session.inside(pack_hook, holding, watched)
 
-        return Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
+        output = Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
+        if self._state.unable is not None:  # it was seen in this very forward
+            visit.scope.ledger.note_unable(self._name, recipe.action, self._state.unable)
+        return output
 
     def _run_partitioned(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,9 +3,10 @@
 All of it exists in torch 2.11, 2.12 and 2.13.
 """
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -147,6 +148,56 @@ class OperatorMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def run_op(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`op` inside of a dispatch mode, as it runs without one.
+
+    A mode's handler runs below autocast, whose key torch excludes there. Some operators call others that autocast casts
+    (bilinear: bmm; an operator written in Python: anything), and would compute in another precision. An operator that
+    autocast casts itself calls no casts inside, with or without a mode.
+    """
+    kinds = _not_cast(op)
+    if kinds:
+        with _RestorePythonTLSSnapshot():  # as it was where the operator was called: in the handler autocast seems off
+            kinds = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return _run_cast(op, args, kwargs, kinds) if kinds else op(*args, **kwargs)
+
+
+_RestorePythonTLSSnapshot: Any = cast(Any, torch._C)._RestorePythonTLSSnapshot
+
+
+def _run_cast(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kinds: Sequence[str]) -> Any:
+    if not kinds:
+        return op(*args, **kwargs)
+    with cast(Any, torch._C)._SetExcludeDispatchKeyGuard(_autocast_key(kinds[0]), False):
+        return _run_cast(op, args, kwargs, kinds[1:])
+
+
+@functools.cache
+def _not_cast(op: Any) -> Sequence[str]:
+    """The kinds of devices whose autocast lets `op` through. None if it only makes a view: nothing is called inside."""
+    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+    kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
+    if op.name() in _PARTS_OF_CAST:
+        return ()
+    casts = cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key
+    return [kind for kind in kinds if not casts(op.name(), _autocast_key(kind))]
+
+
+_PARTS_OF_CAST = ("aten::_cdist_forward", "aten::linalg_pinv.atol_rtol_tensor")
+"""Operators that call others which autocast casts, and that torch itself calls inside of one that autocast casts (cdist,
+pinverse). A mode cannot tell who has called; so these run as that one runs them."""
+
+
+@functools.cache
+def _autocast_key(kind: str) -> Any:
+    """None for a device whose key torch does not show."""
+    name = "PrivateUse1" if kind == torch._C._get_privateuse1_backend_name() else kind.upper()
+    return getattr(torch._C.DispatchKey, f"Autocast{name}", None)
 
 
 def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:

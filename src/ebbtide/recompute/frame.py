@@ -19,7 +19,7 @@ from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.draws import NoDraws
 from ebbtide.recompute.outputs import Holding, Serving, numbering_paused
 from ebbtide.recompute.state import RegionState, version_of
-from ebbtide.types import AgainWatch
+from ebbtide.types import AgainWatch, Unable
 
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[AgainWatch | None]]
@@ -61,6 +61,8 @@ class Frame:
         self._is_whole = False
         self._was_run_again = False
         self._dropped_bytes = 0
+        self._ends_early = False
+        """A random state that cannot be put back was seen: no second run may come to this place of the region."""
         self._holding: Holding | None = None
         self._led: dict[int, Any] = {}
         """Saves that are held themselves, by number."""
@@ -93,7 +95,9 @@ class Frame:
             self._found = state.find()
         self._devices = {*self._found.devices, *(t.device for t in tensors)}
         is_captured = self.desk.is_captured(self._devices)
-        self._ambient = Ambient(self._devices, is_captured)
+        generators = [*self._found.generators, *self._arguments.generators]
+        self._ambient = Ambient(self._devices, is_captured, generators)
+        self._state, self._pack_input = state, pack_input
         self._held = None if holding is None else holding.held
         hooks = saved_tensors_hooks(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
@@ -127,8 +131,14 @@ class Frame:
         return _Input(t if t.is_inference() else pack_input(t), t.requires_grad, number)
 
     @hidden_from_compiler
-    def pack(self, t: torch.Tensor) -> Holder:
+    def pack(self, t: torch.Tensor) -> "Holder | _SavedAsIs":
         """Autograd saves `t` inside of the region: only its place is noted."""
+        # A second run would draw other numbers from here on, and use up those of a later forward. So a second run makes
+        # what was saved before this place, and ends there; the rest is saved.
+        if self._ends_early or self._ambient.has_unknown_state:
+            self._ends_early = True
+            self._state.unable = Unable.UNKNOWN_RNG
+            return _SavedAsIs(self._pack_input(t), self.desk)
         holder = Holder(self, len(self._holders))
         led = None if self._holding is None else self._holding.pack_led(t, holder.number)
         if led is None:
@@ -292,6 +302,13 @@ class _Input(NamedTuple):
         return t.detach().requires_grad_(self.requires_grad)
 
 
+class _SavedAsIs(NamedTuple):
+    """What autograd keeps of a save that no second run makes again: what the hooks outside of the region packed."""
+
+    packed: Any
+    desk: Desk
+
+
 class _EnoughError(Exception):
     """The second run has come to the last save that anybody needs."""
 
@@ -384,13 +401,16 @@ _ADVICE = (
 
 
 @hidden_from_compiler
-def unpack(holder: Holder) -> torch.Tensor:
+def unpack(holder: Holder | _SavedAsIs) -> torch.Tensor:
     """The unpack hook of all frames."""
+    if type(holder) is _SavedAsIs:
+        return _read(holder.packed, holder.desk)
+    assert isinstance(holder, Holder)
     return holder.frame.value_of(holder)
 
 
 def _read(packed: Any, desk: Desk) -> torch.Tensor:
-    if type(packed) is Holder:  # the region is inside of another that runs again
+    if type(packed) is Holder or type(packed) is _SavedAsIs:  # the region is inside of another that runs again
         return unpack(packed)
     # In that one's second run, the inner one is given tensors.
     return packed if isinstance(packed, torch.Tensor) else desk.unpack(packed)

@@ -9,7 +9,7 @@ Note [State of a region]
    of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
    once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
    version tells, what it held is gone and the user is told.
-2. Plain attributes: see Note [Attributes].
+2. Plain attributes: see Note [Attributes]. Generators of random numbers among them: see Note [Generators].
 3. Training flags, and which parameters are trained.
 4. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
    as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
@@ -28,6 +28,7 @@ from torch.nn import Module
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._torch import modules_of
 from ebbtide.recompute.attributes import ABSENT, Attributes, Layout, put_attribute
+from ebbtide.types import Unable
 
 _Key: TypeAlias = tuple[int, str, bool]
 """A buffer: its module, its name, and whether the module is in training mode."""
@@ -45,6 +46,8 @@ class RegionState:
         self._looks: list[Any] = []
         self.layouts: dict[int, Layout] = {}
         """Of the modules' attributes."""
+        self.unable: Unable | None = None
+        """Why the region is not to run again any more, whatever its recipe says."""
         self._region = region
 
     def shared_looks(self, looks: list[Any]) -> list[Any]:
@@ -83,6 +86,11 @@ class Found:
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
         return {p.device for p in self._parameters}
+
+    @property
+    def generators(self) -> list[Any]:
+        """Of random numbers, held by the modules."""
+        return self._attributes.generators
 
     def learn(self) -> None:
         """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""

@@ -182,15 +182,18 @@ def _not_cast(op: Any) -> Sequence[str]:
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
     kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
-    if op.name() in _PARTS_OF_CAST:
-        return ()
     casts = cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key
-    return [kind for kind in kinds if not casts(op.name(), _autocast_key(kind))]
+    names = [op.name(), _CALLED_BY.get(op.name(), op.name())]
+    return [kind for kind in kinds if not any(casts(name, _autocast_key(kind)) for name in names)]
 
 
-_PARTS_OF_CAST = ("aten::_cdist_forward", "aten::linalg_pinv.atol_rtol_tensor")
-"""Operators that call others which autocast casts, and that torch itself calls inside of one that autocast casts (cdist,
-pinverse). A mode cannot tell who has called; so these run as that one runs them."""
+_CALLED_BY = {
+    "aten::_cdist_forward": "aten::cdist",
+    "aten::_trilinear": "aten::bilinear",
+    "aten::linalg_pinv.atol_rtol_tensor": "aten::pinverse",
+}
+"""Operators that call others which autocast casts, and the one that torch calls them in: where autocast casts that one,
+it casts nothing inside. A mode cannot tell who has called, so linalg.pinv is taken for pinverse."""
 
 
 @functools.cache

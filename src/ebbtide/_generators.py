@@ -1,15 +1,16 @@
-"""Random number generators outside of torch's defaults: what each was, whether it drew, and how it is put back.
+"""Random number generators besides torch's default ones: read a state, see a draw, put the state back.
 
 Note [Generators]
 ~~~~~~~~~~~~~~~~~
-1. Known are Python's `random` and NumPy's `numpy.random`; generators that modules hold or calls are given
-   (torch.Generator, random.Random, NumPy's Generator and RandomState); and trackers: objects that keep several states
-   of a device's default generator and set one of them for the length of a `fork()` (Megatron-Core, TransformerEngine,
-   DeepSpeed, fairscale, apex, and whatever a module holds that has their three methods).
-2. The state of a process-wide generator is 625 integers, and a copy costs 20 us (Python) or 90 us (NumPy). Most regions
-   draw nothing from either. So the bytes of the object itself are compared, at about 1 us, and the state is copied only
-   when the bytes have changed since the last copy. Regions between two draws share one copy.
-3. random.SystemRandom has no state: its numbers cannot be drawn again.
+1. Known generators: Python's `random` and NumPy's `numpy.random`; generators held by modules or passed as arguments
+   (torch.Generator, random.Random, NumPy's Generator, RandomState and bit generators); trackers. A tracker keeps
+   several states of a device's default generator and sets one state for the length of a `fork()`: Megatron-Core,
+   TransformerEngine, DeepSpeed, fairscale, apex, and any object in a module's attribute with the three methods `fork`,
+   `get_states` and `set_states`.
+2. A copy of a process-wide state costs 20 us (Python, 625 integers) or 90 us (NumPy), and most regions never draw. The
+   bytes of the generator object are compared instead, in 0.1 us; a change of the bytes causes a new copy. Regions
+   between two draws share a copy.
+3. random.SystemRandom has no state, so its numbers cannot be drawn again.
 """
 
 import abc
@@ -27,27 +28,27 @@ import torch
 
 
 class RngState(abc.ABC):
-    """The state of one generator when this was made."""
+    """The state of a generator at construction."""
 
     @abc.abstractmethod
     def was_used(self) -> bool:
-        """Whether the generator has another state by now."""
+        """Whether the state has changed since."""
 
     @abc.abstractmethod
     def put_back(self) -> None: ...
 
     @abc.abstractmethod
     def taken_again(self) -> "RngState":
-        """The state of the same generator now."""
+        """The current state of the generator."""
 
-    def seeds(self, device: torch.device) -> set[int]:  # noqa: ARG002 (a device's generator is set by few)
-        """Of the states that are set on the default generator of `device`, and put back with this one."""
+    def seeds(self, device: torch.device) -> set[int]:  # noqa: ARG002
+        """Seeds of the states that `put_back` restores and a tracker sets on the default generator of `device`."""
         return set()
 
 
 @contextlib.contextmanager
 def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
-    """The generators as they were; as they are now, again, afterwards."""
+    """Put `states` back; restore the current states at exit."""
     states = list(states)
     now = [state.taken_again() for state in states]
     try:
@@ -60,26 +61,26 @@ def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
 
 
 def state_of(generator: Any) -> RngState:
-    """Of a generator for which `is_generator` holds."""
+    """The state of a generator for which `is_generator` holds."""
     kind = _kind_of(_type(generator))
     assert kind is not None
     return kind(generator)
 
 
 def is_generator(kind: type[Any]) -> bool:
-    """Whether instances of `kind` have a state that can be put back."""
+    """Whether the state of an instance of `kind` can be put back."""
     return _kind_of(kind) is not None
 
 
 def is_of_host(generator: Any) -> bool:
-    """Whether its state can be asked for and set while a graph is captured."""
+    """Whether the state can be read and set during the capture of a graph."""
     if isinstance(generator, torch.Generator):
         return generator.device.type == "cpu"
     return _kind_of(_type(generator)) is not _TrackerState
 
 
 def process_wide(*, with_trackers: bool) -> list[RngState]:
-    """Of Python, NumPy and the trackers of known packages."""
+    """States of Python's and NumPy's generators and of the trackers of known packages."""
     trackers = map(_TrackerState, known_trackers()) if with_trackers else ()
     return [_PYTHON.state(), _NUMPY.state(), *trackers]
 
@@ -88,7 +89,7 @@ def process_wide(*, with_trackers: bool) -> list[RngState]:
 
 
 class _HeldState(RngState):
-    """Of a generator whose whole state is read. Two states are equal if their bytes are."""
+    """A state read in full. Equal bytes mean equal states."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -126,7 +127,7 @@ class _TorchState(_HeldState):
 
     @staticmethod
     def _bytes(state: torch.Tensor) -> bytes:
-        # Not torch.equal, which is an operator, and slow for one.
+        # torch.equal is an operator, and slower.
         return state.numpy().tobytes()
 
 
@@ -139,7 +140,7 @@ class _PythonState(_HeldState):
 
 
 class _NumpyState(_HeldState):
-    """Of a Generator; of a bit generator itself."""
+    """The state of a Generator or of a bit generator."""
 
     def _read(self) -> Any:
         return self._bits().state
@@ -152,7 +153,7 @@ class _NumpyState(_HeldState):
 
 
 class _LegacyNumpyState(_HeldState):
-    """Of a RandomState, which remembers a second normal number besides its bits."""
+    """The state of a RandomState: bits, and the second number of the last pair of normal numbers."""
 
     def _read(self) -> Any:
         return self._generator.get_state(legacy=False)
@@ -162,7 +163,7 @@ class _LegacyNumpyState(_HeldState):
 
 
 class Tracker(Protocol):
-    """Several states of a device's default generator, by name: tensors, or generators that hold one each."""
+    """States of a device's default generator by name: each a tensor, or a generator with the state inside."""
 
     def get_states(self) -> Mapping[str, Any]: ...
 
@@ -170,7 +171,8 @@ class Tracker(Protocol):
 
 
 class _TrackerState(RngState):
-    """`_current`: the name under which a tracker of Megatron's family puts aside what a nested fork interrupts."""
+    """`_current`: the name of the open fork. A tracker of Megatron's family saves the state of an open fork under the
+    name when a nested fork begins."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -241,7 +243,7 @@ _Seen = tuple[Any, ...]
 
 
 class _ProcessWide(abc.ABC):
-    """A generator that all code of the process shares; see Note [Generators], 2."""
+    """A generator shared by all code of the process; see Note [Generators], 2."""
 
     def __init__(self) -> None:
         self._copy: tuple[_Seen, Any] = (), None
@@ -255,7 +257,7 @@ class _ProcessWide(abc.ABC):
 
     @abc.abstractmethod
     def seen(self) -> _Seen:
-        """Another value for every other state."""
+        """A value that differs between any two states, and costs less than a copy."""
 
     @abc.abstractmethod
     def read(self) -> Any: ...
@@ -297,7 +299,7 @@ class _Python(_ProcessWide):
 
 
 class _Numpy(_ProcessWide):
-    """A RandomState, and the bits that it draws from: numpy.random.set_bit_generator gives it others."""
+    """A RandomState over a bit generator; numpy.random.set_bit_generator exchanges the latter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +312,7 @@ class _Numpy(_ProcessWide):
         if bits is not self._bits:
             self._bits, self._memory_of_bits = bits, _memory_of(bits, _type(bits))
         if type(bits) not in _NUMPYS_OWN:
-            return (pickle.dumps(self.read()),)  # its state may be anywhere
+            return (pickle.dumps(self.read()),)  # a bit generator of another package: the state may be on the heap
         return self._memory.raw, self._memory_of_bits.raw
 
     def read(self) -> Any:
@@ -321,11 +323,11 @@ class _Numpy(_ProcessWide):
 
 
 _NUMPYS_OWN = {getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")}
-"""Bit generators with their state in the object itself."""
+"""Bit generators with the state inside of the object."""
 
 
 def _memory_of(value: object, kind: type[object]) -> Any:
-    """The fields that `kind`, written in C, gives its instances; the header, which counts references, comes before."""
+    """A view of the fields of `value` declared by the C type `kind`. The header before the fields counts references."""
     header = object.__basicsize__
     return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(value) + header)
 
@@ -341,11 +343,11 @@ _TRACKERS = (
     "fairscale.nn.model_parallel.random",
     "apex.transformer.tensor_parallel.random",
 )
-"""Modules with one tracker each, all under the name that the first has given to it."""
+"""Modules with a tracker each, by the name `_CUDA_RNG_STATE_TRACKER` in all of them."""
 
 
 def known_trackers() -> Iterator[Tracker]:
-    """Those of packages that are imported, and in use."""
+    """Trackers of imported packages, if the tracker has any state."""
     for name in _TRACKERS:
         tracker = getattr(sys.modules.get(name), "_CUDA_RNG_STATE_TRACKER", None)
         if tracker is not None and tracker.get_states():
@@ -356,7 +358,7 @@ def known_trackers() -> Iterator[Tracker]:
 
 
 class _TransformerEngine:
-    """All its trackers keep their states in one dict, which is in use itself."""
+    """All trackers of the package share a dict of states."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

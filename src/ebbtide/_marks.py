@@ -348,7 +348,7 @@ class InnerMark(Mark):
             return session.inside(pack_hook, holding, watched)
 
         output = Frame(self._name, call, desk, around).run(args, kwargs, pack_input, holding, self._state)
-        if self._state.unable is not None:  # it was seen in this very forward
+        if self._state.unable is not None:  # the reason was found during this forward
             visit.scope.ledger.note_unable(self._name, recipe.action, self._state.unable)
         return output
 

@@ -1,20 +1,22 @@
-"""Steps that leave no trace: gradients, buffers, what modules carry from step to step, and random numbers are put back.
+"""Steps that leave no trace: gradients, buffers, carried state and random numbers are put back.
 
 Note [Carried state]
 ~~~~~~~~~~~~~~~~~~~~
-A step may leave something for the next one in attributes that are no buffers: the hidden state of a recurrent model, a
-counter, a mask that the first forward makes. Numbers, words, tensors, and tuples, lists, dicts, sets and deques of these,
-nested as they like, are what they were: the same objects with the same contents and bytes. Objects of other classes, and
-containers with one inside, are resources or registers (a process group, a stream, DeepSpeed's gathered parameters): what
-was done to make them is not undone, so neither are they. Modules of torch.distributed, torch.nn.parallel and DeepSpeed
-are wrappers, whose flags say what has been set up: left alone too.
+1. A step may leave state for the next step in attributes that are no buffers: the hidden state of a recurrent model, a
+   counter, a mask made by the first forward. Numbers, strings, tensors, and tuples, lists, dicts, sets and deques of
+   these, at any depth, are restored: identical objects with their old contents and bytes.
+2. Objects of other classes, and containers with an object inside, are resources or registers (a process group, a
+   stream, DeepSpeed's gathered parameters). The setup is not undone, so the attribute stays as the step left it.
+3. Modules of torch.distributed, torch.nn.parallel and DeepSpeed are wrappers. Their flags record a finished setup and
+   stay as the step left them.
 """
 
 import contextlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from copy import copy
 from itertools import chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -26,11 +28,10 @@ from ebbtide._errors import ModuleError
 
 @contextlib.contextmanager
 def restored(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> Generator[None]:
-    """What runs inside leaves gradients of `leaves`, buffers and carried state of `module`, and generators of random
-    numbers as they were.
+    """Restores gradients of `leaves`, buffers and carried state of `module`, and random number generators at its end.
 
-    Gradients that are there are put aside, so `grad` is None when it begins. What hooks do is nobody's to put back.
-    Raises ModuleError, before anything runs, for a buffer or an attribute that cannot be copied.
+    Existing gradients are put aside, so `grad` is None at the start. Effects of hooks are not undone. Raises
+    ModuleError, before anything runs, for a buffer or an attribute that cannot be copied.
     """
     with _gradients_aside(leaves), _buffers_put_back(module), _carried_put_back(module), _draws_put_back(module):
         yield
@@ -57,7 +58,9 @@ def _buffers_put_back(module: torch.nn.Module) -> Generator[None]:
     """The same tensors with the same bytes; copies wait on the host, where they are in nobody's way."""
     found = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
     # On the meta device there are no bytes.
-    copies = [(buffer, _copy_of(buffer, f"buffer {name!r}")) for name, buffer in module.named_buffers() if not buffer.is_meta]
+    copies = [
+        (buffer, _copy_of(buffer, f"buffer {name!r}")) for name, buffer in module.named_buffers() if not buffer.is_meta
+    ]
     try:
         yield
     finally:
@@ -103,7 +106,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _MODULES_OWN = frozenset(Module().__dict__)
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-_WORDS_AND_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_WORDS_AND_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @contextlib.contextmanager
@@ -119,22 +122,26 @@ def _carried_put_back(module: Module) -> Generator[None]:
 
 
 class _Carried:
-    """Of one module."""
+    """The carried state of one module.
+
+    Attributes:
+        _names: all attributes of the module; later ones are deleted.
+        _contents: containers by id, each with a copy.
+        _tensors: tensors by id, each with its version and its bytes on the host.
+    """
 
     def __init__(self, module: Module) -> None:
         self._names = set(vars(module))
         carried = {name: value for name, value in vars(module).items() if _may_be_carried(name, module)}
         self._attributes = {name: value for name, value in carried.items() if _is_state(value)}
         self._contents: dict[int, tuple[Any, Any]] = {}
-        """Containers, by id, and copies of them."""
         self._tensors: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """By id, with their versions and bytes."""
         for name, value in self._attributes.items():
             self._note(value, f"attribute {name!r} of a {type(module).__name__}")
 
     def put_back(self, module: Module) -> None:
         attributes = vars(module)
-        # In the dict itself: __setattr__ and __delattr__ look for parameters, and a class may have made them its own.
+        # Written to the dict: __setattr__ and __delattr__ search for parameters, and a class may override both.
         for name in attributes.keys() - self._names:
             if _may_be_carried(name, module) and _is_state(attributes[name]):
                 del attributes[name]
@@ -161,22 +168,29 @@ def _may_be_carried(name: str, module: Module) -> bool:
 
 
 def _is_state(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """`around`: the containers that `value` is in; one that leads to itself is somebody's structure, not state."""
+    """Whether Note [Carried state] restores `value`. `around`: ids of the containers around `value`; a container inside
+    of itself is no state."""
     if isinstance(value, torch.Tensor):
         return not isinstance(value, Parameter) and not getattr(value._base, "_is_flat_param", False)  # of FSDP1
-    if type(value) in _CONTAINERS or isinstance(value, tuple):
+    if _is_container(value):
         within = (*around, id(value))
         return id(value) not in around and all(_is_state(item, within) for item in _items_of(value))
     return isinstance(value, _WORDS_AND_NUMBERS)
 
 
-def _items_of(container: Any) -> Iterator[Any]:
-    return chain.from_iterable(container.items()) if isinstance(container, dict) else iter(container)
+def _is_container(value: Any) -> bool:
+    return type(value) in _CONTAINERS or isinstance(value, tuple)
+
+
+def _items_of(container: Any) -> list[Any]:
+    """Keys and values of a dict, by turns."""
+    is_dict = isinstance(container, dict)
+    return list(chain.from_iterable(cast("dict[Any, Any]", container).items()) if is_dict else container)
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Without a change where there was none: others may iterate."""
-    if len(container) == len(contents) and all(a is b for a, b in zip(_items_of(container), _items_of(contents))):
+    now, before = _items_of(container), _items_of(contents)
+    if len(now) == len(before) and all(map(is_, now, before)):
         return
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(contents)
@@ -187,7 +201,7 @@ def _version_of(t: torch.Tensor) -> int:
 
 
 def _has_bytes(t: torch.Tensor, content: torch.Tensor) -> bool:
-    """Only where torch compares: what it does not is known by its version."""
+    """Compared for plain strided tensors; the version speaks for all other kinds."""
     if type(t) is not torch.Tensor or t.layout is not torch.strided:
         return True
     return torch.equal(_each_once(t.detach()).cpu(), content)
@@ -200,18 +214,18 @@ def _has_bytes(t: torch.Tensor, content: torch.Tensor) -> bool:
 def _draws_put_back(module: Module) -> Generator[None]:
     devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
-    held = _generators_in(module)
-    states = [*_generators.process_wide(with_trackers=True), *map(_generators.state_of, held)]
+    fork = cast(Any, torch.random.fork_rng)(sorted(device.index for device in devices), device_type=kind)
+    held = map(_generators.state_of, _generators_in(module))
+    states = [*_generators.process_wide(with_trackers=True), *held]
     with contextlib.ExitStack() as undo:
         for state in states:
             undo.callback(state.put_back)
-        undo.enter_context(torch.random.fork_rng(sorted(device.index for device in devices), device_type=kind))
+        undo.enter_context(fork)
         yield
 
 
 def _generators_in(module: Module) -> list[Any]:
-    """Those that modules hold, also in containers."""
-    values = [value for inner in module.modules() for value in vars(inner).values()]
-    containers = [value for value in values if type(value) in _CONTAINERS or isinstance(value, tuple)]
-    found = [*values, *chain.from_iterable(map(_items_of, containers))]
-    return [value for value in found if _generators.is_generator(cast("type[object]", type(value)))]
+    """Generators that modules hold, directly or in a container."""
+    values: list[Any] = [value for inner in module.modules() for value in vars(inner).values()]
+    values += [item for value in values if _is_container(value) for item in _items_of(value)]
+    return [value for value in values if _generators.is_generator(cast("type[object]", type(value)))]

@@ -151,15 +151,15 @@ class OperatorMode(TorchDispatchMode):
 
 
 def run_op(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`op` inside of a dispatch mode, as it runs without one.
+    """Run `op` in the handler of a dispatch mode with the results of a run without a mode.
 
-    A mode's handler runs below autocast, whose key torch excludes there. Some operators call others that autocast casts
-    (bilinear: bmm; an operator written in Python: anything), and would compute in another precision. An operator that
-    autocast casts itself calls no casts inside, with or without a mode.
+    torch excludes the dispatch keys of autocast in a handler. Some operators call operators that autocast casts
+    (bilinear calls bmm, a custom operator calls anything) and would compute in another precision. Operators cast by
+    autocast itself need nothing: autocast is excluded inside of them with or without a mode.
     """
     kinds = _not_cast(op)
     if kinds:
-        with _RestorePythonTLSSnapshot():  # as it was where the operator was called: in the handler autocast seems off
+        with _RestorePythonTLSSnapshot():  # the state at the call: in the handler autocast reads as disabled
             kinds = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     return _run_cast(op, args, kwargs, kinds) if kinds else op(*args, **kwargs)
 
@@ -176,7 +176,7 @@ def _run_cast(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kinds: 
 
 @functools.cache
 def _not_cast(op: Any) -> Sequence[str]:
-    """The kinds of devices whose autocast lets `op` through. None if it only makes a view: nothing is called inside."""
+    """Kinds of devices whose autocast does not cast `op`. Empty for a view, whose kernel calls no other operator."""
     if not isinstance(op, torch._ops.OpOverload) or op.is_view:
         return ()
     accelerator = torch.accelerator.current_accelerator()
@@ -192,13 +192,13 @@ _CALLED_BY = {
     "aten::_trilinear": "aten::bilinear",
     "aten::linalg_pinv.atol_rtol_tensor": "aten::pinverse",
 }
-"""Operators that call others which autocast casts, and the one that torch calls them in: where autocast casts that one,
-it casts nothing inside. A mode cannot tell who has called, so linalg.pinv is taken for pinverse."""
+"""Parts of composite operators: autocast is excluded inside of a part if autocast casts the whole. A handler cannot see
+the caller of a part, so linalg.pinv is treated as pinverse."""
 
 
 @functools.cache
 def _autocast_key(kind: str) -> Any:
-    """None for a device whose key torch does not show."""
+    """The dispatch key of autocast for `kind`; None if torch exposes no key."""
     name = "PrivateUse1" if kind == torch._C._get_privateuse1_backend_name() else kind.upper()
     return getattr(torch._C.DispatchKey, f"Autocast{name}", None)
 

@@ -52,7 +52,7 @@ class Unable(enum.Enum):
     USER_CHECKPOINT = "it is inside a checkpoint of the user's own"
     OTHER_HOOKS = "other saved-tensor hooks stand between it and the door"
     NO_GRAD = "it runs without grad inside a forward that has it (a reentrant checkpoint, or no_grad)"
-    UNKNOWN_RNG = "it sets the state of a random number generator to one that ebbtide cannot put back"
+    UNKNOWN_RNG = "it sets a random number generator to a state that ebbtide cannot put back"
 
 
 class Wait(enum.Enum):

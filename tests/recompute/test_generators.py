@@ -37,7 +37,7 @@ def seed_all(seed):
 
 
 def draws():
-    """One number of each process-wide generator: the states are equal if these are, but for a normal number left over."""
+    """Numbers of each process-wide generator, and the second normal numbers that two of them may have left over."""
     return [random.gauss(0, 1), random.random(), numpy.random.randn(), numpy.random.rand(), torch.rand(()).item()]
 
 
@@ -109,11 +109,9 @@ class FromItsOwn(Simple):
 
 def states_of(model):
     """Of the generators of `FromItsOwn`."""
-    return [
-        [layer.noise.get_state().tolist(), layer.python.getstate(), layer.many[0].bit_generator.state]
-        + [layer.named["bits"].state, layer.many[1].randn(), layer.named["mersenne"].random()]
-        for layer in model.layers
-    ]
+    bits = [(layer.many[0].bit_generator.state, layer.named["bits"].state) for layer in model.layers]
+    numbers = [(layer.many[1].randn(), layer.named["mersenne"].random()) for layer in model.layers]
+    return bits, numbers, [(layer.noise.get_state().tolist(), layer.python.getstate()) for layer in model.layers]
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "left out"])

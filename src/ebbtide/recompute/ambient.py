@@ -18,7 +18,7 @@ class Ambient:
     the first run ends.
     `is_captured`: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
     whoever runs the region sees to it that it draws nothing there.
-    `held`: generators that the region's modules hold or its call is given.
+    `held`: generators in attributes of the region's modules and in its arguments.
     """
 
     def __init__(self, used: Iterable[torch.device], is_captured: bool, held: Iterable[Any]) -> None:
@@ -43,8 +43,10 @@ class Ambient:
 
     @property
     def has_unknown_state(self) -> bool:
-        """Whether a device's default generator draws from a state that somebody has set since, and put aside where
-        nobody here can put it back. A state keeps the seed that it began with: another seed is another state.
+        """Whether a device's default generator has a state that `restored` cannot reproduce.
+
+        A generator keeps the seed of its state through all draws. A seed that differs from the seed at the start of the
+        first run, and that no known tracker or held generator has, means a state set by unknown code.
         """
         return any(
             generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device)
@@ -92,7 +94,7 @@ class _Autocast:
 
 
 class _DefaultState(RngState):
-    """Of the generator that operators on a device draw from."""
+    """The state of the default generator of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,13 +112,13 @@ class _DefaultState(RngState):
 
 
 def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, torch.Generator]]:
-    """The default generator itself of each device that shows it."""
+    """The default generator of each device, where torch exposes the object."""
     for device in devices:
         if device.type == "cpu":
             yield device, torch.default_generator
             continue
         generators = getattr(torch.get_device_module(device.type), "default_generators", ())
-        if device.index < len(generators):  # of a tensor's device, which has an index
+        if device.index < len(generators):  # the device of a tensor has an index
             yield device, generators[device.index]
 
 

@@ -27,7 +27,7 @@ class Arguments:
         self._open: set[int] = set()  # dataclasses that are being taken apart: one that leads to itself stays whole
         self._tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
-        """Of random numbers: whoever calls again puts their states back."""
+        """Random number generators among the arguments; the caller puts the states back before a second call."""
         self._found = 0
         """Tensors so far, one that is passed twice counted twice."""
         self._args, self._kwargs = self._take(args), self._take(kwargs)

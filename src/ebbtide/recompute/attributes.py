@@ -10,8 +10,8 @@ Note [Attributes]
 3. Lists, dicts and sets stay the same objects, for hooks and other modules may have them too: what they hold is
    exchanged. One that is not there any more is given as another with the same contents. Where parameters or objects are
    in one it is somebody's register (DeepSpeed's of what a second run has gathered), and left alone.
-4. Generators of random numbers are looked up where state is, also in lists, tuples, dicts and sets; who puts their
-   states back is the caller (Note [Generators]).
+4. Random number generators are collected from attributes and from containers in attributes, for the caller to put
+   back (Note [Generators]).
 5. Nothing that was found may tie a graph to itself: what an attribute holds may have this forward's graph by its end,
    and that graph has what was found. So tensors are held weakly, with an alias that has no graph for those that die,
    and containers by what they held.
@@ -78,7 +78,7 @@ class Attributes:
         memo: dict[int, _Tensor] = {}
         self._layouts = layouts
         self.generators: list[Any] = []
-        """Of random numbers, held by the modules."""
+        """Random number generators held by the modules."""
         self._then = [self._found(module, memo) for module in modules]
 
     @contextlib.contextmanager

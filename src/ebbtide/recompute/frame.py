@@ -62,7 +62,7 @@ class Frame:
         self._was_run_again = False
         self._dropped_bytes = 0
         self._ends_early = False
-        """A random state that cannot be put back was seen: no second run may come to this place of the region."""
+        """A random state was set that cannot be put back: a second run has to stop before."""
         self._holding: Holding | None = None
         self._led: dict[int, Any] = {}
         """Saves that are held themselves, by number."""
@@ -133,8 +133,8 @@ class Frame:
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> "Holder | _SavedAsIs":
         """Autograd saves `t` inside of the region: only its place is noted."""
-        # A second run would draw other numbers from here on, and use up those of a later forward. So a second run makes
-        # what was saved before this place, and ends there; the rest is saved.
+        # A second run beyond this place would draw different numbers, and advance a state of later forwards. Saves
+        # before the place are recomputed by a second run that stops at the last of them; later saves are kept.
         if self._ends_early or self._ambient.has_unknown_state:
             self._ends_early = True
             self._state.unable = Unable.UNKNOWN_RNG
@@ -303,7 +303,7 @@ class _Input(NamedTuple):
 
 
 class _SavedAsIs(NamedTuple):
-    """What autograd keeps of a save that no second run makes again: what the hooks outside of the region packed."""
+    """A save excluded from recomputation, as packed by the hooks around the region."""
 
     packed: Any
     desk: Desk

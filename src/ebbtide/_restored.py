@@ -212,7 +212,7 @@ def _has_bytes(t: torch.Tensor, content: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _draws_put_back(module: Module) -> Generator[None]:
-    devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"}
+    devices = {t.device for t in (*module.parameters(), *Module.buffers(module)) if t.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     fork = cast(Any, torch.random.fork_rng)(sorted(device.index for device in devices), device_type=kind)
     held = map(_generators.state_of, _generators_in(module))

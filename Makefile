@@ -17,7 +17,7 @@ test: $(VENV)/ready
 
 # Trainers whose pins conflict with the suite's environment, or whose presence changes what others do there: each
 # beside it, without dependencies of its own.
-TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed xformers
+TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed xformers megatron
 
 test-trainers: $(TRAINERS:%=test-with-%)
 

@@ -182,6 +182,45 @@ def autocast_outside(apply, device):
     return of(CastsOften, around=lambda: torch.autocast(device.type, torch.bfloat16))(apply, device)
 
 
+@torch.library.custom_op("ebbtide_tests::pooled_convolution", mutates_args=())
+def pooled_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """An operator written in Python: autocast lets it through, and casts the convolution that it calls."""
+    return functional.max_pool2d(functional.conv2d(x, weight, padding=1), 3, 1, 1).to(x.dtype)
+
+
+def _pooled_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    with torch.enable_grad():
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = functional.max_pool2d(functional.conv2d(x, weight, padding=1), 3, 1, 1)
+    return torch.autograd.grad(out, (x, weight), grad)
+
+
+pooled_convolution.register_autograd(
+    _pooled_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class CastsInside(nn.Module):
+    """Operators that autocast casts, and operators that it lets through and that call others which it casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1)
+        self.bilinear = nn.Bilinear(5, 5, 5)
+
+    def forward(self, x):
+        y = functional.avg_pool2d(self.convolution(x), 3, 1, 1).float()
+        y = pooled_convolution(y.sin(), self.convolution.weight) + torch.cdist(y, y.cos())
+        with torch.autocast(x.device.type, enabled=False):
+            y = y + pooled_convolution(y, self.convolution.weight).sin()
+        return self.bilinear(y, y.tanh()).sin() + x
+
+
+def autocast_of_what_operators_call(apply, device):
+    return of(CastsInside, images, around=lambda: torch.autocast(device.type, torch.bfloat16))(apply, device)
+
+
 def autocast_without_cache(apply, device):
     return of(CastsOften, around=lambda: torch.autocast(device.type, torch.bfloat16, cache_enabled=False))(
         apply, device
@@ -1051,9 +1090,9 @@ def attention_saves_read_twice(apply, device):
 
 CASES: list[Case] = [
     of(Dropouts), of(AttentionWithDropout), of(RandomOperators),
-    of(AutocastInside), autocast_outside, autocast_without_cache, autocast_around_the_step,
-    shared_block_under_autocast, plain_attention_around_forward, attention_order_around_forward,
-    default_device_around_forward, default_device_around_the_step,
+    of(AutocastInside), autocast_outside, autocast_of_what_operators_call, autocast_without_cache,
+    autocast_around_the_step, shared_block_under_autocast, plain_attention_around_forward,
+    attention_order_around_forward, default_device_around_forward, default_device_around_the_step,
     of(InPlace), of(ChunksInPlace), of(Convolutions, images), changed_after_the_region, input_changed_before_and_after,
     of(Views), of(SeveralOutputs), of(Lists), of(Complex), of(CustomFunctions),
     arguments_of_all_kinds, outputs_of_all_kinds, regions_that_return_nothing, gradients_one_by_one,

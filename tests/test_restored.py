@@ -1,5 +1,10 @@
-"""What runs inside `restored` leaves no trace, whatever kind of tensor a buffer is."""
+"""What runs inside `restored` leaves no trace, whatever kind of tensor a buffer is and whatever a module carries."""
 
+import copy
+import random
+from collections import deque
+
+import numpy
 import pytest
 import torch
 from support import bits
@@ -8,7 +13,7 @@ from torch import nn
 import ebbtide
 from ebbtide import ModuleError
 from ebbtide._restored import restored
-from ebbtide.rehearsal import measure
+from ebbtide.rehearsal import measure, plan
 
 
 class Twin(torch.Tensor):
@@ -173,3 +178,123 @@ def test_what_the_first_forward_makes_has_to_be_there(lazy):
     model.lazy = lazy
     with pytest.raises(ModuleError, match="run one forward"):
         measure(model, torch.randn(4, 8), **SETTINGS)
+
+
+# -- carried state, generators -----------------------------------------------------------------------------------------
+
+
+class Carries(nn.Module):
+    """A state for each kind of attribute, by all of which goes what the next forward computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.hidden = None
+        self.calls = 0
+        self.sums = torch.zeros(8)
+        self.history = [torch.zeros(8)]
+        self.nested = {"states": [(torch.ones(8), {"steps": 0})], "names": {"a"}}
+        self.last = deque([torch.zeros(8)], maxlen=2)
+        self.noise = torch.Generator().manual_seed(3)
+        self.others = [random.Random(4), numpy.random.default_rng(5), numpy.random.RandomState(6)]
+
+    def forward(self, x):
+        self.calls += 1
+        if not hasattr(self, "mask"):
+            self.mask = x.detach().mean(0) > 0
+        for layer in self.layers:
+            x = layer(x)
+        state, counted = self.nested["states"][-1]
+        x = x * self.mask + self.calls + self.sums + self.history[-1] + self.last[-1] * state + counted["steps"]
+        x = x if self.hidden is None else x + self.hidden
+        x = x + torch.randn(8, generator=self.noise) + self.others[0].gauss(0, 1) + self.others[1].random()
+        x = x * self.others[2].randn()
+        self.hidden = x.mean(0).tanh().detach()
+        self.sums.add_(self.hidden)
+        self.sums.data.mul_(0.5)
+        self.history.append(self.hidden)
+        self.last.append(self.hidden)
+        counted["steps"] += 1
+        self.nested["states"].append((self.hidden, {"steps": 3}))
+        self.nested["names"].add(f"b{self.calls}")
+        return x.square().mean()
+
+
+def losses_of(model):
+    found = []
+    for seed in range(3):
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("budget", [None, "64GiB"])
+def test_a_model_that_carries_state_goes_on_as_if_nothing_had_been_measured(steps_before, budget):
+    torch.manual_seed(0)
+    model = Carries()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        for seed in range(steps_before):
+            each(torch.randn(4, 8, generator=torch.Generator().manual_seed(9 + seed))).backward()
+    before = dict(vars(model))
+    held = [model.history, model.nested, model.nested["states"], model.last]
+    contents = [copy.copy(each) for each in held]
+    plan(model, torch.randn(4, 8), budget=budget, **SETTINGS)
+    now = vars(model)
+    assert now.keys() == before.keys()
+    assert all(now[name] is before[name] for name in before)
+    assert [list(each) for each in held] == [list(each) for each in contents]
+    assert losses_of(model) == losses_of(twin)
+    ebbtide.release_memory()
+
+
+def test_an_lstm_that_carries_its_state_over_batches():
+    class Carrying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.LSTM(8, 8) for _ in range(2))
+            self.states = [None, None]
+
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x, state = layer(x, self.states[number])
+                self.states[number] = tuple(t.detach() for t in state)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Carrying()
+    twin = copy.deepcopy(model)
+    measure(model, torch.randn(4, 8), **SETTINGS)
+    assert model.states == [None, None]
+    assert losses_of(model) == losses_of(twin)
+    ebbtide.release_memory()
+
+
+def test_registers_and_resources_are_left_alone():
+    """What a first step has set up stays set up."""
+
+    class Resource:
+        pass
+
+    class Sets(nn.Linear):
+        def forward(self, x):
+            if not hasattr(self, "resource"):
+                self.resource, self.register_ = Resource(), []
+                self.register_.append(self.resource)
+            return super().forward(x)
+
+    model = Sets(2, 2)
+    with restored(model, []):
+        model(torch.ones(1, 2))
+        resource = model.resource
+    assert model.resource is resource
+    assert model.register_ == [resource]
+
+
+def test_an_attribute_that_cannot_be_copied_is_refused_before_anything_runs():
+    model = nn.Linear(2, 2)
+    model.stuck = [Stuck(ONES, ONES)]
+    with pytest.raises(ModuleError, match=r"attribute 'stuck' of a Linear is a Stuck"), restored(model, []):
+        pytest.fail("it ran")

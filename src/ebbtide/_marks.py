@@ -17,7 +17,8 @@ import abc
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, SupportsIndex, cast
 
 import torch
@@ -54,6 +55,8 @@ class Session:
         is_second_run: nothing travels, for what is saved is needed at once.
         is_recording: the root's forward runs with grad on.
         verifies: what regions save when they are recomputed is compared with what they save now.
+        unable: regions that are kept whatever the plan says, by name, and why. Of the forward, like the plan: backward
+            recomputes what its forward has prepared.
         holding: what takes dear outputs where the forward is now.
         frames: what marks have changed, to be put back.
     """
@@ -65,6 +68,7 @@ class Session:
         pack_hook: object,
         hooks: torch.autograd.graph.saved_tensors_hooks | None = None,
         verifies: bool = False,
+        unable: Mapping[str, Unable] = MappingProxyType({}),
     ) -> None:
         self.desk = desk
         self.hooks = hooks
@@ -74,6 +78,7 @@ class Session:
         self.is_second_run = hooks is None
         self.is_recording = torch.is_grad_enabled()
         self.verifies = verifies
+        self.unable = unable
         self.holding: Holding | None = None
         self.frames: list[tuple[Visit, Reason | None, bool]] = []
 
@@ -121,7 +126,7 @@ class Owner(Protocol):
     def leave_root(self, is_whole: bool) -> None: ...
 
     def second_run(
-        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
+        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None, unable: Mapping[str, Unable]
     ) -> contextlib.AbstractContextManager[AgainWatch | None]: ...
 
     def dear_ops(self, recipe: Recipe) -> DearOps: ...
@@ -322,7 +327,7 @@ class InnerMark(Mark):
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
             return call(*args, **kwargs)
-        why = session.why_unable() or self._state.unable
+        why = session.why_unable() or session.unable.get(self._name)
         if why is not None:
             session.desk.visit.scope.ledger.note_unable(self._name, recipe.action, why)
             return call(*args, **kwargs)
@@ -390,16 +395,20 @@ class InnerMark(Mark):
             stays = kept if recipe.outputs == "keep" else desk.stays
             holding = Holding(desk, dear, stays, recipe.sites, recipe.beyond, self._courses)
         pack_input = session.pack_input(kept if recipe.inputs == "keep" else desk.stays)
-        visit, plan, watch = desk.visit, session.plan, desk.watch
+        visit, plan, unable, watch = desk.visit, session.plan, session.unable, desk.watch
 
         def around(pack_hook: Pack, is_second_run: bool) -> contextlib.AbstractContextManager[AgainWatch | None]:
             if is_second_run:
-                return self._handle.second_run(visit, plan, pack_hook, watch)
+                return self._handle.second_run(visit, plan, pack_hook, watch, unable)
             watched = contextlib.nullcontext() if watch is None else watch.running(visit.region)
             return session.inside(pack_hook, holding, watched)
 
         evidence = Evidence(desk.beside(visit.scope.visit(visit.region))) if session.verifies else None
-        return Frame(self._name, call, desk, around, evidence).run(args, kwargs, pack_input, holding, self._state)
+        frame = Frame(self._name, call, desk, around, evidence)
+        output = frame.run(args, kwargs, pack_input, holding, self._state)
+        if frame.ends_early:
+            visit.scope.ledger.note_unable(self._name, recipe.action, Unable.UNKNOWN_RNG)
+        return output
 
     def _run_partitioned(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

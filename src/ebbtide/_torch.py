@@ -3,9 +3,10 @@
 All of it exists in torch 2.11 to 2.15.
 """
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -179,6 +180,59 @@ def sizes_of(t: torch.Tensor) -> tuple[object, ...]:
     if t.is_nested and t.layout is torch.strided:
         return tuple(map(tuple, cast("list[list[int]]", t._nested_tensor_size().tolist())))
     return t.shape
+
+
+def run_op(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run `op` in the handler of a dispatch mode with the results of a run without a mode.
+
+    torch excludes the dispatch keys of autocast in a handler. Some operators call operators that autocast casts
+    (bilinear calls bmm, a custom operator calls anything) and would compute in another precision. Operators cast by
+    autocast itself need nothing: autocast is excluded inside of them with or without a mode.
+    """
+    kinds = _not_cast(op)
+    if kinds:
+        with _RestorePythonTLSSnapshot():  # the state at the call: in the handler autocast reads as disabled
+            kinds = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    return _run_cast(op, args, kwargs, kinds) if kinds else op(*args, **kwargs)
+
+
+_RestorePythonTLSSnapshot: Any = cast(Any, torch._C)._RestorePythonTLSSnapshot
+
+
+def _run_cast(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kinds: Sequence[str]) -> Any:
+    if not kinds:
+        return op(*args, **kwargs)
+    with cast(Any, torch._C)._SetExcludeDispatchKeyGuard(_autocast_key(kinds[0]), False):
+        return _run_cast(op, args, kwargs, kinds[1:])
+
+
+@functools.cache
+def _not_cast(op: Any) -> Sequence[str]:
+    """Kinds of devices whose autocast does not cast `op`. Empty for a view, whose kernel calls no other operator."""
+    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+    kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
+    casts = cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key
+    names = [op.name(), _CALLED_BY.get(op.name(), op.name())]
+    return [kind for kind in kinds if not any(casts(name, _autocast_key(kind)) for name in names)]
+
+
+_CALLED_BY = {
+    "aten::_cdist_forward": "aten::cdist",
+    "aten::_trilinear": "aten::bilinear",
+    "aten::linalg_pinv.atol_rtol_tensor": "aten::pinverse",
+}
+"""Parts of composite operators: autocast is excluded inside of a part if autocast casts the whole. A handler cannot see
+the caller of a part, so linalg.pinv is treated as pinverse."""
+
+
+@functools.cache
+def _autocast_key(kind: str) -> Any:
+    """The dispatch key of autocast for `kind`; None if torch exposes no key."""
+    name = "PrivateUse1" if kind == torch._C._get_privateuse1_backend_name() else kind.upper()
+    return getattr(torch._C.DispatchKey, f"Autocast{name}", None)
 
 
 def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:

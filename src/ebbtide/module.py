@@ -55,7 +55,7 @@ from ebbtide.recompute.dearness import AnyDear
 from ebbtide.recompute.verify import Schedule
 from ebbtide.reports.table import stats_text
 from ebbtide.stores import serves
-from ebbtide.types import AgainWatch, Reason, StoreFactory, Watch
+from ebbtide.types import AgainWatch, Reason, StoreFactory, Unable, Watch
 
 
 class OffloadHandle:
@@ -253,7 +253,7 @@ class OffloadHandle:
 
     @contextlib.contextmanager
     def second_run(
-        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None
+        self, visit: Visit, plan: Plan, pack_hook: object, watch: Watch | None, unable: Mapping[str, Unable]
     ) -> Generator[AgainWatch | None, None, None]:
         """A region runs again in backward, in the thread that backward runs in."""
         desk = Desk(self._engines, visit)
@@ -261,7 +261,7 @@ class OffloadHandle:
             again = None if watch is None else stack.enter_context(watch.running_again(visit.region))
             for mark in self._former_marks:  # removed since: a graph under way goes by what its forward went by
                 stack.enter_context(mark.standing_again())
-            self._stack().append(Session(desk, plan, pack_hook))
+            self._stack().append(Session(desk, plan, pack_hook, unable=unable))
             try:
                 yield again
             finally:
@@ -297,10 +297,12 @@ class OffloadHandle:
         marks = self._marks
         return {name for name, module in self.regions.items() if module in marks and marks[module].is_compiled}
 
-    def never_recomputed(self) -> set[str]:
-        """Regions whose recomputation was seen to differ from their forward."""
-        marks = self._marks
-        return {name for name, module in self.regions.items() if module in marks and marks[module].unable is not None}
+    def never_recomputed(self) -> dict[str, Unable]:
+        """Regions that are kept whatever the plan says, and why: recomputation was seen to differ, or would."""
+        if not self._scope.ledger.stats.unable:
+            return {}
+        marks = ((name, self._marks.get(module)) for name, module in self.regions.items())
+        return {name: mark.unable for name, mark in marks if mark is not None and mark.unable is not None}
 
     def have_stepped(self) -> bool:
         """Whether an optimizer has stepped since this was called last."""
@@ -458,7 +460,7 @@ class OffloadHandle:
             desk.follow(self._plan.outside)
         hooks = desk.hooks()
         hooks.__enter__()  # before it counts as entered: torch.func refuses hooks
-        session = Session(desk, self._plan, hooks.pack_hook, hooks, verifies)
+        session = Session(desk, self._plan, hooks.pack_hook, hooks, verifies, self.never_recomputed())
         self._stack().append(session)
 
     def warn_if_root_is_bypassed(self) -> None:

@@ -66,7 +66,7 @@ def plan(
     """The plan that `offload(model, budget=...)` would come to in its first steps, before any training.
 
     Runs a few steps, forward and backward, on `example_batch` and leaves the model as it found it: gradients, buffers,
-    random numbers and hooks, also after an error::
+    attributes that carry state from step to step, random numbers and hooks, also after an error::
 
         planned = plan(model, batch, budget="40GiB", reserve="9GiB")
         print(planned)
@@ -88,15 +88,16 @@ def plan(
 
     Raises:
         ConfigError: a setting that cannot be, an output without a loss, a batch without tensors.
-        ModuleError: the model is not in training mode, has nothing to train, trains in backward, has a handle already.
+        ModuleError: the model is not in training mode, has nothing to train, trains in backward, has a handle already,
+            or carries a tensor that cannot be copied.
         PlanError: no plan fits the budget (the text names the smallest that does), no regions are found, or the batch
             comes by none of them.
 
     Traps: the state of an optimizer is allocated by its first step and not counted here: write `reserve`, or plan after
-    that step. Gradients that are there stay allocated beside those of the measured steps: zero_grad() first. Plain
-    attributes that forward changes (a counter) and what hooks do are not undone. The device's record of its peak memory
-    begins anew. Host memory that was taken stays taken for the training: `release_memory()` gives it back. Where a job
-    has several ranks, all of them have to call it.
+    that step. Gradients that are there stay allocated beside those of the measured steps: zero_grad() first. Effects
+    of hooks, and of forward on objects that modules hold, are not undone. The device's record of its peak memory begins
+    anew. Host memory that was taken stays taken for the training: `release_memory()` gives it back. Where a job has
+    several ranks, all of them have to call it.
     """
     batch = _batch_of(example_batch)
     reserved_bytes = _reserved(reserve)

@@ -53,6 +53,7 @@ class Unable(enum.Enum):
     OTHER_HOOKS = "other saved-tensor hooks stand between it and the door"
     NO_GRAD = "it runs without grad inside a forward that has it (a reentrant checkpoint, or no_grad)"
     DIFFERED = "its recomputation was seen to differ from its forward"
+    UNKNOWN_RNG = "it sets a random number generator to a state that ebbtide cannot put back"
 
 
 class Wait(enum.Enum):

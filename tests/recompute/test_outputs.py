@@ -3,10 +3,11 @@
 import pytest
 import torch
 from cases import make
-from recipe_cases import EVERY, ROWS, WIDTH, Products, Simple, Stack, batch, seeded_step
+from recipe_cases import EVERY, ROWS, WIDTH, CastsInside, Products, Simple, Stack, batch, images, seeded_step, train
 from support import HandleRig, assert_equal
 from torch.nn import functional
 
+import ebbtide
 from ebbtide import Recipe
 from ebbtide.devices.sim import SimDevice
 from ebbtide.recompute.outputs import Holding
@@ -258,3 +259,15 @@ def test_no_output_is_held_of_what_awaits_nobody():
         loss.backward()
     assert len(made) == 3
     assert all(holding.held.tickets() == [] for holding in made)
+
+
+@pytest.mark.parametrize("settings", [{"recipe": "selective"}, {"budget": "1TiB"}])
+def test_what_operators_call_is_cast_in_each_kind_of_step(settings):
+    """Of a handle that measures first, too."""
+    results = []
+    for _ in range(2):
+        model = make(lambda: Stack(CastsInside), CPU)
+        if not results:
+            ebbtide.offload(model, store="mock", min_bytes=1, **settings)
+        results.append(train(model, images, CPU, 6, lambda: torch.autocast("cpu", torch.bfloat16)))
+    assert_equal(*results)

@@ -255,8 +255,7 @@ class Control:
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
         if self.upkeep is not None:
-            if self._scope.ledger.stats.unable:
-                self.upkeep.never_recompute(self._handle.never_recomputed())
+            self.upkeep.never_recompute(self._handle.never_recomputed())
             return self.upkeep.step_begins(engine, tokens, is_verified)
         return self._watched_step(engine, tokens)
 

@@ -178,6 +178,8 @@ class Upkeep:
 
     def never_recompute(self, names: Collection[str]) -> None:
         """Plan without the recomputation of these regions, which was seen to differ from their forward."""
+        if not names:
+            return
         regions = [dataclasses.replace(r, again_s=0.0) if r.name in names else r for r in self._profile.regions]
         if self._is_shared or tuple(regions) == self._profile.regions:
             return  # ranks change no plan on the way: what the regions save moves

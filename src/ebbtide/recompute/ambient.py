@@ -1,11 +1,12 @@
 """What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from ebbtide._generators import RngState, is_of_host, process_wide, restored, state_of
 from ebbtide._torch import default_device
 
 
@@ -17,9 +18,10 @@ class Ambient:
     the first run ends.
     `is_captured`: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
     whoever runs the region sees to it that it draws nothing there.
+    `held`: generators in attributes of the region's modules and in its arguments.
     """
 
-    def __init__(self, used: Iterable[torch.device], is_captured: bool) -> None:
+    def __init__(self, used: Iterable[torch.device], is_captured: bool, held: Iterable[Any]) -> None:
         devices = _devices(used)
         self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(device.type for device in devices)]
         self._attention = _attention_back_ends()
@@ -27,18 +29,38 @@ class Ambient:
         self._default_dtype = torch.get_default_dtype()
         if is_captured:
             devices = [device for device in devices if device.type == "cpu"]
-        self._generators = [_Generator(device) for device in devices]
+            held = [generator for generator in held if is_of_host(generator)]
+        self._generators: list[RngState] = [
+            *map(_DefaultState, devices),
+            *process_wide(with_trackers=not is_captured),
+            *map(state_of, {id(generator): generator for generator in held}.values()),
+        ]
+        self._seeds = [(device, generator, generator.initial_seed()) for device, generator in _defaults(devices)]
 
     def close(self) -> None:
         """The first run has ended: forget the generators that it did not use."""
         self._generators = [generator for generator in self._generators if generator.was_used()]
 
+    @property
+    def has_unknown_state(self) -> bool:
+        """Whether a device's default generator has a state that `restored` cannot reproduce.
+
+        A generator keeps the seed of its state through all draws. A seed that differs from the seed at the start of the
+        first run, and that no known tracker or held generator has, means a state set by unknown code.
+        """
+        return any(
+            generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device)
+            for device, generator, seed in self._seeds
+        )
+
+    def _is_known(self, seed: int, device: torch.device) -> bool:
+        return any(seed in state.seeds(device) for state in self._generators)
+
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
         """As it was in forward; as it is now, again, afterwards."""
         with contextlib.ExitStack() as stack:
-            for generator in self._generators:
-                stack.enter_context(generator.restored())
+            stack.enter_context(restored(self._generators))
             for autocast in self._autocasts:
                 stack.enter_context(autocast.restored())
             if self._attention != _attention_back_ends():
@@ -71,8 +93,8 @@ class _Autocast:
         return torch.autocast(self._type, dtype=self._dtype, cache_enabled=self._is_cached)
 
 
-class _Generator:
-    """The default random number generator of a device."""
+class _DefaultState(RngState):
+    """The state of the default generator of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,14 +104,22 @@ class _Generator:
         # Not torch.equal, which is an operator, and slow for one: this is asked of each generator at every forward.
         return self._state.numpy().tobytes() != _state_of(self._device).numpy().tobytes()
 
-    @contextlib.contextmanager
-    def restored(self) -> Generator[None, None, None]:
-        now = _state_of(self._device)
+    def put_back(self) -> None:
         _set_state(self._device, self._state)
-        try:
-            yield
-        finally:
-            _set_state(self._device, now)
+
+    def taken_again(self) -> RngState:
+        return _DefaultState(self._device)
+
+
+def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, torch.Generator]]:
+    """The default generator of each device, where torch exposes the object."""
+    for device in devices:
+        if device.type == "cpu":
+            yield device, torch.default_generator
+            continue
+        generators = getattr(torch.get_device_module(device.type), "default_generators", ())
+        if device.index < len(generators):  # the device of a tensor has an index
+            yield device, generators[device.index]
 
 
 def rng_state(device: torch.device) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
+from ebbtide._generators import is_generator
+
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
@@ -24,6 +26,8 @@ class Arguments:
         self._slots: dict[int, _Slot] = {}
         self._open: set[int] = set()  # dataclasses that are being taken apart: one that leads to itself stays whole
         self._tensors: list[torch.Tensor] = []
+        self.generators: list[Any] = []
+        """Random number generators among the arguments; the caller puts the states back before a second call."""
         self._found = 0
         """Tensors so far, one that is passed twice counted twice."""
         self._args, self._kwargs = self._take(args), self._take(kwargs)
@@ -63,6 +67,9 @@ class Arguments:
         return slot
 
     def _take_apart(self, leaf: Any) -> object:
+        if is_generator(cast("type[object]", type(leaf))):
+            self.generators.append(leaf)
+            return leaf
         before = self._found
         if self._is_data(leaf):
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}

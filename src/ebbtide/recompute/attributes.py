@@ -10,7 +10,9 @@ Note [Attributes]
 3. Lists, dicts and sets stay the same objects, for hooks and other modules may have them too: what they hold is
    exchanged. One that is not there any more is given as another with the same contents. Where parameters or objects are
    in one it is somebody's register (DeepSpeed's of what a second run has gathered), and left alone.
-4. Nothing that was found may tie a graph to itself: what an attribute holds may have this forward's graph by its end,
+4. Random number generators are collected from attributes and from containers in attributes, for the caller to put
+   back (Note [Generators]).
+5. Nothing that was found may tie a graph to itself: what an attribute holds may have this forward's graph by its end,
    and that graph has what was found. So tensors are held weakly, with an alias that has no graph for those that die,
    and containers by what they held.
 """
@@ -22,10 +24,12 @@ from collections.abc import Generator, Iterable, Sequence
 from copy import copy
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import Module, Parameter
+
+from ebbtide._generators import is_generator
 
 ABSENT: Any = object()
 _OUT_OF_SIGHT: Any = object()
@@ -38,7 +42,7 @@ _MODULES_OWN = frozenset(Module().__dict__)
 
 
 class Layout(NamedTuple):
-    """Of a module's attributes: by place, those that hold others, and those that cannot be put back.
+    """Of a module's attributes: by place, those that hold others, those that cannot be put back, and generators.
 
     Attributes:
         looks: their names and types.
@@ -47,6 +51,7 @@ class Layout(NamedTuple):
     looks: tuple[tuple[str, ...], tuple[type, ...]]
     to_look_into: list[int]
     out_of_sight: list[int]
+    generators: list[int]
 
 
 class _Then(NamedTuple):
@@ -72,7 +77,9 @@ class Attributes:
     def __init__(self, modules: Sequence[Module], layouts: dict[int, Layout]) -> None:
         memo: dict[int, _Tensor] = {}
         self._layouts = layouts
-        self._then = [_found(module, layouts, memo) for module in modules]
+        self.generators: list[Any] = []
+        """Random number generators held by the modules."""
+        self._then = [self._found(module, memo) for module in modules]
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -89,6 +96,23 @@ class Attributes:
             for container, items in held.values():
                 if _is_state(container):
                     _hold(container, items)
+
+    def _found(self, module: Module, memo: dict[int, "_Tensor"]) -> _Then:
+        values, layout = _look_at(module, self._layouts)
+        self.generators += map(values.__getitem__, layout.generators)
+        if layout.to_look_into or layout.out_of_sight:
+            found = list(values)
+            for place in layout.to_look_into:
+                value = values[place]
+                if _is_state(value):
+                    found[place] = _snapshot(value, memo)
+                else:
+                    found[place] = _OUT_OF_SIGHT
+                    self.generators += _generators_in(value)
+            for place in layout.out_of_sight:
+                found[place] = _OUT_OF_SIGHT
+            values = tuple(found)
+        return _Then(module, layout.looks[0], values, tuple(module._parameters))
 
     def _put_back(self, put: set[tuple[int, str]]) -> None:
         fresh: dict[int, Any] = {}  # of a list that two modules shared there is one
@@ -111,18 +135,6 @@ def put_attribute(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
 
 
-def _found(module: Module, layouts: dict[int, Layout], memo: dict[int, "_Tensor"]) -> _Then:
-    values, layout = _look_at(module, layouts)
-    if layout.to_look_into or layout.out_of_sight:
-        found = list(values)
-        for place in layout.to_look_into:
-            found[place] = _snapshot(values[place], memo) if _is_state(values[place]) else _OUT_OF_SIGHT
-        for place in layout.out_of_sight:
-            found[place] = _OUT_OF_SIGHT
-        values = tuple(found)
-    return _Then(module, layout.looks[0], values, tuple(module._parameters))
-
-
 def _look_at(module: Module, layouts: dict[int, Layout]) -> tuple[tuple[Any, ...], Layout]:
     """The values of its attributes, and where among them is what."""
     values = tuple(module.__dict__.values())
@@ -134,7 +146,7 @@ def _look_at(module: Module, layouts: dict[int, Layout]) -> tuple[tuple[Any, ...
 
 
 def _layout_of(names: tuple[str, ...], types: tuple[type, ...]) -> Layout:
-    layout = Layout((names, types), [], [])
+    layout = Layout((names, types), [], [], [])
     for place, (name, kind) in enumerate(zip(names, types, strict=True)):
         if name in _MODULES_OWN:
             continue
@@ -142,7 +154,15 @@ def _layout_of(names: tuple[str, ...], types: tuple[type, ...]) -> Layout:
             layout.to_look_into.append(place)
         elif not issubclass(kind, _WORDS_AND_NUMBERS):
             layout.out_of_sight.append(place)
+            if is_generator(cast("type[object]", kind)):
+                layout.generators.append(place)
     return layout
+
+
+def _generators_in(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor) or len(value) > _MOST_ITEMS:
+        return []
+    return [item for item in _items_of(value) if is_generator(cast("type[object]", type(item)))]
 
 
 def _differing(then: _Then, now: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:

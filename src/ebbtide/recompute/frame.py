@@ -73,6 +73,8 @@ class Frame:
         self._is_whole = False
         self._was_run_again = False
         self._dropped_bytes = 0
+        self.ends_early = False
+        """A random state was set that cannot be put back: a second run has to stop before."""
         self._holding: Holding | None = None
         self._led: dict[int, Any] = {}
         """Saves that are held themselves, by number."""
@@ -108,7 +110,9 @@ class Frame:
         is_captured = self.desk.is_captured(self._devices)
         if is_captured:
             self._evidence = None  # to compare waits for the device
-        self._ambient = Ambient(self._devices, is_captured)
+        generators = [*self._found.generators, *self._arguments.generators]
+        self._ambient = Ambient(self._devices, is_captured, generators)
+        self._pack_input = pack_input
         self._held = None if holding is None else holding.held
         hooks = saved_tensors_hooks(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
@@ -140,8 +144,14 @@ class Frame:
         return _Input(t if t.is_inference() else pack_input(t), t.requires_grad, number)
 
     @hidden_from_compiler
-    def pack(self, t: torch.Tensor) -> Holder:
+    def pack(self, t: torch.Tensor) -> "Holder | _SavedAsIs":
         """Autograd saves `t` inside of the region: only its place is noted."""
+        # A second run beyond this place would draw different numbers, and advance a state of later forwards. Saves
+        # before the place are recomputed by a second run that stops at the last of them; later saves are kept.
+        if self.ends_early or self._ambient.has_unknown_state:
+            self.ends_early = True
+            self._state.unable = Unable.UNKNOWN_RNG
+            return _SavedAsIs(self._pack_input(t), self.desk)
         holder = Holder(self, len(self._holders))
         if self._evidence is not None:
             with numbering_paused():
@@ -393,6 +403,13 @@ class _Input(NamedTuple):
         return t.detach().requires_grad_(self.requires_grad)
 
 
+class _SavedAsIs(NamedTuple):
+    """A save excluded from recomputation, as packed by the hooks around the region."""
+
+    packed: Any
+    desk: Desk
+
+
 class _EnoughError(Exception):
     """The second run has come to the last save that anybody needs."""
 
@@ -495,13 +512,16 @@ _ADVICE = (
 
 
 @hidden_from_compiler
-def unpack(holder: Holder) -> torch.Tensor:
+def unpack(holder: Holder | _SavedAsIs) -> torch.Tensor:
     """The unpack hook of all frames."""
+    if type(holder) is _SavedAsIs:
+        return _read(holder.packed, holder.desk)
+    assert isinstance(holder, Holder)
     return holder.frame.value_of(holder)
 
 
 def _read(packed: Any, desk: Desk) -> torch.Tensor:
-    if type(packed) is Holder:  # the region is inside of another that runs again
+    if type(packed) is Holder or type(packed) is _SavedAsIs:  # the region is inside of another that runs again
         return unpack(packed)
     # In that one's second run, the inner one is given tensors.
     return packed if isinstance(packed, torch.Tensor) else desk.unpack(packed)

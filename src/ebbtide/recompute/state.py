@@ -9,7 +9,7 @@ Note [State of a region]
    of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
    once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
    version tells, what it held is gone and the user is told.
-2. Plain attributes: see Note [Attributes].
+2. Plain attributes: see Note [Attributes]. Random number generators: see Note [Generators].
 3. Training flags, and which parameters are trained.
 4. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
    as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
@@ -48,7 +48,7 @@ class RegionState:
         self.layouts: dict[int, Layout] = {}
         """Of the modules' attributes."""
         self.unable: Unable | None = None
-        """Why the region is not recomputed, whatever its recipe says."""
+        """Reason to keep the region from the next forward on, against its recipe."""
         self._region = region
 
     def shared_looks(self, looks: list[Any]) -> list[Any]:
@@ -92,6 +92,11 @@ class Found:
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
         return {p.device for p in self._parameters}
+
+    @property
+    def generators(self) -> list[Any]:
+        """Random number generators held by the modules."""
+        return self._attributes.generators
 
     def learn(self) -> None:
         """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""

@@ -1,0 +1,370 @@
+"""Random number generators besides torch's default ones: read a state, see a draw, put the state back.
+
+Note [Generators]
+~~~~~~~~~~~~~~~~~
+1. Known generators: Python's `random` and NumPy's `numpy.random`; generators held by modules or passed as arguments
+   (torch.Generator, random.Random, NumPy's Generator, RandomState and bit generators); trackers. A tracker keeps
+   several states of a device's default generator and sets one state for the length of a `fork()`: Megatron-Core,
+   TransformerEngine, DeepSpeed, fairscale, apex, and any object in a module's attribute with the three methods `fork`,
+   `get_states` and `set_states`.
+2. A copy of a process-wide state costs 20 us (Python, 625 integers) or 90 us (NumPy), and most regions never draw. The
+   bytes of the generator object are compared instead, in 0.1 us; a change of the bytes causes a new copy. Regions
+   between two draws share a copy.
+3. random.SystemRandom has no state, so its numbers cannot be drawn again.
+"""
+
+import abc
+import contextlib
+import ctypes
+import functools
+import pickle
+import random
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
+
+import numpy
+import torch
+
+
+class RngState(abc.ABC):
+    """The state of a generator at construction."""
+
+    @abc.abstractmethod
+    def was_used(self) -> bool:
+        """Whether the state has changed since."""
+
+    @abc.abstractmethod
+    def put_back(self) -> None: ...
+
+    @abc.abstractmethod
+    def taken_again(self) -> "RngState":
+        """The current state of the generator."""
+
+    def seeds(self, device: torch.device) -> set[int]:  # noqa: ARG002
+        """Seeds of the states that `put_back` restores and a tracker sets on the default generator of `device`."""
+        return set()
+
+
+@contextlib.contextmanager
+def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
+    """Put `states` back; restore the current states at exit."""
+    states = list(states)
+    now = [state.taken_again() for state in states]
+    try:
+        for state in states:
+            state.put_back()
+        yield
+    finally:
+        for state in now:
+            state.put_back()
+
+
+def state_of(generator: Any) -> RngState:
+    """The state of a generator for which `is_generator` holds."""
+    kind = _kind_of(_type(generator))
+    assert kind is not None
+    return kind(generator)
+
+
+def is_generator(kind: type[Any]) -> bool:
+    """Whether the state of an instance of `kind` can be put back."""
+    return _kind_of(kind) is not None
+
+
+def is_of_host(generator: Any) -> bool:
+    """Whether the state can be read and set during the capture of a graph."""
+    if isinstance(generator, torch.Generator):
+        return generator.device.type == "cpu"
+    return _kind_of(_type(generator)) is not _TrackerState
+
+
+def process_wide(*, with_trackers: bool) -> list[RngState]:
+    """States of Python's and NumPy's generators and of the trackers of known packages."""
+    trackers = map(_TrackerState, known_trackers()) if with_trackers else ()
+    return [_PYTHON.state(), _NUMPY.state(), *trackers]
+
+
+# -- one generator -----------------------------------------------------------------------------------------------------
+
+
+class _HeldState(RngState):
+    """A state read in full. Equal bytes mean equal states."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._state = self._read()
+
+    def was_used(self) -> bool:
+        return self._bytes(self._read()) != self._bytes(self._state)
+
+    def put_back(self) -> None:
+        self._write(self._state)
+
+    def taken_again(self) -> RngState:
+        return type(self)(self._generator)
+
+    @abc.abstractmethod
+    def _read(self) -> Any: ...
+
+    @abc.abstractmethod
+    def _write(self, state: Any) -> None: ...
+
+    @staticmethod
+    def _bytes(state: Any) -> bytes:
+        return pickle.dumps(state)
+
+
+class _TorchState(_HeldState):
+    def _read(self) -> torch.Tensor:
+        return self._generator.get_state()
+
+    def _write(self, state: torch.Tensor) -> None:
+        self._generator.set_state(state)
+
+    def seeds(self, device: torch.device) -> set[int]:
+        return {self._generator.initial_seed()} if self._generator.device.type == device.type else set()
+
+    @staticmethod
+    def _bytes(state: torch.Tensor) -> bytes:
+        # torch.equal is an operator, and slower.
+        return state.numpy().tobytes()
+
+
+class _PythonState(_HeldState):
+    def _read(self) -> Any:
+        return self._generator.getstate()
+
+    def _write(self, state: Any) -> None:
+        self._generator.setstate(state)
+
+
+class _NumpyState(_HeldState):
+    """The state of a Generator or of a bit generator."""
+
+    def _read(self) -> Any:
+        return self._bits().state
+
+    def _write(self, state: Any) -> None:
+        self._bits().state = state
+
+    def _bits(self) -> Any:
+        return getattr(self._generator, "bit_generator", self._generator)
+
+
+class _LegacyNumpyState(_HeldState):
+    """The state of a RandomState: bits, and the second number of the last pair of normal numbers."""
+
+    def _read(self) -> Any:
+        return self._generator.get_state(legacy=False)
+
+    def _write(self, state: Any) -> None:
+        self._generator.set_state(state)
+
+
+class Tracker(Protocol):
+    """States of a device's default generator by name: each a tensor, or a generator with the state inside."""
+
+    def get_states(self) -> Mapping[str, Any]: ...
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
+
+class _TrackerState(RngState):
+    """`_current`: the name of the open fork. A tracker of Megatron's family saves the state of an open fork under the
+    name when a nested fork begins."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._states = dict(tracker.get_states())
+        self._held = {name: state_of(state) for name, state in self._states.items() if is_generator(_type(state))}
+        self._current: object = getattr(tracker, _CURRENT, None)
+
+    def was_used(self) -> bool:
+        now = self._tracker.get_states()
+        if now.keys() != self._states.keys() or any(held.was_used() for held in self._held.values()):
+            return True
+        return not all(_is_same(state, now[name]) for name, state in self._states.items())
+
+    def put_back(self) -> None:
+        self._tracker.set_states(dict(self._states))
+        for held in self._held.values():
+            held.put_back()
+        if self._current is not None:
+            setattr(self._tracker, _CURRENT, self._current)
+
+    def taken_again(self) -> RngState:
+        return _TrackerState(self._tracker)
+
+    def seeds(self, device: torch.device) -> set[int]:
+        probe = torch.Generator(device)
+        seeds: set[int] = set()
+        for state in self._states.values():
+            if isinstance(state, torch.Generator):
+                seeds.add(state.initial_seed())
+            elif isinstance(state, torch.Tensor) and state.numel() == probe.get_state().numel():
+                seeds.add(probe.set_state(state).initial_seed())
+        return seeds
+
+
+_CURRENT = "_current_state_name"
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    return then is now or (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and torch.equal(then, now))
+
+
+def _type(value: object) -> type[object]:
+    return type(value)
+
+
+@functools.cache
+def _kind_of(kind: type[Any]) -> type[Any] | None:
+    for base, state in _KINDS:
+        if issubclass(kind, base):
+            return state
+    is_tracker = all(callable(getattr(kind, name, None)) for name in ("fork", "get_states", "set_states"))
+    return _TrackerState if is_tracker and not issubclass(kind, torch.nn.Module) else None
+
+
+_KINDS: tuple[tuple[type, type[RngState] | None], ...] = (
+    (torch.Generator, _TorchState),
+    (numpy.random.Generator, _NumpyState),
+    (numpy.random.BitGenerator, _NumpyState),
+    (numpy.random.RandomState, _LegacyNumpyState),
+    (random.SystemRandom, None),
+    (random.Random, _PythonState),
+)
+
+
+# -- process-wide ------------------------------------------------------------------------------------------------------
+
+_Seen = tuple[Any, ...]
+
+
+class _ProcessWide(abc.ABC):
+    """A generator shared by all code of the process; see Note [Generators], 2."""
+
+    def __init__(self) -> None:
+        self._copy: tuple[_Seen, Any] = (), None
+
+    def state(self) -> RngState:
+        seen, state = self._copy
+        now = self.seen()
+        if seen != now:
+            seen, state = self._copy = now, self.read()
+        return _SeenState(self, seen, state)
+
+    @abc.abstractmethod
+    def seen(self) -> _Seen:
+        """A value that differs between any two states, and costs less than a copy."""
+
+    @abc.abstractmethod
+    def read(self) -> Any: ...
+
+    @abc.abstractmethod
+    def write(self, state: Any) -> None: ...
+
+
+class _SeenState(RngState):
+    def __init__(self, generator: _ProcessWide, seen: _Seen, state: Any) -> None:
+        self._generator = generator
+        self._seen = seen
+        self._state = state
+
+    def was_used(self) -> bool:
+        return self._seen != self._generator.seen()
+
+    def put_back(self) -> None:
+        self._generator.write(self._state)
+
+    def taken_again(self) -> RngState:
+        return self._generator.state()
+
+
+class _Python(_ProcessWide):
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner: Any = cast(Any, random.getstate).__self__
+        self._memory = _memory_of(self._owner, cast("type[object]", random.Random.__base__))
+
+    def seen(self) -> _Seen:
+        return self._memory.raw, self._owner.gauss_next
+
+    def read(self) -> Any:
+        return random.getstate()
+
+    def write(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _Numpy(_ProcessWide):
+    """A RandomState over a bit generator; numpy.random.set_bit_generator exchanges the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner: Any = cast(Any, numpy.random.get_state).__self__
+        self._memory = _memory_of(self._owner, _type(self._owner))
+        self._bits: Any = None
+
+    def seen(self) -> _Seen:
+        bits = self._owner._bit_generator
+        if bits is not self._bits:
+            self._bits, self._memory_of_bits = bits, _memory_of(bits, _type(bits))
+        if type(bits) not in _NUMPYS_OWN:
+            return (pickle.dumps(self.read()),)  # a bit generator of another package: the state may be on the heap
+        return self._memory.raw, self._memory_of_bits.raw
+
+    def read(self) -> Any:
+        return numpy.random.get_state(legacy=False)
+
+    def write(self, state: Any) -> None:
+        numpy.random.set_state(state)
+
+
+_NUMPYS_OWN = {getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")}
+"""Bit generators with the state inside of the object."""
+
+
+def _memory_of(value: object, kind: type[object]) -> Any:
+    """A view of the fields of `value` declared by the C type `kind`. The header before the fields counts references."""
+    header = object.__basicsize__
+    return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(value) + header)
+
+
+_PYTHON, _NUMPY = _Python(), _Numpy()
+
+
+# -- trackers of known packages ----------------------------------------------------------------------------------------
+
+_TRACKERS = (
+    "megatron.core.tensor_parallel.random",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "fairscale.nn.model_parallel.random",
+    "apex.transformer.tensor_parallel.random",
+)
+"""Modules with a tracker each, by the name `_CUDA_RNG_STATE_TRACKER` in all of them."""
+
+
+def known_trackers() -> Iterator[Tracker]:
+    """Trackers of imported packages, if the tracker has any state."""
+    for name in _TRACKERS:
+        tracker = getattr(sys.modules.get(name), "_CUDA_RNG_STATE_TRACKER", None)
+        if tracker is not None and tracker.get_states():
+            yield tracker
+    te = sys.modules.get("transformer_engine.pytorch.distributed")
+    if te is not None and hasattr(te, "get_all_rng_states") and te.get_all_rng_states():
+        yield _TransformerEngine(te)
+
+
+class _TransformerEngine:
+    """All trackers of the package share a dict of states."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def get_states(self) -> Mapping[str, Any]:
+        return self._module.get_all_rng_states()
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self._module.get_all_rng_states().update(states)

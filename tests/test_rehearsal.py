@@ -123,7 +123,7 @@ def test_training_goes_by_the_plan_and_equals_the_twin(profile, is_tight):
     model, twin = make(), make()
     known = light(profile) if is_tight else None
     budget = smallest_budget(known) if is_tight else 2**50
-    planned = plan(model, batch(0), budget=budget, profile=known, **SETTINGS)
+    planned = plan(model, batch(0), budget=str(budget), profile=known, **SETTINGS)
     assert planned.budget_bytes == budget
     assert list(planned.regions) == ["layers.0", "layers.1", "layers.2"]
     assert is_tight == any(region.recipe.action != "keep" for region in planned.regions.values())

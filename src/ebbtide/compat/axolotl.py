@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ebbtide._errors import ConfigError, EbbtideWarning
+from ebbtide._torch import modules_of
 from ebbtide.compat._context import OffloadActivations
 from ebbtide.compat._heads import opt_out
 from ebbtide.compat._stand_in import StandIn

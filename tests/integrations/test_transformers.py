@@ -321,9 +321,13 @@ def default_script(tmp_path, make, *callbacks):
 @pytest.mark.parametrize("page", ["README.md", "docs/trainers.md"])
 def test_the_first_lines_of_the_documentation_use_their_budget_in_a_default_script(tmp_path, page):
     text = (Path(__file__).parents[2] / page).read_text()
-    lines = re.findall(r"^trainer = (\w+)\(model, args, callbacks=\[(.*)\], \.\.\.\)$", text, re.MULTILINE)
-    assert "SFTTrainer" in dict(lines)
-    for name, line in lines:
+    lines = re.findall(
+        r"^callback = (.*)\ntrainer = (\w+)\(model, args=args, train_dataset=dataset, callbacks=\[callback\]\)$",
+        text,
+        re.MULTILINE,
+    )
+    assert "SFTTrainer" in [name for _, name in lines]
+    for line, name in lines:
         make = {"SFTTrainer": trl.SFTTrainer, "Trainer": Trainer}[name]
         callback = eval(line, {"OffloadCallback": OffloadCallback})
         watched = Watched(callback)

@@ -1,7 +1,6 @@
 """One forward of a region that runs again in backward (see Note [Run again])."""
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -11,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._errors import ModuleError, RecomputeError
+from ebbtide._logs import logger_of
 from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph, sizes_of
 from ebbtide.engine.hooks import Desk, Packed
 from ebbtide.engine.parcel import Ticket, check_unmodified, check_written
@@ -24,7 +24,7 @@ from ebbtide.recompute.state import RegionState, version_of
 from ebbtide.recompute.verify import Evidence, is_rounding
 from ebbtide.types import AgainWatch, Unable
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[AgainWatch | None]]

@@ -116,6 +116,9 @@ class ScriptedHandle:
     def is_captured(self):
         return False
 
+    def never_recomputed(self):
+        return {}
+
     def waits(self, seconds):
         """Compute waited so long for what comes back."""
         self.scope.ledger.stats.stall_backward_s += seconds

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import gc
 import inspect
-import pickle
 import threading
 import weakref
 
@@ -16,7 +15,7 @@ from recipe_cases import EVERY, WIDTH, Dropouts, Mixed, Products, Simple, Stack,
 from support import Boom, HandleRig, assert_equal
 from torch import nn
 
-from ebbtide import ModuleError, Recipe
+from ebbtide import Recipe
 from ebbtide.devices.sim import SimDevice
 from ebbtide.recompute.frame import Frame, Holder
 
@@ -393,7 +392,7 @@ def test_two_threads_run_one_graph_backward_at_once():
 # -- what is on the module ---------------------------------------------------------------------------------------------
 
 
-def test_names_and_signatures_stay_and_copies_are_refused(rig):
+def test_names_and_signatures_stay_and_copies_are_plain(rig):
     model, twin = (make(lambda: Stack(Mixed), CPU) for _ in range(2))
     handle = rig.offload(model, {"layers.*": "recompute", "layers.*.attention": "selective"})
     seeded_step(model)
@@ -405,10 +404,8 @@ def test_names_and_signatures_stay_and_copies_are_refused(rig):
         assert inspect.signature(mine.forward) == inspect.signature(other.forward)
         assert mine.forward.__name__ == other.forward.__name__
     for module in (model, model.layers[0], model.layers):
-        with pytest.raises(ModuleError, match="cannot be copied"):
-            copy.deepcopy(module)
-        with pytest.raises((ModuleError, pickle.PicklingError, AttributeError), match=r"annot be pickled|an't pickle"):
-            pickle.dumps(module)
+        assert all("forward" not in inner.__dict__ for inner in copy.deepcopy(module).modules())
+    assert_equal(seeded_step(copy.deepcopy(model), 1), seeded_step(copy.deepcopy(twin), 1))
     handle.remove()
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert_equal(seeded_step(copy.deepcopy(model), 1), seeded_step(copy.deepcopy(twin), 1))

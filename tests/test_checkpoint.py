@@ -938,6 +938,24 @@ def test_saved_outputs_that_travel_and_are_changed_in_place_run_again():
 
 
 @pytest.mark.parametrize("respects", RESPECTS)
+def test_saved_random_numbers_that_are_not_preserved_are_torchs(respects):
+    """Drawn again they would be others: changed in place they raise, whoever was to keep them."""
+
+    def region(x, *weights):
+        return ((x + torch.rand_like(x)) @ weights[0]).tanh()
+
+    def changed(x, *weights):
+        return (torch.native_dropout(x, 0.3, True)[0].mul_(2.0) @ weights[0]).tanh()
+
+    options = {"steps": 1, "preserve_rng_state": False, **respecting(respects)}
+    ours, _ = selected(Rig().context, selective(DRAWN), region, **options)
+    plain, _ = selected(contextlib.nullcontext(), None, region, steps=1)
+    assert_equal(ours, plain)
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        selected(Rig().context, selective(DRAWN), changed, **options)
+
+
+@pytest.mark.parametrize("respects", RESPECTS)
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_saved_outputs_in_nested_checkpoints_stay(is_hidden, respects):
     def run(door, contexts):

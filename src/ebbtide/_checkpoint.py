@@ -17,7 +17,7 @@ offloaded. So from the first door on we stand in for the one function that keeps
 5. From torch 2.14 on a checkpoint can hand outputs that a policy saves to the hooks around
    (respect_saved_tensors_hooks=True), and warns where a user has not chosen. torch calls hooks inside of operators,
    where aliases count no versions: so torch is always told False, and outputs that a user wants handed over go the way
-   of CPU_OFFLOAD.
+   of CPU_OFFLOAD. Inside of another checkpoint, and in a region's second run, these stay.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from ebbtide.engine.parcel import Ticket
 from ebbtide.recompute.ambient import rng_state, set_rng_state
 from ebbtide.recompute.arguments import Arguments
 from ebbtide.recompute.dear import returns_no_new_memory
+from ebbtide.recompute.draws import draws_on
 from ebbtide.recompute.frame import Frame, SecondRun
 from ebbtide.recompute.outputs import HeldOutputs, Intake, Serving, rng_after, rng_before
 
@@ -134,10 +135,7 @@ class _Adapter:
         return _closing(rebound, self._call_original(rebound, tuple(rebound.seen_by_torch(args)), {}, options))
 
     def _with_contexts(self, desk: Desk | None, options: dict[str, Any]) -> dict[str, Any]:
-        """`options` for torch: hooks around are not its business, and outputs may be packed by `desk`, if there is one.
-
-        Without one, in a region's second run or inside of another checkpoint, all outputs stay.
-        """
+        """`options` for torch, which is to leave the hooks around alone: `desk` packs outputs, where there is one."""
         respects = bool(options.get(_RESPECTS))
         knows_hooks = _RESPECTS in self._options
         if knows_hooks:
@@ -505,17 +503,19 @@ class _PolicyHolding(OperatorMode):
         self._intake.close(is_whole)
         self._intake.held.drop_modified()
 
-    def _ask(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> Any:
         answer = self._policy(context, op, *args, **kwargs)
-        if self._moves_saved and (answer is True or answer in _SAVED):
+        is_moved = self._moves_saved and (answer is True or answer in _SAVED)
+        # An output that changes in place runs again: random numbers that nobody restores would be others.
+        if is_moved and (self._outputs.preserves_rng or draws_on(op, args, kwargs) is None):
             answer = CheckpointPolicy.MUST_CPU_OFFLOAD
         self._answer = answer
         return answer
 
 
 def _is_saved(op: Any, answer: object) -> bool:
-    """Whether torch saves the output itself: for the policy's answer, or because `op` has an effect that may not be had
-    twice (torch 2.15)."""
+    """Whether torch saves the output itself: the policy says so, or `op` has an effect (torch 2.15), as a second call
+    would have it again."""
     if answer is True or answer in _SAVED:
         return True
     is_effect: Callable[[Any], bool] | None = getattr(torch_checkpoint, "_is_cacheable_effect", None)

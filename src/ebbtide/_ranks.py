@@ -59,7 +59,9 @@ def gather(mine: Value, group: "ProcessGroup | None", what: str) -> list[Value]:
     if size == 1:
         return [mine]
     distributed = torch.distributed
-    meet(store_of(group), distributed.get_rank(group), distributed.get_process_group_ranks(group), what)
+    store = store_of(group)
+    if store is not None:
+        meet(store, distributed.get_rank(group), distributed.get_process_group_ranks(group), what)
     found: list[Any] = [None] * size
     distributed.all_gather_object(found, mine, group=group)
     return found

@@ -147,9 +147,14 @@ def callers() -> Iterator[tuple[str, str]]:
 
 
 def store_of(group: "torch.distributed.ProcessGroup | None") -> Any:
-    """The store that ranks of `group` (None: of the job) share."""
+    """The store that ranks of `group` (None: of the job) share; None for a kind of store that cannot count."""
     distributed: Any = torch.distributed
-    return distributed.distributed_c10d._get_process_group_store(group or distributed.group.WORLD)
+    store = distributed.distributed_c10d._world.pg_map.get(group or distributed.group.WORLD, (None, None))[1]
+    base = store
+    while isinstance(base, distributed.PrefixStore):
+        base = base.underlying_store
+    kinds = (distributed.TCPStore, distributed.FileStore, distributed.HashStore)
+    return store if isinstance(base, kinds) else None
 
 
 class OperatorMode(TorchDispatchMode):
@@ -160,6 +165,27 @@ class OperatorMode(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    _autocast: tuple[int, tuple[str, ...]] = 0, ()
+    """Where the mode was entered: how many autocasts stand around, and for which devices autocast is on."""
+
+    def __enter__(self) -> Any:
+        kinds = [kind for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)]
+        self._autocast = _autocasts_around() if kinds else 0, tuple(kinds)
+        return super().__enter__()
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run `op` in the handler with the results of a run without a mode.
+
+        torch excludes the dispatch keys of autocast in a handler. Some operators call operators that autocast casts
+        (bilinear calls bmm, a custom operator calls anything) and would compute in another precision. Operators cast by
+        autocast itself need nothing: autocast is excluded inside of them with or without a mode. A handler cannot ask
+        for the state of an autocast that was entered behind the mode: the snapshot of a call's state ends the process
+        where torch traces the function of a higher-order operator.
+        """
+        around, enabled = self._autocast
+        if not enabled or _autocasts_around() != around:
+            return op(*args, **kwargs)
+        return _run_cast(op, args, kwargs, [kind for kind in _not_cast(op) if kind in enabled])
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -182,21 +208,18 @@ def sizes_of(t: torch.Tensor) -> tuple[object, ...]:
     return t.shape
 
 
-def run_op(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run `op` in the handler of a dispatch mode with the results of a run without a mode.
-
-    torch excludes the dispatch keys of autocast in a handler. Some operators call operators that autocast casts
-    (bilinear calls bmm, a custom operator calls anything) and would compute in another precision. Operators cast by
-    autocast itself need nothing: autocast is excluded inside of them with or without a mode.
-    """
-    kinds = _not_cast(op)
-    if kinds:
-        with _RestorePythonTLSSnapshot():  # the state at the call: in the handler autocast reads as disabled
-            kinds = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-    return _run_cast(op, args, kwargs, kinds) if kinds else op(*args, **kwargs)
-
-
-_RestorePythonTLSSnapshot: Any = cast(Any, torch._C)._RestorePythonTLSSnapshot
+def collectives_so_far() -> int | None:
+    """How many collectives this rank has begun, in all process groups; 0 in a job of one rank, None if a group does not
+    count."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return 0
+    try:
+        return sum(
+            group._get_sequence_number_for_group() for group in cast(Any, distributed.distributed_c10d)._world.pg_map
+        )
+    except (RuntimeError, NotImplementedError):  # back ends without a count
+        return None
 
 
 def _run_cast(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kinds: Sequence[str]) -> Any:
@@ -211,12 +234,23 @@ def _not_cast(op: Any) -> Sequence[str]:
     """Kinds of devices whose autocast does not cast `op`. Empty for a view, whose kernel calls no other operator."""
     if not isinstance(op, torch._ops.OpOverload) or op.is_view:
         return ()
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
-    kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
     casts = cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key
     names = [op.name(), _CALLED_BY.get(op.name(), op.name())]
-    return [kind for kind in kinds if not any(casts(name, _autocast_key(kind)) for name in names)]
+    return [kind for kind in _autocast_kinds() if not any(casts(name, _autocast_key(kind)) for name in names)]
+
+
+@functools.cache
+def _autocast_kinds() -> Sequence[str]:
+    """Kinds of devices that autocast knows, of this machine."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+    return [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
+
+
+def _autocasts_around() -> int:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
 
 
 _CALLED_BY = {

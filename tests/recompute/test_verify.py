@@ -1,10 +1,13 @@
 """Regions that do not reproduce themselves: a verified forward finds them, and all steps are as in plain training."""
 
+import collections
+import contextlib
 import copy
 import enum
 import gc
 import itertools
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -13,9 +16,11 @@ from recipe_cases import CASES, RECIPES
 from support import assert_equal
 from test_module import offload
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, RecomputeError
+from ebbtide.recompute.verify import is_rounding
 from ebbtide.types import Reason, Unable
 
 CPU = torch.device("cpu")
@@ -402,3 +407,175 @@ def test_what_reproduces_itself_is_found_to_do_so(case, name):
     assert_equal(case(apply, CPU), case(lambda model: None, CPU))
     found = [handle.stats().unable.get(Unable.DIFFERED, 0) for handle in handles]
     assert found == [0] * len(handles)
+
+
+# -- what a hostile reader found ---------------------------------------------------------------------------------------
+
+
+class Counter(collections.Counter):
+    """A container of another class."""
+
+
+class CountsInSubclass(Region):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter(runs=0)
+
+    def factor(self):
+        self.counts["runs"] += 1
+        return self.counts["runs"]
+
+
+class CountsInBytes(Region):
+    def __init__(self):
+        super().__init__()
+        self.counts = bytearray(1)
+
+    def factor(self):
+        self.counts[0] += 1
+        return self.counts[0]
+
+
+@pytest.mark.parametrize("kind", [CountsInSubclass, CountsInBytes])
+def test_containers_of_other_classes_are_put_back(kind):
+    model = make(kind)
+    handle = offload(model, recipe="recompute", verify=100)
+    with pytest.warns(EbbtideWarning, match=r"changed \w+\.counts once more"):
+        ours = steps(model, 3)
+    assert_equal(ours, steps(make(kind), 3))
+    assert set(handle.stats().unable) == {Unable.DIFFERED}
+
+
+MASKS = collections.OrderedDict()
+
+
+class CachesMasks(Region):
+    """The order of use changes in backward, and masks that were pushed out are made once more."""
+
+    def factor(self):
+        key = id(self) % 3
+        if key not in MASKS:
+            MASKS[key] = torch.full((8,), 1.5)
+        MASKS.move_to_end(key)
+        while len(MASKS) > 2:
+            MASKS.popitem(last=False)
+        return MASKS[key]
+
+    def forward(self, x):
+        assert MASKS is not None
+        return super().forward(x)
+
+
+class NotANumber(Region):
+    def __init__(self):
+        super().__init__()
+        self.box = Tally()
+
+    def factor(self):
+        self.box.rows["runs"][0] = float("nan")
+        return 1.5
+
+
+class Opaque:
+    """With slots, a lock, a mapping inside that must stay as it is, and a tensor without memory."""
+
+    __slots__ = ("gone", "lock", "rows")
+
+    def __init__(self):
+        self.lock, self.rows, self.gone = threading.Lock(), {"runs": 0}, torch.ones(8)
+        self.gone.untyped_storage().resize_(0)
+
+
+class HasMachinery(Region):
+    def __init__(self):
+        super().__init__()
+        self.machine = Opaque()
+        self.register = {"machine": self.machine, "gone": self.machine.gone}
+        self.deep = []
+        for _ in range(2000):
+            self.deep = [self.deep]
+
+    def factor(self):
+        self.machine.rows["runs"] += 1
+        return 1.5
+
+
+@pytest.mark.parametrize("kind", [CachesMasks, NotANumber, HasMachinery])
+def test_what_changes_nothing_is_no_difference(kind):
+    model = make(kind)
+    handle = offload(model, recipe="recompute", verify=1)
+    assert_equal(steps(model, 3), steps(make(kind), 3))
+    assert handle.stats().unable == {}
+
+
+class PicksRows(Region):
+    """What differs is an index alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.tally = Opaque()
+
+    def forward(self, x):
+        self.tally.rows["runs"] += 1
+        rows = torch.tensor([self.tally.rows["runs"] % 3, 2])
+        return self.linear(x).index_select(0, rows).sum() * x
+
+
+def test_small_indices_are_compared():
+    model = make(PicksRows)
+    offload(model, recipe="recompute", verify=100)
+    with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
+        ours = steps(model, 1)
+    assert_equal(ours, steps(make(PicksRows), 1))
+
+
+def test_a_second_backward_is_verified_too():
+    model, twin = make(ReadsGlobal), make(ReadsGlobal)
+    offload(model, recipe="recompute", verify=100)
+    results = []
+    for each, expects in ((twin, contextlib.nullcontext()), (model, pytest.warns(EbbtideWarning, match="is kept"))):
+        loss = each(torch.ones(4, 8))
+        loss.backward(retain_graph=True)
+        exchange()
+        with expects:
+            loss.backward()
+        back()
+        results.append([p.grad for p in each.parameters()])
+    assert_equal(results[1], results[0])
+
+
+def test_regions_in_which_ranks_speak_are_not_verified(monkeypatch):
+    """One rank's verdict alone would have ranks recompute different collectives."""
+    monkeypatch.setattr("ebbtide.recompute.frame.collectives_so_far", itertools.count().__next__)
+    model = make(CountsInArray)
+    handle = offload(model, recipe="recompute", verify=1)
+    steps(model, 1)
+    assert handle.stats().unable == {}
+
+
+def test_sharded_regions_are_verified(process_group):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+    def sharded():
+        model = make(Pure)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def local_steps(model):
+        return [t.to_local() if hasattr(t, "to_local") else t for t in steps(model, 2)]
+
+    model = sharded()
+    handle = offload(model, recipe="recompute", verify=1)
+    assert_equal(local_steps(model), local_steps(sharded()))
+    assert handle.stats().unable == {}
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_rounding_is_told_from_other_values(value, monkeypatch):
+    monkeypatch.setattr("ebbtide.recompute.verify._is_exact", lambda t: False)
+    forward = torch.tensor([1.0, 2.0, value])
+    rounded = torch.tensor([1.0, 2.0 + 2e-7, value])
+    assert is_rounding(forward, rounded)
+    assert not is_rounding(forward, rounded + torch.tensor([0.0, 1e-4, 0.0]))
+    assert not is_rounding(forward, torch.tensor([1.0, float("inf"), value]))

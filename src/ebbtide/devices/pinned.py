@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 HUGE_PAGE_BYTES = 2 * 1024**2
+_MADV_WIPEONFORK = 18  # no name in mmap; a page shared with a child would part from the device's copy at a write
 _MOST_THREADS = 8  # more only wait for each other in the kernel
 
 
@@ -36,8 +37,9 @@ class _Mapping(mmap.mmap):
         self.offset = -address % HUGE_PAGE_BYTES
         self.address = address + self.offset
         self._process = os.getpid()
-        self.madvise(mmap.MADV_HUGEPAGE)
-        self.madvise(mmap.MADV_DONTFORK)  # a write to a page shared with a child would part it from the device's copy
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+            with contextlib.suppress(OSError):  # a kernel without huge pages still has pages
+                self.madvise(advice)
 
     def __del__(self) -> None:
         if self.unregister is None or sys.is_finalizing() or self._process != os.getpid():
@@ -73,7 +75,8 @@ def registered_bytes(
 
 def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor | None:
     """`registered_bytes` for CUDA; None for small sizes and other devices, a task for torch's allocator."""
-    if device.type != "cuda" or torch.version.cuda is None or nbytes < HUGE_PAGE_BYTES:
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    if not is_cuda or nbytes < HUGE_PAGE_BYTES or sys.platform != "linux":
         return None
     runtime = cast(Any, torch.cuda.cudart())
 

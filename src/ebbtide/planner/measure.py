@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide._sums import sums_of
-from ebbtide._torch import OperatorMode, graph_task_id, run_op, without_dispatch
+from ebbtide._torch import OperatorMode, graph_task_id, without_dispatch
 from ebbtide.engine.engine import Engine
 from ebbtide.engine.parcel import span_of
 from ebbtide.engine.scope import Scope
@@ -508,10 +508,10 @@ class _DearTimes(OperatorMode):
         is_dear = self._dearness.is_dear(op, args, kwargs)
         calls = self._lineage.given_to(op, args, kwargs)
         if not is_dear and calls == 0:
-            return run_op(op, args, kwargs)
+            return self.run_op(op, args, kwargs)
         device = self._device
         before = device.record(device.current_stream())
-        out = run_op(op, args, kwargs)
+        out = self.run_op(op, args, kwargs)
         after = device.record(device.current_stream())
         if not is_dear:
             self._lineage.follow(op, args, kwargs, out)
@@ -548,7 +548,7 @@ class _Comparing(OperatorMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = run_op(op, args, kwargs)
+        out = self.run_op(op, args, kwargs)
         if self._dearness.is_dear(op, args, kwargs):
             plain = filter(_has_storage, _tensors_of(out))
             with without_dispatch():

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide._torch import OperatorMode, run_op
+from ebbtide._torch import OperatorMode
 from ebbtide.planner.clock import Clock
 from ebbtide.planner.measure import Place, StepWatch
 from ebbtide.planner.profile import Host, HostTime, RegionProfile
@@ -160,4 +160,4 @@ class _Looking(OperatorMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return run_op(op, args, kwargs or {})
+        return self.run_op(op, args, kwargs or {})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ebbtide._errors import CaptureError
-from ebbtide._torch import OperatorMode, run_op
+from ebbtide._torch import OperatorMode
 from ebbtide.recompute.dear import op_name
 
 
@@ -53,4 +53,4 @@ class NoDraws(OperatorMode):
                 f"{self._region} draws random numbers ({op}) while a graph is captured, and could not draw the same "
                 "ones when it runs again: give it the recipe 'keep' or 'offload', or switch its dropout off"
             )
-        return run_op(op, args, kwargs)
+        return self.run_op(op, args, kwargs)

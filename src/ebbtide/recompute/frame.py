@@ -11,7 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._logs import logger_of
-from ebbtide._torch import dispatch_modes, graph_task_id, has_compiled_code, hidden_from_compiler, keeps_graph, sizes_of
+from ebbtide._torch import (
+    collectives_so_far,
+    dispatch_modes,
+    graph_task_id,
+    has_compiled_code,
+    hidden_from_compiler,
+    keeps_graph,
+    sizes_of,
+)
 from ebbtide.engine.hooks import Desk, Packed
 from ebbtide.engine.parcel import Ticket, check_unmodified, check_written
 from ebbtide.recompute.absent import Absent
@@ -113,6 +121,7 @@ class Frame:
         generators = [*self._found.generators, *self._arguments.generators]
         self._ambient = Ambient(self._devices, is_captured, generators)
         self._pack_input = pack_input
+        self._collectives = collectives_so_far()
         self._held = None if holding is None else holding.held
         hooks = saved_tensors_hooks(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
@@ -167,8 +176,9 @@ class Frame:
 
     def _learn(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         """What the forward changed. Raises ModuleError for what rules recomputation out, if nothing is kept for it."""
-        if self._evidence is not None and not self._evidence.is_whole:
-            _log.info("%s: recomputation is not verified, the store has no room for what forward saves", self._name)
+        why = self._why_unverified() if self._evidence is not None and not self._is_kept else ""
+        if why:
+            _log.info("%s: recomputation is not verified, %s", self._name, why)
             self._drop_evidence()
         try:
             with numbering_paused():
@@ -178,6 +188,13 @@ class Frame:
             if self._evidence is None:
                 raise
             self._keep(error)
+
+    def _why_unverified(self) -> str:
+        assert self._evidence is not None
+        if not self._evidence.is_whole:
+            return "the store has no room for what forward saves"
+        now = collectives_so_far()
+        return "ranks speak with each other inside" if now is None or now != self._collectives else ""
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         for t, version in zip(tensors, versions, strict=True):
@@ -223,7 +240,8 @@ class Frame:
         except Exception as error:  # whatever the region raises: backward needs nothing of it
             self._keep(error)
         else:
-            self._drop_evidence()
+            if graph_task_id() != -1 and not keeps_graph():
+                self._drop_evidence()  # else the graph may be recomputed once more
 
     def _keep(self, error: Exception) -> None:
         """Backward reads what forward saved, and the region is not recomputed any more."""

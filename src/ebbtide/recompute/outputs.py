@@ -24,7 +24,6 @@ from ebbtide._torch import (
     dispatch_mode_stack,
     graph_task_id,
     keeps_graph,
-    run_op,
     sizes_of,
     without_dispatch,
 )
@@ -395,13 +394,13 @@ class Holding(_Numbering):
     ) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
-            return run_op(op, args, kwargs)
+            return self.run_op(op, args, kwargs)
         kind = self._dear.kind_of(op)
         if kind.speaks:
             self._leaving.spoil()  # a second run that fails and begins anew would speak twice
         if kind.may_be_dear:
             return self._call(op, args, kwargs, kind)
-        out = run_op(op, args, kwargs)
+        out = self.run_op(op, args, kwargs)
         if kind.is_hidden_view or self._intake.awaits:
             self._intake.follow(op, args, out)
         if self._leaving.follows:
@@ -414,7 +413,7 @@ class Holding(_Numbering):
         is_dear = kind.is_always_dear or self._dear.is_dear(op, args, kwargs, +self.inside)
         is_held = is_dear and self._is_chosen()
         before = rng_before(op, args, kwargs) if is_held and self.follows_draws else None
-        out = run_op(op, args, kwargs)
+        out = self.run_op(op, args, kwargs)
         if is_held and self._dear_calls - 1 in self._beyond:
             is_held = self._intake.leave_out(op, args, kwargs, out, self._leaving)
         elif is_held:
@@ -488,7 +487,7 @@ class Serving(_Numbering):
     def _run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.has_left_out and has_absent(args, kwargs):
             return self._left_out(op, args, kwargs)
-        return run_op(op, args, kwargs)
+        return self.run_op(op, args, kwargs)
 
     def _left_out(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         made = self._held.made[self._made] if self._made < len(self._held.made) else None

@@ -231,12 +231,24 @@ def _run_cast(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kinds: 
 
 @functools.cache
 def _not_cast(op: Any) -> Sequence[str]:
-    """Kinds of devices whose autocast does not cast `op`. Empty for a view, whose kernel calls no other operator."""
-    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+    """Kinds of devices whose autocast does not cast `op`, and casts operators that `op` calls.
+
+    Of torch's own operators only bilinear's does so, by a sweep of torch's operator table under autocast on a CPU. All
+    others are left alone: restored keys end the process where torch traces the function of a higher-order operator.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return ()
+    caller = _BILINEAR.get(op.name(), op.name())
+    if caller == op.name() and op.namespace in ("aten", "prims", "prim"):
         return ()
     casts = cast(Any, torch._C)._dispatch_has_kernel_for_dispatch_key
-    names = [op.name(), _CALLED_BY.get(op.name(), op.name())]
-    return [kind for kind in _autocast_kinds() if not any(casts(name, _autocast_key(kind)) for name in names)]
+    return [
+        kind for kind in _autocast_kinds() if not any(casts(name, _autocast_key(kind)) for name in (op.name(), caller))
+    ]
+
+
+_BILINEAR = {"aten::_trilinear": "aten::bilinear"}
+"""The part of bilinear that a handler sees. Where autocast casts the whole, it is off inside."""
 
 
 @functools.cache
@@ -251,15 +263,6 @@ def _autocasts_around() -> int:
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting
-
-
-_CALLED_BY = {
-    "aten::_cdist_forward": "aten::cdist",
-    "aten::_trilinear": "aten::bilinear",
-    "aten::linalg_pinv.atol_rtol_tensor": "aten::pinverse",
-}
-"""Parts of composite operators: autocast is excluded inside of a part if autocast casts the whole. A handler cannot see
-the caller of a part, so linalg.pinv is treated as pinverse."""
 
 
 @functools.cache

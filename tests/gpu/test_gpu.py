@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import random
@@ -183,8 +184,9 @@ class Flexible(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)) + x
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_flex_attention_is_held(is_compiled):
+def test_flex_attention_is_held(is_compiled, is_cast):
     results, saves = [], []
     for ops in (None, ("convolution",), ("attention",)):
         torch._dynamo.reset()
@@ -192,7 +194,8 @@ def test_flex_attention_is_held(is_compiled):
         handle = None if ops is None else offload(model, recipe=Recipe("selective", ops=ops))
         for layer in model.layers if is_compiled else ():
             layer.compile()
-        results.append(train(model, lambda data: data.tensor(4, 256, 256), GPU))
+        around = functools.partial(torch.autocast, GPU.type, torch.bfloat16, enabled=is_cast)
+        results.append(train(model, lambda data: data.tensor(4, 256, 256), GPU, around=around))
         saves.append(0 if handle is None else handle.stats().parcels.count)
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])

@@ -450,16 +450,12 @@ MASKS = collections.OrderedDict()
 
 
 class CachesMasks(Region):
-    """The order of use changes in backward, and masks that were pushed out are made once more."""
+    """Recomputation makes an equal mask once more, and uses the masks in another order."""
 
     def factor(self):
-        key = id(self) % 3
-        if key not in MASKS:
-            MASKS[key] = torch.full((8,), 1.5)
-        MASKS.move_to_end(key)
-        while len(MASKS) > 2:
-            MASKS.popitem(last=False)
-        return MASKS[key]
+        MASKS[self.linear.bias.data_ptr()] = torch.full((8,), 1.5)
+        MASKS.move_to_end(self.linear.bias.data_ptr())
+        return MASKS[self.linear.bias.data_ptr()]
 
     def forward(self, x):
         assert MASKS is not None
@@ -502,6 +498,7 @@ class HasMachinery(Region):
 
 @pytest.mark.parametrize("kind", [CachesMasks, NotANumber, HasMachinery])
 def test_what_changes_nothing_is_no_difference(kind):
+    MASKS.clear()
     model = make(kind)
     handle = offload(model, recipe="recompute", verify=1)
     assert_equal(steps(model, 3), steps(make(kind), 3))

@@ -121,7 +121,7 @@ class Frame:
         generators = [*self._found.generators, *self._arguments.generators]
         self._ambient = Ambient(self._devices, is_captured, generators)
         self._pack_input = pack_input
-        self._collectives = collectives_so_far()
+        self._collectives = None if self._evidence is None else collectives_so_far()
         self._held = None if holding is None else holding.held
         hooks = saved_tensors_hooks(self.pack, unpack)
         no_draws = NoDraws(self._name) if is_captured else contextlib.nullcontext()
@@ -239,9 +239,8 @@ class Frame:
             raise  # of a region around this one; or no fault of the region's
         except Exception as error:  # whatever the region raises: backward needs nothing of it
             self._keep(error)
-        else:
-            if graph_task_id() != -1 and not keeps_graph():
-                self._drop_evidence()  # else the graph may be recomputed once more
+        if not self._is_kept and graph_task_id() != -1 and not keeps_graph():
+            self._drop_evidence()  # no backward recomputes the graph once more
 
     def _keep(self, error: Exception) -> None:
         """Backward reads what forward saved, and the region is not recomputed any more."""

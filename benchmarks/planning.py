@@ -13,7 +13,7 @@ from benchmarks.measure import WARM_UP_S, for_some_steps, one_step, steps
 from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.turns import in_turns, tidy
 from benchmarks.workloads import PLANNED, PlannedWorkload
-from ebbtide._bytes import GIB
+from ebbtide._utils.sizes import GIB
 
 SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
 LONG_SETTLING_S = 15.0  # in which it also tries what keeping everything takes, and follows the machine to its pace
@@ -133,7 +133,7 @@ def steady(
             lambda: one_step(model, loss_of, contextlib.nullcontext), 3, WARM_UP_S * torch.cuda.is_available()
         )
         stop = handle.subscribe(
-            lambda event: released.append(event.nbytes) if event.what is ebbtide.What.RELEASED else None
+            lambda event: released.append(event.nbytes) if event.what is ebbtide.EventKind.RELEASED else None
         )
         one_step(model, loss_of, contextlib.nullcontext)
         stop()

@@ -9,8 +9,8 @@ import ebbtide
 from benchmarks.planning import LONG_SETTLING_S, base_bytes, checkpoint_bytes, planned, settle
 from benchmarks.turns import in_turns
 from benchmarks.workloads import PLANNED
-from ebbtide._bytes import GIB
-from ebbtide.planner.solve import Solver
+from ebbtide._planner.solve import Solver
+from ebbtide._utils.sizes import GIB
 
 _ROUNDS = 5  # a host is not the same from one moment to the next
 

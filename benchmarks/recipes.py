@@ -16,7 +16,7 @@ from benchmarks.modes import HOST_LIMIT, Context, prepared
 from benchmarks.steady import transformers_does_not_ask
 from benchmarks.turns import Mode, in_turns
 from benchmarks.workloads import Workload, build
-from ebbtide._bytes import MIB
+from ebbtide._utils.sizes import MIB
 
 # Outside of the blocks a Llama saves token ids, the head's weight and input, logits in float, and their log-softmax.
 # With the last norm run again, it saves nothing.

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 from benchmarks.measure import spread
 from ebbtide import compat
-from ebbtide._bytes import GIB
+from ebbtide._utils.sizes import GIB
 from ebbtide.integrations.transformers import OffloadCallback
 
 _ROUNDS = 3

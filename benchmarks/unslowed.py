@@ -15,8 +15,8 @@ from benchmarks.modes import HOST_LIMIT, Context
 from benchmarks.planning import LONG_SETTLING_S, SETTLING, planned, settle, steady
 from benchmarks.turns import Mode, in_turns, tidy
 from benchmarks.workloads import PLANNED, Losses
-from ebbtide._bytes import GIB
-from ebbtide.planner.solve import Solver
+from ebbtide._planner.solve import Solver
+from ebbtide._utils.sizes import GIB
 
 _ROUNDS = 5
 _PACKED_ROUNDS = 5

@@ -12,7 +12,7 @@ from benchmarks.modes import prepared
 from benchmarks.planning import about, planned, settle
 from benchmarks.turns import in_turns
 from benchmarks.workloads import training
-from ebbtide._bytes import GIB
+from ebbtide._utils.sizes import GIB
 
 _ROUNDS = 2
 _BUDGET = 0.749  # of the plain peak, parameters and gradients with it

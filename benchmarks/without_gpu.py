@@ -65,7 +65,7 @@ def _goes_wrong(seed: int) -> bool:
 
 def _demo() -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        command = [sys.executable, "-m", "ebbtide.cli", "demo", "--out", folder]
+        command = [sys.executable, "-m", "ebbtide._cli", "demo", "--out", folder]
         status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         told = json.loads((Path(folder) / "demo.json").read_text())
     runs = {

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Generator
 
-from ebbtide.devices.sim import Order, SimDevice, SimStream
+from ebbtide._devices.sim import Order, SimDevice, SimStream
 from ebbtide.types import Wait
 
 
@@ -16,7 +16,7 @@ class CapturingSim(SimDevice):
 
     Attributes:
         can_tell: whether `capture_id` knows; False is a machine without the driver's function.
-        can_move: whether `in_capture` has a view to give; False is make_graphed_callables.
+        can_move: whether `for_capture` has a view to give; False is make_graphed_callables.
     """
 
     def __init__(self, seed: int = 0, order: Order = "late") -> None:
@@ -61,14 +61,14 @@ class CapturingSim(SimDevice):
 
     # -- the Device protocol ---------------------------------------------------------------------------------------
 
-    def is_here(self) -> bool:
+    def matches_capture(self) -> bool:
         self.asked += 1
         return self.current_stream() not in self._captures
 
     def capture_id(self) -> int | None:
         return self._captures.get(self.current_stream()) if self.can_tell else None
 
-    def in_capture(self, capture: int):
+    def for_capture(self, capture: int):
         return CapturedSim(self, capture) if self.can_move else None
 
     def record(self, stream):
@@ -102,9 +102,9 @@ class CapturingSim(SimDevice):
             self._refuse(f"{nbytes} bytes of pinned memory allocated in a capture")
         return super().host_bytes(nbytes)
 
-    def retire(self, storage, event, owner) -> None:
+    def free_after(self, storage, event, owner) -> None:
         if owner not in self._captures:
-            super().retire(storage, event, owner)
+            super().free_after(storage, event, owner)
 
     def _check_asked(self, event) -> None:
         if self._captures or event.capture is not None:
@@ -118,7 +118,7 @@ class CapturingSim(SimDevice):
 class CapturedSim:
     """The view of one capture."""
 
-    has_clock = False
+    supports_timing = False
 
     def __init__(self, whole: CapturingSim, capture: int) -> None:
         self._whole = whole
@@ -134,15 +134,15 @@ class CapturedSim:
         self.is_done = whole.is_done  # refuses
         self.seconds_between = whole.seconds_between
 
-    def is_here(self) -> bool:
+    def matches_capture(self) -> bool:
         return self.capture_id() == self._capture
 
     def capture_id(self) -> int | None:
         return self._whole.capture_id()
 
-    def in_capture(self, capture: int) -> None:
+    def for_capture(self, capture: int) -> None:
         return None
 
-    def retire(self, storage, event, owner) -> None:
+    def free_after(self, storage, event, owner) -> None:
         if self._whole.capture_on(owner) == self._capture:
             self._whole.wait(owner, event, Wait.ABANDONED)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from ebbtide._torch import has_compiled_code
+from ebbtide._utils.torch_private import has_compiled_code
 
 if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without it
     from hypothesis import HealthCheck, settings

@@ -521,7 +521,7 @@ class Frozen:
 
 
 @dataclasses.dataclass(slots=True)
-class Slots:
+class CallNumbers:
     tensor: torch.Tensor
     number: int = 2
 
@@ -529,7 +529,7 @@ class Slots:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots:
     tensor: torch.Tensor
-    inner: Slots
+    inner: CallNumbers
 
 
 class ManyArguments(Simple):
@@ -560,7 +560,7 @@ class PassesMuch(nn.Module):
                 table={"scale": x.sin(), "unused": 3, "again": y},
                 plain=Plain(x, "plain", Plain(y, "inner")),
                 frozen=Frozen(y, [None, {"deep": x.cos()}]),
-                slots=FrozenSlots(x, Slots(y.sin())),
+                slots=FrozenSlots(x, CallNumbers(y.sin())),
                 function=functools.partial(_weighted, x, scale=y),
                 weight=self.embedding,
                 log=log,

@@ -32,9 +32,9 @@ from torch import nn
 from torch.nn import functional
 
 from ebbtide import Plan, Recipe, RegionPlan, ReleasePoint
-from ebbtide.devices.sim import SimDevice
-from ebbtide.module import OffloadHandle
-from ebbtide.stores.host import HostStore
+from ebbtide._devices.sim import SimDevice
+from ebbtide._offload import OffloadHandle
+from ebbtide._stores.host import HostStore
 
 CPU = torch.device("cpu")
 _BLOCKS = [

@@ -10,16 +10,16 @@ import torch
 from capturing import CapturingSim
 from torch.utils.checkpoint import checkpoint
 
-from ebbtide._torch import OperatorMode
-from ebbtide.config import OffloadConfig
-from ebbtide.context import OffloadActivations
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine.engine import Engine
-from ebbtide.engine.engines import Engines
-from ebbtide.engine.scope import Limits, Scope
-from ebbtide.module import OffloadHandle
-from ebbtide.stores.host import HostStore
+from ebbtide._config import OffloadConfig
+from ebbtide._context import OffloadActivations
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine.context import HookContext, Limits
+from ebbtide._engine.engine import Engine
+from ebbtide._engine.engines import Engines
+from ebbtide._offload import OffloadHandle
+from ebbtide._stores.host import HostStore
+from ebbtide._utils.torch_private import OperatorMode
 from ebbtide.types import StoreFactory
 
 ROOM = 2**28
@@ -39,7 +39,7 @@ class Rig:
         self.device = CpuDevice() if device is None else device
         make_store = make_store or (lambda own: HostStore(own, ROOM))
         self.engines = Engines(make_store, lambda _: self.device)
-        self.scope = Scope(Limits(window, prefetch, min_bytes), lambda _: True)
+        self.scope = HookContext(Limits(window, prefetch, min_bytes), lambda _: True)
         self.context = OffloadActivations(OffloadConfig(), self.engines, self.scope)
 
     @property
@@ -79,7 +79,7 @@ class HandleRig(Rig):
 
     def offload(self, module: torch.nn.Module, recipe=None) -> OffloadHandle:
         """Everything may move, as with `ebbtide.offload`."""
-        handle = OffloadHandle(module, OffloadConfig(), self.engines, Scope(self.scope.limits, lambda _: True))
+        handle = OffloadHandle(module, OffloadConfig(), self.engines, HookContext(self.scope.limits, lambda _: True))
         handle.install()
         handle.set_recipe(recipe)
         self.handles.append(handle)

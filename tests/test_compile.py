@@ -262,7 +262,7 @@ def test_what_a_compiled_backward_has_read_is_not_fetched_again():
     compile_blocks(model, "aot_eager")
     handle = offload(model, prefetch="1GiB")
     fetched = []
-    handle.subscribe(lambda event: fetched.append(event.site) if event.what is ebbtide.What.FETCHED else None)
+    handle.subscribe(lambda event: fetched.append(event.site) if event.what is ebbtide.EventKind.FETCHED else None)
     for step in range(STEPS):
         fetched.clear()
         finish(model(tokens(CPU, step)), model)

@@ -10,7 +10,7 @@ from cases import Data, Transformer, finish, make, tokens
 from support import Rig, assert_equal
 
 import ebbtide
-from ebbtide.stores.mock import MockStore
+from ebbtide._stores.mock import MockStore
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")

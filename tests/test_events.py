@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from support import Rig, leaves
 
-from ebbtide import Event, What
+from ebbtide import Event, EventKind
 
 
 def _step(rig: Rig) -> None:
@@ -24,20 +24,20 @@ def test_events_add_up_to_the_stats():
     for _ in range(3):
         _step(rig)
     counts, stats = Counter(event.what for event in told), rig.stats
-    assert counts[What.SENT] == stats.out.count > 0
-    assert counts[What.FETCHED] + counts[What.MISSED] == stats.inbound.count > 0
-    assert counts[What.FORWARDED] == stats.forwarded.count > 0
-    assert sum(event.nbytes for event in told if event.what is What.SENT) == stats.out.nbytes
+    assert counts[EventKind.SENT] == stats.out.count > 0
+    assert counts[EventKind.FETCHED] + counts[EventKind.MISSED] == stats.inbound.count > 0
+    assert counts[EventKind.FORWARDED] == stats.forwarded.count > 0
+    assert sum(event.nbytes for event in told if event.what is EventKind.SENT) == stats.out.nbytes
 
 
 def test_a_parcel_is_sent_then_released_then_fetched():
     rig, told = Rig(window=1), list[Event]()
     rig.context.subscribe(told.append)
     _step(rig)
-    site = next(event.site for event in told if event.what is What.RELEASED)
+    site = next(event.site for event in told if event.what is EventKind.RELEASED)
     assert [event.what for event in told if event.site == site] in (
-        [What.SENT, What.RELEASED, What.MISSED],
-        [What.SENT, What.RELEASED, What.FETCHED],
+        [EventKind.SENT, EventKind.RELEASED, EventKind.MISSED],
+        [EventKind.SENT, EventKind.RELEASED, EventKind.FETCHED],
     )
     times = [event.seconds for event in told]
     assert times == sorted(times)

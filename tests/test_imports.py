@@ -18,7 +18,7 @@ def loaded() -> dict[str, list[str]]:
         "import json, sys, torch\n"
         "tops = lambda: sorted({name.partition('.')[0] for name in sys.modules})\n"
         "before = tops()\n"
-        "import ebbtide, ebbtide.reports.table, ebbtide.cli\n"
+        "import ebbtide, ebbtide._reports.stats_text, ebbtide._cli\n"
         "print(json.dumps({'before': before, 'after': tops()}))"
     )
     return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

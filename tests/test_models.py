@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import ebbtide
-from ebbtide._regions import find_norm, find_regions
-from ebbtide.planner.control import Phase
-from ebbtide.rehearsal import measure
+from ebbtide._control.controller import Phase
+from ebbtide._dry_run import measure
+from ebbtide._model.regions import find_norm, find_regions
 
 CPU = torch.device("cpu")
 

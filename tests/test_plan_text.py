@@ -8,8 +8,8 @@ import pytest
 from planner.workloads import workload_a
 
 from ebbtide import Plan, PlanError, Recipe, RegionPlan
-from ebbtide._text import as_range, counts_up, plain_table
-from ebbtide.plans import OP_CLASSES, Cost, Prediction, ReleasePoint
+from ebbtide._plans import OP_CLASSES, Cost, Prediction, ReleasePoint
+from ebbtide._utils.text import as_range, counts_up, plain_table
 
 MIB = 1024**2
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Block, Transformer, finish, make, tokens
 from support import assert_equal
-from test_module import offload, saves_of, three_steps
+from test_offload import offload, saves_of, three_steps
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -57,8 +57,8 @@ def test_three_steps_equal_the_plain_run(name):
     handle = offload(model, plan=PLANS[name])
     assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
     stats = handle.stats()
-    runs_again = any(region.recipe.runs_again for region in PLANS[name].regions.values())
-    assert (stats.recomputed.count > 0) == runs_again
+    recomputes = any(region.recipe.recomputes for region in PLANS[name].regions.values())
+    assert (stats.recomputed.count > 0) == recomputes
     assert (stats.host_bytes, stats.unable) == (0, {})
 
 
@@ -110,7 +110,7 @@ def test_a_graph_under_way_goes_by_the_plan_of_its_forward(first, then):
     model, twin = make(called_transformer, CPU), make(called_transformer, CPU)
     handle = offload(model, plan=PLANS[first])
     recipes = [PLANS[first].recipe_of(name) for name in LAYERS]
-    run_again = [number for number, recipe in enumerate(recipes) if recipe is not None and recipe.runs_again]
+    run_again = [number for number, recipe in enumerate(recipes) if recipe is not None and recipe.recomputes]
     for step in range(2):
         plain = finish(twin(tokens(CPU, step)), twin)
         loss = model(tokens(CPU, step))
@@ -399,7 +399,7 @@ def test_plans_that_take_turns_learn_their_order_apart(sizes, are_apart):
     missed = []
     for step in range(8):
         before = handle.stats().misses.count
-        handle.go_by(plans[step % 2], sizes[step % 2])
+        handle.apply_plan(plans[step % 2], sizes[step % 2])
         model(torch.randn((32, 16)[step % 2], 64, requires_grad=True)).backward()
         missed.append(handle.stats().misses.count - before)
     assert (missed[-2:] == [0, 0]) == are_apart

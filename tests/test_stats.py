@@ -11,9 +11,9 @@ from support import Rig, assert_equal
 from torch import nn
 
 import ebbtide
-from ebbtide._bytes import GIB
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.engine.ledger import TOTALS, Sample, Stats, Tally
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._engine.stats import TOTALS, CopyTiming, Count, Stats
+from ebbtide._utils.sizes import GIB
 from ebbtide.integrations._figures import Figures
 from ebbtide.types import Memory, Reason, Unable
 
@@ -45,15 +45,15 @@ def make():
 
 def all_known() -> Stats:
     return Stats(
-        parcels=Tally(5, 4 * GIB),
-        out=Tally(4, 3 * GIB),
-        kept={Reason.SMALL: Tally(2, GIB), Reason.PARAMETER: Tally(9, 7 * GIB), Reason.RECIPE: Tally(1, GIB)},
-        recomputed=Tally(8, 6 * GIB),
-        misses=Tally(2, GIB),
+        parcels=Count(5, 4 * GIB),
+        out=Count(4, 3 * GIB),
+        kept={Reason.SMALL: Count(2, GIB), Reason.PARAMETER: Count(9, 7 * GIB), Reason.RECIPE: Count(1, GIB)},
+        recomputed=Count(8, 6 * GIB),
+        misses=Count(2, GIB),
         unable={Unable.NO_GRAD: 3},
         stall_forward_s=0.25,
         stall_backward_s=0.5,
-        out_sample=Sample(2 * 10**9, 0.5),
+        out_sample=CopyTiming(2 * 10**9, 0.5),
         host_bytes=2 * GIB,
         budget_bytes=40 * GIB,
         predicted_step_s=0.125,
@@ -146,7 +146,7 @@ def test_without_a_plan_nothing_is_promised():
 @pytest.mark.parametrize(("remembers", "peak"), [(True, 3 * GIB), (False, None)])
 def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(remembers, peak):
     class Device(CpuDevice):
-        remembers_peak = remembers
+        tracks_peak = remembers
 
         def memory(self):
             return Memory(1, 3 * GIB)
@@ -160,10 +160,10 @@ def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(rem
 
 
 def test_trainers_with_several_models_add_totals_up_and_take_the_largest_states():
-    handles = [SimpleNamespace(stats=all_known), SimpleNamespace(stats=lambda: Stats(out=Tally(1, GIB)))]
+    handles = [SimpleNamespace(stats=all_known), SimpleNamespace(stats=lambda: Stats(out=Count(1, GIB)))]
     figures = Figures(handles)
-    handles[1].stats = lambda: Stats(out=Tally(3, 6 * GIB), host_bytes=4 * GIB)
-    handles[0].stats = lambda: Stats(out=Tally(9, 5 * GIB), budget_bytes=40 * GIB)
+    handles[1].stats = lambda: Stats(out=Count(3, 6 * GIB), host_bytes=4 * GIB)
+    handles[0].stats = lambda: Stats(out=Count(9, 5 * GIB), budget_bytes=40 * GIB)
     metrics = figures.read()
     assert metrics["ebbtide/moved_gib"] == (5 - 3) + (6 - 1)
     assert (metrics["ebbtide/host_gib"], metrics["ebbtide/budget_gib"]) == (4, 40)

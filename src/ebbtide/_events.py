@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-class What(enum.Enum):
+class EventKind(enum.Enum):
     """What happened to a parcel, from the host's point of view: copies run behind it."""
 
     SENT = "its copy out was queued"
@@ -29,7 +29,7 @@ class Event:
         seconds: when, on the clock of time.perf_counter().
     """
 
-    what: What
+    what: EventKind
     site: str
     nbytes: int
     seconds: float = field(default_factory=time.perf_counter)
@@ -49,7 +49,7 @@ class Listeners:
         self.all += (listener,)
         return lambda: self._remove(listener)
 
-    def tell(self, what: What, site: object, nbytes: int) -> None:
+    def tell(self, what: EventKind, site: object, nbytes: int) -> None:
         event = Event(what, str(site), nbytes)
         for listener in self.all:
             listener(event)

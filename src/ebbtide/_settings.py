@@ -3,9 +3,9 @@
 from numbers import Integral
 from pathlib import Path
 
-from ebbtide._bytes import GIB, MIB, format_bytes, parse_bytes
+from ebbtide._config import Mode
 from ebbtide._errors import ConfigError
-from ebbtide.config import Mode
+from ebbtide._utils.sizes import GIB, MIB, format_bytes, parse_bytes
 
 LEAST_BYTES = MIB // 2
 """The smallest budget in bytes. A smaller number lacks its unit: no device has this many MiB (512 GiB)."""

@@ -73,11 +73,11 @@ class Device(Protocol):
     """Streams, events, allocation and copies of one device. One implementation per kind of device."""
 
     torch_device: torch.device
-    has_clock: bool
+    supports_timing: bool
     """Whether events can be asked if they have passed, and when. Those of a capture cannot: they never pass."""
-    has_queue: bool
+    is_async: bool
     """Whether compute is queued by a host that may be ahead of it, or late. Else a step takes what the host takes."""
-    remembers_peak: bool
+    tracks_peak: bool
     """Whether `memory` knows the most that was allocated in between. Else the most that there was when it was asked."""
 
     def current_stream(self) -> Stream:
@@ -122,7 +122,7 @@ class Device(Protocol):
         """Queue dst <- src on `stream`; uint8 of one shape. The caller keeps both alive until an event after it."""
         ...
 
-    def is_here(self) -> bool:
+    def matches_capture(self) -> bool:
         """Whether the current stream may meet the streams and events of this object.
 
         Not while it records a graph, unless this object is the view of that very capture: what is recorded and what
@@ -133,16 +133,16 @@ class Device(Protocol):
     def capture_id(self) -> int | None:
         """The number of the capture that the current stream records, never used again; None if there is none to tell.
 
-        Asked only when `is_here` says no.
+        Asked only when `matches_capture` says no.
         """
         ...
 
-    def in_capture(self, capture: int) -> "Device | None":
+    def for_capture(self, capture: int) -> "Device | None":
         """This device as capture `capture`, under way now, sees it; None where nothing may move in that capture."""
         ...
 
     def memory(self) -> "Memory":
-        """What is allocated now, and the most since `forget_peak` was last called (by anybody)."""
+        """What is allocated now, and the most since `reset_peak_stats` was last called (by anybody)."""
         ...
 
     def total_bytes(self) -> int:
@@ -153,16 +153,16 @@ class Device(Protocol):
         """How often it ran out of memory so far; 0 where nobody counts."""
         ...
 
-    def forget_peak(self) -> None:
+    def reset_peak_stats(self) -> None:
         """Let the peak begin with what is allocated now."""
         ...
 
-    def retire(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
+    def free_after(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
         """Let `storage` be freed in the order of `owner`, not before `event`. Does not block the host."""
         ...
 
 
-class Watch(Protocol):
+class StepRecorder(Protocol):
     """What follows one step, for a planner."""
 
     def entered(self, region: str) -> None:
@@ -189,12 +189,12 @@ class Watch(Protocol):
         """Around the first run of a region that is to run again, without what prepares it for that."""
         ...
 
-    def running_again(self, region: str) -> "AbstractContextManager[AgainWatch | None]":
+    def running_again(self, region: str) -> "AbstractContextManager[RecomputeRecorder | None]":
         """Around a region's second run; gives what follows that, if anything does."""
         ...
 
 
-class AgainWatch(Protocol):
+class RecomputeRecorder(Protocol):
     """What follows a region's second run and the backward behind it."""
 
     def given(self, index: int, t: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class Trace(Protocol):
     is_used: bool
 
 
-class Lineage(Protocol):
+class Provenance(Protocol):
     """Which calls of operators lead to which tensors.
 
     Attributes:
@@ -253,7 +253,7 @@ class Dearness(Protocol):
         """Whether its outputs are worth holding."""
         ...
 
-    def lineage(self) -> Lineage:
+    def lineage(self) -> Provenance:
         """Of a region's dear calls."""
         ...
 

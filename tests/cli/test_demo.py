@@ -9,10 +9,10 @@ import matplotlib.image
 import pytest
 import torch
 
+from ebbtide._cli import main
+from ebbtide._cli._demo_process import run_worker
+from ebbtide._cli._demo_task import SMALL, Mode, Outcome, Task
 from ebbtide._errors import EbbtideError
-from ebbtide.cli import main
-from ebbtide.cli._demo_process import run_worker
-from ebbtide.cli._demo_task import SMALL, Mode, Outcome, Task
 
 STEPS = 2
 TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMALL)
@@ -22,7 +22,7 @@ TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMAL
 def finished(tmp_path_factory):
     """The folder of results of one run, and what it printed."""
     out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "ebbtide.cli", "demo", "--small", "--steps", str(STEPS), "--out", str(out)]
+    command = [sys.executable, "-m", "ebbtide._cli", "demo", "--small", "--steps", str(STEPS), "--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return out, ran.stdout
@@ -106,7 +106,7 @@ def test_arguments_that_are_none_end_with_status_2(capsys):
 
 @pytest.mark.parametrize("package", ["tyro", "matplotlib"])
 def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith(("ebbtide.cli.demo", "ebbtide.reports.timeline"))]:
+    for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.timeline"))]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
@@ -126,7 +126,7 @@ def test_task_and_outcome_survive_json():
 
 
 def test_same_seed_same_model_and_text():
-    from ebbtide.cli._demo_model import ByteTransformer, Text, next_byte_loss
+    from ebbtide._cli._demo_model import ByteTransformer, Text, next_byte_loss
 
     losses = []
     for _ in range(2):

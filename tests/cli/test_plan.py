@@ -11,13 +11,13 @@ from planner.workloads import GIB, MIB, layers, profile
 
 import ebbtide
 from ebbtide import Plan
-from ebbtide._bytes import parse_bytes
-from ebbtide.cli import main
-from ebbtide.cli._plan_front import Ways, again_s
-from ebbtide.cli._plan_what_if import WhatIf
-from ebbtide.planner.profile import Profile
-from ebbtide.planner.reasons import as_budget
-from ebbtide.planner.solve import Solver
+from ebbtide._cli import main
+from ebbtide._cli._plan_front import Ways, again_s
+from ebbtide._cli._plan_what_if import WhatIf
+from ebbtide._planner.explain import as_budget
+from ebbtide._planner.solve import Solver
+from ebbtide._profiling.profile import Profile
+from ebbtide._utils.sizes import parse_bytes
 
 MEASURED = profile(*layers(4), device_bytes=4 * GIB)
 LEAST = Solver(MEASURED).smallest_budget()
@@ -283,7 +283,7 @@ def test_what_is_proposed_is_short(nbytes, text):
 
 
 def test_missing_extra_names_the_install_line(file, monkeypatch, capsys):
-    loaded = ("matplotlib", "ebbtide.reports.front_picture")
+    loaded = ("matplotlib", "ebbtide._reports.pareto_plot")
     for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ebbtide._bytes import MIB
-from ebbtide.cli._demo_task import Moved, Outcome
-from ebbtide.cli._demo_verdict import judge
+from ebbtide._cli._demo_task import Moved, Outcome
+from ebbtide._cli._demo_verdict import judge
+from ebbtide._utils.sizes import MIB
 
 PLAIN = Outcome(
     losses=[2.0, 1.0],

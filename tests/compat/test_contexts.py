@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from trl.models import activation_offloading
 
 import ebbtide
-from ebbtide import EbbtideWarning, ForeignAttributeError, ModifiedError, Tally
-from ebbtide._torch import top_pack_hook
+from ebbtide import Count, EbbtideWarning, ForeignAttributeError, ModifiedError
+from ebbtide._utils.torch_private import top_pack_hook
 from ebbtide.compat import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager, torchtune
 from ebbtide.types import Reason
 
@@ -380,7 +380,7 @@ def test_parameters_stay_whether_they_are_told_of_or_not(is_told):
     context = OffloadActivations(min_offload_size=1)
     if is_told:
         context.update_model_params(model)
-    before = context.stats().kept.get(Reason.PARAMETER, Tally()).count
+    before = context.stats().kept.get(Reason.PARAMETER, Count()).count
     with context:
         model(batch()).backward()
     assert context.stats().kept[Reason.PARAMETER].count >= before + 3  # what the later layers' products save

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 
+from ebbtide._devices.accelerator import AcceleratorDevice, CapturedDevice, EventPool
+from ebbtide._devices.cpu import HostEvent
 from ebbtide._errors import StoreError
-from ebbtide.devices.accelerator import AcceleratorDevice, CapturedDevice, EventPool
-from ebbtide.devices.cpu import HostEvent
 from ebbtide.types import Wait
 
 

@@ -5,8 +5,8 @@ import ctypes
 import pytest
 import torch
 
-from ebbtide.devices import accelerator, capture
-from ebbtide.devices.accelerator import AcceleratorDevice, CapturedDevice
+from ebbtide._devices import accelerator, capture
+from ebbtide._devices.accelerator import AcceleratorDevice, CapturedDevice
 from ebbtide.types import Device
 
 NONE, ACTIVE, INVALIDATED = range(3)
@@ -77,14 +77,14 @@ def test_where_streams_and_events_may_meet(monkeypatch, driver):
     driver.streams = {1: (NONE, 0)}
     eager = gpu(monkeypatch, stream)
     inside = gpu(monkeypatch, stream, CapturedDevice, _capture=7)
-    assert eager.has_clock
-    assert not inside.has_clock
-    assert (eager.is_here(), inside.is_here()) == (True, False)
+    assert eager.supports_timing
+    assert not inside.supports_timing
+    assert (eager.matches_capture(), inside.matches_capture()) == (True, False)
     driver.streams = {1: (ACTIVE, 7)}
-    assert (eager.is_here(), inside.is_here()) == (False, True)
+    assert (eager.matches_capture(), inside.matches_capture()) == (False, True)
     assert eager.capture_id() == 7
     driver.streams = {1: (ACTIVE, 8)}
-    assert (eager.is_here(), inside.is_here()) == (False, False)
+    assert (eager.matches_capture(), inside.matches_capture()) == (False, False)
 
 
 def test_the_end_of_a_parcel_never_crosses_the_border(monkeypatch, driver):
@@ -95,7 +95,7 @@ def test_the_end_of_a_parcel_never_crosses_the_border(monkeypatch, driver):
     inside = gpu(monkeypatch, Stream(2), CapturedDevice, _capture=7)
     for device in (eager, inside):
         for owner in (1, 2, 3):
-            device.retire(None, object(), Stream(owner))
+            device.free_after(None, object(), Stream(owner))
     assert waits == [(eager, 1), (inside, 2)]
 
 
@@ -112,14 +112,18 @@ def test_two_graphs_for_forward_and_backward_get_no_view(monkeypatch):
     device.torch_device = torch.device("cuda", 0)
 
     def make_graphed_callables():
-        return device.in_capture(7)
+        return device.for_capture(7)
 
-    assert device.in_capture(7) == (device.torch_device, 7)
+    assert device.for_capture(7) == (device.torch_device, 7)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
     assert torch.cuda.make_graphed_callables() is None
 
 
 @pytest.mark.parametrize("kind", [AcceleratorDevice, CapturedDevice])
 def test_both_views_are_devices(kind):
-    methods = {name for name in vars(Device) if not name.startswith("_")} - {"torch_device", "has_clock", "has_queue"}
+    methods = {name for name in vars(Device) if not name.startswith("_")} - {
+        "torch_device",
+        "supports_timing",
+        "is_async",
+    }
     assert methods <= set(dir(kind))

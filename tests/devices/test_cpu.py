@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
+from ebbtide._devices.cpu import CpuDevice, HostEvent, HostStream
 from ebbtide._errors import StoreError
-from ebbtide.devices.cpu import CpuDevice, HostEvent, HostStream
 from ebbtide.types import Wait
 
 
@@ -190,7 +190,7 @@ def test_copies_run_on_the_lane_and_hold_their_memory(device):
     device.submit(lane, gate.wait)
     device.copy(dst, src, lane)
     copied = device.record(lane)
-    device.retire(src.untyped_storage(), copied, None)
+    device.free_after(src.untyped_storage(), copied, None)
     del src
     assert dst.sum() == 0
     gate.set()

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ebbtide.devices.pinned import HUGE_PAGE_BYTES, pinned_bytes, registered_bytes
+from ebbtide._devices.pinned import HUGE_PAGE_BYTES, pinned_bytes, registered_bytes
 
 
 class Driver:

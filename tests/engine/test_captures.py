@@ -9,10 +9,10 @@ from capturing import CapturingSim, IllegalError
 from support import Rig, assert_equal, leaves
 
 from ebbtide import CaptureError, StoreError
-from ebbtide._torch import is_called_from
-from ebbtide.engine.captures import CapturedEngine
-from ebbtide.stores.host import HostArena, HostStore
-from ebbtide.stores.mock import MockStore
+from ebbtide._engine.captures import CapturedEngine
+from ebbtide._stores.host import HostArena, HostStore
+from ebbtide._stores.mock import MockStore
+from ebbtide._utils.torch_private import is_called_from
 from ebbtide.types import Reason, Wait
 
 ROOM = 2**20
@@ -140,7 +140,7 @@ def test_figures_may_be_read_in_a_capture_and_ask_no_event(device):
 
 
 def test_large_copies_of_a_capture_are_not_timed(device, monkeypatch):
-    monkeypatch.setattr("ebbtide.engine.lane.BYTES_A_SAMPLE", 1)
+    monkeypatch.setattr("ebbtide._engine.lane.BYTES_A_SAMPLE", 1)
     rig = Rig(device, small_store)
     weights = model()
     step(rig.context, weights)

@@ -14,11 +14,11 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine.engines import Engines
-from ebbtide.engine.parcel import Parcel, Ticket
-from ebbtide.stores.mock import MockStore
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine.engines import Engines
+from ebbtide._engine.parcel import Parcel, Ticket
+from ebbtide._stores.mock import MockStore
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from cases import Data, Transformer, finish, gradients, make, tokens
 from support import Rig, assert_equal
 
 import ebbtide
-from ebbtide.devices.sim import SimDevice
-from ebbtide.stores.host import HostStore
-from ebbtide.stores.mock import MockStore
+from ebbtide._devices.sim import SimDevice
+from ebbtide._stores.host import HostStore
+from ebbtide._stores.mock import MockStore
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ebbtide import ModifiedError
-from ebbtide.engine.hooks import Desk
+from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
@@ -228,7 +228,7 @@ def test_a_distributed_tensor_keeps_mesh_and_placements(process_group, rig):
 
 def test_a_save_that_is_skipped_has_a_number_also_where_counting_begins_again(rig):
     """After a backward within one entry. Else all behind it would be other sites than in a step that skips nothing."""
-    desk = Desk(rig.engines, rig.scope.visit("layers.0"))
+    desk = SavedTensorHooks(rig.engines, rig.scope.visit("layers.0"))
     t = Data(CPU).tensor(6, 8)
 
     def sites(first):

@@ -10,9 +10,9 @@ from support import Rig
 from torch import nn
 
 import ebbtide
-from ebbtide._torch import innermost_pack_module
-from ebbtide.engine.parcel import geometry_of, span_of
-from ebbtide.stores.mock import MockStore
+from ebbtide._engine.parcel import geometry_of, span_of
+from ebbtide._stores.mock import MockStore
+from ebbtide._utils.torch_private import innermost_pack_module
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support import Rig, assert_equal
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine import engine as engine_module
-from ebbtide.engine import pack_bits
-from ebbtide.engine.lane import Outbound
-from ebbtide.engine.parcel import condense, geometry_of, span_of
-from ebbtide.stores.mock import MockStore
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine import engine as engine_module
+from ebbtide._engine import pack_bits
+from ebbtide._engine.lane import Outbound
+from ebbtide._engine.parcel import geometry_of, make_dense, span_of
+from ebbtide._stores.mock import MockStore
 from ebbtide.types import Reason
 
 CPU = torch.device("cpu")
@@ -137,8 +137,8 @@ def truth(t):
 def test_any_view_is_rebuilt_from_its_bits(t):
     span = span_of(t, t.untyped_storage().nbytes())
     assert span.is_bits
-    packed = condense(t, span)
-    assert packed.nbytes() == span.sent_nbytes == -(-span.nbytes // 8)
+    packed = make_dense(t, span)
+    assert packed.nbytes() == span.transfer_nbytes == -(-span.nbytes // 8)
     back = geometry_of(t, span).view(packed, 0)
     assert (back.dtype, back.shape, back.stride()) == (t.dtype, t.shape, t.stride())
     assert truth(back) == truth(t)
@@ -241,7 +241,7 @@ def test_without_room_on_the_device_to_pack_it_travels_as_it_is(rig, monkeypatch
     def no_room(t, span):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine_module, "condense", no_room)
+    monkeypatch.setattr(engine_module, "make_dense", no_room)
     mask, wide = mask_of(40, 80), Data(CPU).tensor(64, 128)
     loss, seen, _ = save(rig.context, mask, wide[:, 5], mask)
     assert of_saves(rig.stats) == (3200 + wide.nbytes, 1)

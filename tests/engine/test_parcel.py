@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from support import Rig, bits
 
 import ebbtide
-from ebbtide.engine.parcel import Span, check_unmodified, condense, geometry_of, keep, kept_tensor, odometer, span_of
+from ebbtide._engine.parcel import (
+    Span,
+    check_unmodified,
+    geometry_of,
+    keep,
+    kept_tensor,
+    make_dense,
+    span_of,
+    version_alias,
+)
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -54,7 +63,7 @@ def check_same_view(got, wanted):
 @given(views())
 def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     span = span_of(t, t.untyped_storage().nbytes())
-    source = condense(t, span)
+    source = make_dense(t, span)
     travelled = torch.UntypedStorage(span.nbytes)
     travelled.copy_(
         torch.empty(0, dtype=torch.uint8).set_(source, span.start, (span.nbytes,), (1,)).clone().untyped_storage()
@@ -172,7 +181,7 @@ def test_a_small_part_of_a_large_storage_travels_alone():
 
 def test_an_odometer_counts_and_holds_nothing():
     t = torch.zeros(1000)
-    counter = odometer(t)
+    counter = version_alias(t)
     assert counter.untyped_storage().nbytes() == 0
     version = t._version
     check_unmodified(counter, version, "it", t.dtype, t.device, t.shape)

@@ -11,12 +11,12 @@ import torch
 from capturing import CapturedSim, CapturingSim, IllegalError
 from support import explore, explore_captured
 
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine import hooks
-from ebbtide.engine.engine import Engine
-from ebbtide.engine.lane import Inbound, Outbound
-from ebbtide.engine.parcel import Parcel, Ticket
-from ebbtide.stores.host import HostStore
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine import hooks
+from ebbtide._engine.engine import Engine
+from ebbtide._engine.lane import Inbound, Outbound
+from ebbtide._engine.parcel import Parcel, Ticket
+from ebbtide._stores.host import HostStore
 from ebbtide.types import Wait
 
 SEEDS = 1200
@@ -188,7 +188,7 @@ def parcels_of_others_fetched_ahead(patch):
 
 
 def captures_have_no_engine(patch):
-    patch(CapturingSim, "is_here", lambda self: True)
+    patch(CapturingSim, "matches_capture", lambda self: True)
 
 
 def captures_use_the_room_of_all(patch):
@@ -196,15 +196,15 @@ def captures_use_the_room_of_all(patch):
 
 
 def captures_are_timed(patch):
-    patch(CapturedSim, "has_clock", True)
+    patch(CapturedSim, "supports_timing", True)
 
 
 def what_dies_waits_across_the_border(patch):
-    patch(CapturingSim, "retire", SimDevice.retire)
+    patch(CapturingSim, "free_after", SimDevice.free_after)
 
 
 def what_dies_late_waits_for_the_capture(patch):
-    patch(CapturedSim, "retire", lambda self, storage, event, owner: self.wait(owner, event, Wait.ABANDONED))
+    patch(CapturedSim, "free_after", lambda self, storage, event, owner: self.wait(owner, event, Wait.ABANDONED))
 
 
 CAPTURE_MUTATIONS = [

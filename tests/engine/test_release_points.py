@@ -10,9 +10,9 @@ from support import HandleRig, assert_equal
 from torch import nn
 
 from ebbtide import Plan, Recipe, RegionPlan
-from ebbtide._events import What
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine.engine import Engine
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine.engine import Engine
+from ebbtide._events import EventKind
 from ebbtide.types import Wait
 
 CPU = torch.device("cpu")
@@ -173,7 +173,7 @@ def test_what_waits_after_each_save(name, late):
     run = Run(plan, late=late)
     for _ in range(3):
         assert run.waiting == waiting
-        released = run.of(What.RELEASED)
+        released = run.of(EventKind.RELEASED)
         assert len(released) == len(set(released)) == 13 - waiting[-1]
         run.step()
 
@@ -181,8 +181,8 @@ def test_what_waits_after_each_save(name, late):
 def test_what_waits_leaves_in_the_order_in_which_it_was_sent():
     run = Run(planned((), ((1, 2 * UNIT), (3, 0))))
     sites = [f"layers.{number}#0.{index}" for number in range(3) for index in range(4)]
-    assert run.of(What.SENT) == [*sites, "<root>#0.0"]
-    assert run.of(What.RELEASED) == sites
+    assert run.of(EventKind.SENT) == [*sites, "<root>#0.0"]
+    assert run.of(EventKind.RELEASED) == sites
 
 
 def test_the_window_of_a_step_ends_with_it():
@@ -197,7 +197,7 @@ def test_a_region_entered_twice_comes_to_its_points_twice():
     once = [5, 6, 1, 2]
     for _ in range(3):
         assert run.waiting == [1, 2, 3, 4, *once, 3, 4, 5, 6, 7, 8, 1, 2, 3]
-        assert {site.split(".")[1] for site in run.of(What.RELEASED)} == {"0#0", "0#1", "1#0", "1#1"}
+        assert {site.split(".")[1] for site in run.of(EventKind.RELEASED)} == {"0#0", "0#1", "1#0", "1#1"}
         run.step()
 
 
@@ -273,7 +273,7 @@ def test_a_release_at_a_point_waits_for_the_copy(monkeypatch):
     """Proof that the simulator looks at these releases too: there are no others here."""
     kept = {"layers.1": KEPT["a region that is kept"], "layers.2": RegionPlan("keep")}
     plan = Plan({**BLOCKS, **kept}, RegionPlan("keep"))
-    assert len(Run(plan).of(What.RELEASED)) == 4
+    assert len(Run(plan).of(EventKind.RELEASED)) == 4
     wait = SimDevice.wait
     monkeypatch.setattr(SimDevice, "wait", lambda self, s, e, w: None if w is Wait.LANDED else wait(self, s, e, w))
     with pytest.raises(AssertionError):
@@ -295,7 +295,7 @@ def test_a_stall_at_a_point_counts_from_there():
     run = Watching(Plan({}))  # all of it was used from the device: now it is not sent before it has to leave
     run.handle.set_plan(planned(((1, 0), (2, ALL)), ((0, 0),)))
     run.step()
-    assert run.of(What.SENT) == run.of(What.RELEASED) != []
+    assert run.of(EventKind.SENT) == run.of(EventKind.RELEASED) != []
     assert set(known_points) == {None}
 
 
@@ -330,7 +330,7 @@ def test_what_waits_after_each_operator_of_regions_that_run_again(name, late):
     )
     for _ in range(3):
         assert run.step().waiting == waiting
-        assert len(run.of(What.FORWARDED)) == waiting[-1]  # the rest was away
+        assert len(run.of(EventKind.FORWARDED)) == waiting[-1]  # the rest was away
 
 
 # -- what comes back early ---------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_what_comes_back_early(name):
     run = Run(plan, window=1, prefetch=door).step()  # two steps to learn from: outputs are dropped in the second
     for _ in range(3):
         run.step()
-        assert [len(run.of(What.FORWARDED)), *(units for _, units in run.ahead)] == [1, *ahead]
+        assert [len(run.of(EventKind.FORWARDED)), *(units for _, units in run.ahead)] == [1, *ahead]
         assert [block for block, _ in run.ahead] == [None, *[2] * 4, *[1] * 4, *[0] * 4]
 
 
@@ -402,7 +402,7 @@ def test_what_blocks_share_comes_early_alone():
     for _ in range(4):
         run.step()
     assert [units for name, units in run.ahead if name == 2] == [0, 2, 2, 2]  # fetched by its second run
-    assert run.of(What.FETCHED) == ["layers.1#0.0", "layers.0#0.1", "layers.0#0.0"]
+    assert run.of(EventKind.FETCHED) == ["layers.1#0.0", "layers.0#0.1", "layers.0#0.0"]
 
 
 def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
@@ -417,7 +417,7 @@ def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
     for _ in range(4):
         run.step()
         assert {units for name, units in run.ahead if name == 2} == {0}
-        assert run.of(What.FETCHED) == [f"layers.0#0.{index}" for index in range(4)]
+        assert run.of(EventKind.FETCHED) == [f"layers.0#0.{index}" for index in range(4)]
 
 
 def test_what_a_step_needs_last_is_looked_ahead_to_as_well():
@@ -430,7 +430,7 @@ def test_what_a_step_needs_last_is_looked_ahead_to_as_well():
     missed = []
     for _ in range(4):
         run.step()
-        missed.append(run.of(What.MISSED))
+        missed.append(run.of(EventKind.MISSED))
     assert missed == [["layers.1#0.3"], [], [], []]
 
 

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ebbtide.engine.scope import Limits, Scope
-from ebbtide.engine.select import select, select_subclass
+from ebbtide._engine.context import HookContext, Limits
+from ebbtide._engine.select import select, select_subclass
 from ebbtide.types import Reason
 
 
 @pytest.fixture
 def scope():
-    return Scope(Limits(1, 1, 16), lambda device: device.type == "cpu")
+    return HookContext(Limits(1, 1, 16), lambda device: device.type == "cpu")
 
 
 WEIGHT = nn.Parameter(torch.ones(4, 4))
@@ -52,7 +52,7 @@ def test_small_and_empty_ones_stay(scope):
 def test_freed_storages_stay():
     gathered = torch.ones(4, 4)
     gathered.untyped_storage().resize_(0)  # as FSDP does after forward
-    assert select(gathered, Scope(Limits(1, 1, 0), lambda _: True)) is Reason.EMPTY
+    assert select(gathered, HookContext(Limits(1, 1, 0), lambda _: True)) is Reason.EMPTY
 
 
 def test_buffers_stay(scope):

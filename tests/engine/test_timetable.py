@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbtide
-from ebbtide.engine.timetable import Site, Timetable
+from ebbtide._engine.timetable import Site, Timetable
 from ebbtide.types import Output
 
 

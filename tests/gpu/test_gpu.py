@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import ebbtide
-from ebbtide import Recipe, What
+from ebbtide import EventKind, Recipe
 from ebbtide.types import Reason
 
 if not torch.cuda.is_available():
@@ -802,10 +802,10 @@ def arenas(door):
 @pytest.mark.parametrize(
     ("sizes", "happens"),
     [
-        ({"window": 1, "prefetch": "8MiB"}, {What.RELEASED, What.FETCHED}),
-        ({"window": 1, "prefetch": 1}, {What.RELEASED, What.MISSED}),
-        ({"window": "6MiB", "prefetch": "4MiB"}, {What.RELEASED}),
-        ({"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}, {What.RELEASED, What.FETCHED}),
+        ({"window": 1, "prefetch": "8MiB"}, {EventKind.RELEASED, EventKind.FETCHED}),
+        ({"window": 1, "prefetch": 1}, {EventKind.RELEASED, EventKind.MISSED}),
+        ({"window": "6MiB", "prefetch": "4MiB"}, {EventKind.RELEASED}),
+        ({"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}, {EventKind.RELEASED, EventKind.FETCHED}),
     ],
     ids=["as it comes", "nothing ahead", "some waits", "small ones too"],
 )

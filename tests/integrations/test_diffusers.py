@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ebbtide
 from ebbtide import ConfigError, ModuleError
+from ebbtide._offload import handle_of
 from ebbtide.integrations.diffusers import add_arguments, offload_transformers, settings_of
-from ebbtide.module import handle_of
 from examples import diffusers_wan
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")

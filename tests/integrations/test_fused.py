@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import ebbtide
 from ebbtide import ModifiedError, Plan, Recipe, RegionPlan, compat
-from ebbtide._sums import sums_of
-from ebbtide.recompute import outputs
+from ebbtide._recompute import saved_outputs
+from ebbtide._utils.storage import sums_of
 
 MOVES = {"store": "mock", "min_bytes": 1}
 ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
@@ -280,7 +280,7 @@ def test_what_is_overwritten_is_summed_once(monkeypatch):
     model, x, _ = turning()
     ebbtide.offload(model, **MOVES, recipe="selective")
     sums = []
-    monkeypatch.setattr(outputs, "sums_of", lambda storage: sums.append(storage.nbytes()) or sums_of(storage))
+    monkeypatch.setattr(saved_outputs, "sums_of", lambda storage: sums.append(storage.nbytes()) or sums_of(storage))
     counts = []
     for _ in range(35):
         losses_and_gradients(model, x)

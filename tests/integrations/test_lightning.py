@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ModuleError
-from ebbtide.engine.ledger import TOTALS
+from ebbtide._engine.stats import TOTALS
 from ebbtide.integrations.lightning import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")

@@ -12,8 +12,8 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, TorchAoConfig
 
 import ebbtide
 from ebbtide import compat
-from ebbtide.engine.engine import Engine
-from ebbtide.engine.parcel import Ticket
+from ebbtide._engine.engine import Engine
+from ebbtide._engine.parcel import Ticket
 from ebbtide.types import Reason
 
 pytestmark = [

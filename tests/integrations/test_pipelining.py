@@ -159,7 +159,7 @@ def forward_backward_no_pipelining(step):
     [("forward_backward_pipelining_without_interleaving", True), ("forward_backward_no_pipelining", False)],
 )
 def test_schedules_of_megatron_are_known_by_their_names(one_of_two_ranks, function, is_refused):
-    from ebbtide._ranks import refuse_pipeline
+    from ebbtide._control.ranks import refuse_pipeline
 
     schedules = {"__name__": "megatron.core.pipeline_parallel.schedules"}
     exec(MEGATRON, schedules)
@@ -177,7 +177,7 @@ def test_schedules_of_megatron_are_known_by_their_names(one_of_two_ranks, functi
 
 
 def test_what_is_no_part_of_a_stage_has_a_budget(one_of_two_ranks):
-    from ebbtide._ranks import refuse_pipeline
+    from ebbtide._control.ranks import refuse_pipeline
 
     owned, other = part(0), part(0)
     stage = PipelineStage(owned, 0, 2, CPU)

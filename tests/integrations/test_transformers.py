@@ -25,10 +25,10 @@ from transformers import (
 
 import ebbtide
 from ebbtide import ConfigError, ModuleError, Plan, PlanError, compat
-from ebbtide.engine.ledger import TOTALS
+from ebbtide._engine.stats import TOTALS
+from ebbtide._offload import handle_of
+from ebbtide._plans import Recipe, RegionPlan
 from ebbtide.integrations.transformers import ActivationOffloadingMixin, OffloadArguments, OffloadCallback
-from ebbtide.module import handle_of
-from ebbtide.plans import Recipe, RegionPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from ebbtide import MissingPackageError
-from ebbtide._extras import extra
+from ebbtide._utils.packages import extra
 
 
 def stand_in(monkeypatch, path):

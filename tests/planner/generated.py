@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from ebbtide.planner.leads import with_host
-from ebbtide.planner.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
+from ebbtide._planner.launch_ahead import with_host
+from ebbtide._profiling.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
 
 MB = 1_000_000
 MS = 1e-3

@@ -11,9 +11,9 @@ from torch import nn
 
 import ebbtide
 from ebbtide import EbbtideWarning
-from ebbtide.planner.control import Phase
-from ebbtide.planner.solve import Solver, smallest_budget
-from ebbtide.rehearsal import measure
+from ebbtide._control.controller import Phase
+from ebbtide._dry_run import measure
+from ebbtide._planner.solve import Solver, smallest_budget
 from ebbtide.types import Reason
 
 NBYTES = ROWS * WIDTH * 4
@@ -153,7 +153,9 @@ def test_without_a_budget_nothing_of_it_leaves():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     left = set()
-    handle.subscribe(lambda event: left.add(event.site.split("#")[0]) if event.what is ebbtide.What.RELEASED else None)
+    handle.subscribe(
+        lambda event: left.add(event.site.split("#")[0]) if event.what is ebbtide.EventKind.RELEASED else None
+    )
     follow(model, make())
     assert "norm" not in left
 

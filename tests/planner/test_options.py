@@ -7,9 +7,9 @@ from hypothesis import given
 from planner.generated import profiles
 from planner.workloads import MS, region, workload_a
 
-from ebbtide.planner.options import option_for, options_of, queueing_s, why
-from ebbtide.planner.profile import OUTSIDE, Dear, Host, HostTime, Save
-from ebbtide.plans import Recipe
+from ebbtide._planner.options import option_for, options_of, queueing_s, why
+from ebbtide._plans import Recipe
+from ebbtide._profiling.profile import OUTSIDE, Dear, Host, HostTime, Save
 
 MB = 1_000_000
 
@@ -56,7 +56,7 @@ def test_what_stays_for_others_is_sent_by_no_recipe():
     for inputs in ((Save(0, 0, 0.0, shares=OUTSIDE),), (Save(0, 0, 0.0, shares=OUTSIDE), Save(1, 0, 0.0, shares=0))):
         options = options_of(region(saves=saves, inputs=inputs))
         assert [each.recipe.sites for each in options if each.recipe.action == "offload"] == [(1,)]
-        again = [each.recipe for each in options if each.recipe.runs_again]
+        again = [each.recipe for each in options if each.recipe.recomputes]
         assert {recipe.action for recipe in again} == {"recompute", "selective"}
         assert {recipe.inputs for recipe in again} == {"keep"}
 
@@ -65,7 +65,7 @@ def test_what_stays_for_others_is_sent_by_no_recipe():
 def test_what_else_is_passed_to_a_region_travels_all_the_same(other):
     """It has memory of its own, or that of another region's save: one that stays would keep it there."""
     inputs = (Save(0, 0, 0.0, shares=OUTSIDE), other)
-    again = [recipe for recipe in recipes(region(inputs=inputs)) if recipe.runs_again]
+    again = [recipe for recipe in recipes(region(inputs=inputs)) if recipe.recomputes]
     assert {recipe.inputs for recipe in again} == {"keep", "offload"}
 
 

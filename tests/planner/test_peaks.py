@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbtide
-from ebbtide import module as door
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.planner.profile import OUTSIDE
-from ebbtide.planner.solve import Solver
+from ebbtide import offload as door
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._planner.solve import Solver
+from ebbtide._profiling.profile import OUTSIDE
 from ebbtide.types import Memory
 
 WIDTH = 64
@@ -187,11 +187,11 @@ def counted(monkeypatch):
         # what backward has used before it could leave would be there as long as the lane is late.
         stream.submit(lambda: dst.copy_(src)).result()
 
-    def forget_peak(_self):
+    def reset_peak_stats(_self):
         counted.peak = counted.allocated
 
     monkeypatch.setattr(CpuDevice, "memory", lambda _self: Memory(counted.allocated, counted.peak))
-    monkeypatch.setattr(CpuDevice, "forget_peak", forget_peak)
+    monkeypatch.setattr(CpuDevice, "reset_peak_stats", reset_peak_stats)
     monkeypatch.setattr(CpuDevice, "allocate", counted_allocate)
     monkeypatch.setattr(CpuDevice, "copy", copy_at_once)
     monkeypatch.setattr(door, "make_config", lambda **settings: make_config(**{**settings, "window": "512KiB"}))

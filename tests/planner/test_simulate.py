@@ -9,11 +9,11 @@ from planner.generated import profiles
 from planner.workloads import MS, around, layers, profile, region
 
 from ebbtide import PlanError
-from ebbtide.planner.options import option_for, options_of
-from ebbtide.planner.profile import Link, Save
-from ebbtide.planner.simulate import Pace, least_budget, pace_within, simulate, simulate_below
-from ebbtide.planner.solve import solve
-from ebbtide.plans import Recipe
+from ebbtide._planner.options import option_for, options_of
+from ebbtide._planner.simulate import Pace, least_budget, pace_within, simulate, simulate_below
+from ebbtide._planner.solve import solve
+from ebbtide._plans import Recipe
+from ebbtide._profiling.profile import Link, Save
 
 MB = 1_000_000
 WIDE = 10**12

@@ -12,15 +12,15 @@ from planner.generated import profiles
 from planner.workloads import GIB, MS, around, layers, profile, region, workload_a, workload_b
 
 from ebbtide import PlanError
-from ebbtide.planner import solve as solving
-from ebbtide.planner.candidates import leanest, placed
-from ebbtide.planner.counts import Counted
-from ebbtide.planner.groups import Model
-from ebbtide.planner.options import option_for, options_of
-from ebbtide.planner.profile import Dear, Link, Profile, Save
-from ebbtide.planner.simulate import least_budget, pace_within, simulate, simulate_below
-from ebbtide.planner.solve import Solver, front, smallest_budget, solve
-from ebbtide.plans import Recipe
+from ebbtide._planner import solve as solving
+from ebbtide._planner.groups import Model
+from ebbtide._planner.options import option_for, options_of
+from ebbtide._planner.relaxation import Counted
+from ebbtide._planner.search import leanest, placed
+from ebbtide._planner.simulate import least_budget, pace_within, simulate, simulate_below
+from ebbtide._planner.solve import Solver, front, smallest_budget, solve
+from ebbtide._plans import Recipe
+from ebbtide._profiling.profile import Dear, Link, Profile, Save
 
 MB = 1_000_000
 EXACT = 1e-8  # seconds: a plan's times are compared to the nanosecond
@@ -224,7 +224,7 @@ def test_a_region_that_is_visited_twice_gets_one_recipe():
 def test_a_region_that_cannot_run_again_at_one_visit_does_at_none():
     step = profile(region("shared"), region("shared", again_s=0.0))
     plan = solve(step, smallest_budget(step))
-    assert not plan.regions["shared"].recipe.runs_again
+    assert not plan.regions["shared"].recipe.recomputes
 
 
 def test_the_host_limit_holds():
@@ -244,7 +244,7 @@ def test_without_regions_there_is_nothing_to_choose():
 def test_only_moves_never_runs_anything_again():
     step = profile(*layers(4))
     plan = Solver(step).solve(smallest_budget(step) + 100 * MB, only_moves=True)
-    assert not any(planned.recipe.runs_again for planned in plan.regions.values())
+    assert not any(planned.recipe.recomputes for planned in plan.regions.values())
 
 
 # -- without a budget --------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_without_a_budget_it_moves_what_the_link_hides():
     plan = solve(step, None)
     predicted = plan.predicted
     assert plan.budget_bytes is None
-    assert not any(planned.recipe.runs_again for planned in plan.regions.values())
+    assert not any(planned.recipe.recomputes for planned in plan.regions.values())
     assert predicted.stall_forward_s == predicted.stall_backward_s == 0
     assert 4.4 * GIB < predicted.moved_bytes < 4.9 * GIB
     everything = least_budget(step, uniform(step, Recipe("keep")))

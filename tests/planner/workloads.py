@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ebbtide.planner.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
+from ebbtide._profiling.profile import Around, Dear, Link, Profile, RegionProfile, Save, Turn
 
 GIB = 1024**3
 MIB = 1024**2

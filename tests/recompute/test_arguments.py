@@ -7,13 +7,13 @@ import functools
 import pytest
 import torch
 from cases import make
-from recipe_cases import ROWS, WIDTH, FrozenSlots, Pair, Plain, Products, Simple, Slots, batch, observed
+from recipe_cases import ROWS, WIDTH, CallNumbers, FrozenSlots, Pair, Plain, Products, Simple, batch, observed
 from support import HandleRig, assert_equal
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbtide import ModifiedError, ModuleError
-from ebbtide.recompute.arguments import Arguments
+from ebbtide._recompute.arguments import Arguments
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ class WithDefault:
         lambda t: collections.defaultdict(list, a=[t]),
         lambda t: collections.deque([t, 2]),
         lambda t: Plain(t, "name", Plain(t, "inner", [t])),
-        lambda t: FrozenSlots(t, Slots(t, 7)),
+        lambda t: FrozenSlots(t, CallNumbers(t, 7)),
         lambda t: WithDefault(t),
         lambda t: functools.partial(max, t, key=Plain(t, "key")),
     ],
@@ -76,7 +76,7 @@ def test_nothing_holds_the_tensors_that_were_taken():
 
     t = torch.ones(3)
     alive = weakref.ref(t)
-    arguments, tensors = taken_apart([t], Plain(t, "x"), FrozenSlots(t, Slots(t)), functools.partial(max, t))
+    arguments, tensors = taken_apart([t], Plain(t, "x"), FrozenSlots(t, CallNumbers(t)), functools.partial(max, t))
     del t, tensors
     assert alive() is None
     assert arguments.rebuild([torch.zeros(1)])[0][0][0].shape == (1,)

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from support import assert_equal
-from test_module import offload
+from test_offload import offload
 from torch import nn
 
 import ebbtide

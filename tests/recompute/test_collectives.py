@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from cases import Data, finish
 from support import assert_equal
-from test_module import CPU, offload
+from test_offload import CPU, offload
 from torch import nn
 
 import ebbtide

@@ -7,8 +7,8 @@ import torch
 from recipe_cases import CASES, RECIPES
 from support import HandleRig, assert_equal
 
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.sim import SimDevice
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._devices.sim import SimDevice
 
 CPU = torch.device("cpu")
 DEVICES = {

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ebbtide import EbbtideWarning
-from ebbtide import _generators as generators
+from ebbtide._recompute import generators
 from ebbtide.types import Unable
 
 CPU = torch.device("cpu")

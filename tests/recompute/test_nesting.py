@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide import EbbtideWarning, Recipe
-from ebbtide.devices.sim import SimDevice
+from ebbtide._devices.sim import SimDevice
 from ebbtide.types import Unable
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 from recipe_programs import explore_recipes
 
 from ebbtide import EbbtideError
-from ebbtide.devices.sim import SimDevice
-from ebbtide.engine.engine import Engine
-from ebbtide.recompute import absent, ambient, dear, frame, outputs
-from ebbtide.recompute.state import Found
+from ebbtide._devices.sim import SimDevice
+from ebbtide._engine.engine import Engine
+from ebbtide._recompute import frame, ops, provenance, rng_autocast, saved_outputs
+from ebbtide._recompute.state import Found
 from ebbtide.types import Wait
 
 SEEDS = 200
@@ -31,49 +31,49 @@ def test_programs_equal_their_plain_twins_and_race_nowhere(first):
 
 
 def random_numbers_go_on(patch):
-    patch(ambient, "restored", lambda states: contextlib.nullcontext())
+    patch(rng_autocast, "restored", lambda states: contextlib.nullcontext())
 
 
 def held_random_operators_draw_nothing(patch):
-    patch(outputs, "set_rng_state", lambda device, state: None)
+    patch(saved_outputs, "set_rng_state", lambda device, state: None)
 
 
 def operators_without_tensors_draw_nothing(patch):
-    draws_on = outputs.draws_on
+    draws_on = saved_outputs.draws_on
 
     def mutant(op, args, kwargs):
         has_tensor = any(hasattr(value, "dtype") for value in (*args, *kwargs.values()))
         return draws_on(op, args, kwargs) if has_tensor else None
 
-    patch(outputs, "draws_on", mutant)
+    patch(saved_outputs, "draws_on", mutant)
 
 
 def autocast_is_off(patch):
-    patch(ambient._Autocast, "restored", lambda self: contextlib.nullcontext())
+    patch(rng_autocast._Autocast, "restored", lambda self: contextlib.nullcontext())
 
 
 def outputs_are_handed_out_whatever_became_of_them(patch):
-    patch(outputs.Held, "is_unmodified", property(lambda self: True))
+    patch(saved_outputs.SavedOutput, "is_unmodified", property(lambda self: True))
 
 
 def no_bytes_are_compared(patch):
     """They would show what versions do not."""
-    patch(outputs, "sums_of", lambda storage: torch.zeros(1))
+    patch(saved_outputs, "sums_of", lambda storage: torch.zeros(1))
 
 
 def hidden_views_are_not_watched(patch):
     no_bytes_are_compared(patch)
-    patch(outputs.Intake, "follow", lambda self, op, args, out: None)
+    patch(saved_outputs.OutputRecorder, "follow", lambda self, op, args, out: None)
 
 
 def views_without_notice_are_held(patch):
     no_bytes_are_compared(patch)
-    patch(dear, "is_hidden_view", lambda op: False)
+    patch(ops, "is_hidden_view", lambda op: False)
 
 
 def casts_are_held(patch):
-    is_never_dear = dear._is_never_dear
-    patch(dear, "_is_never_dear", lambda op: "_to_copy" not in str(op) and is_never_dear(op))
+    is_never_dear = ops._is_never_dear
+    patch(ops, "_is_never_dear", lambda op: "_to_copy" not in str(op) and is_never_dear(op))
 
 
 def regions_inside_are_numbered_too(patch):
@@ -81,7 +81,7 @@ def regions_inside_are_numbered_too(patch):
 
 
 def a_run_that_fails_gives_what_it_has_made(patch):
-    pack = frame.SecondRun.pack
+    pack = frame.Recomputation.pack
 
     def mutant(self, t):
         try:
@@ -89,16 +89,16 @@ def a_run_that_fails_gives_what_it_has_made(patch):
         finally:
             self.give()
 
-    patch(frame.SecondRun, "pack", mutant)
+    patch(frame.Recomputation, "pack", mutant)
 
 
 def what_draws_is_left_out(patch):
-    patch(absent, "draws_on", lambda op, args, kwargs: None)
-    patch(absent, "_is_known", lambda op: not op._schema.is_mutable)
+    patch(provenance, "draws_on", lambda op, args, kwargs: None)
+    patch(provenance, "_is_known", lambda op: not op._schema.is_mutable)
 
 
 def what_is_changed_is_left_out(patch):
-    patch(absent, "may_be_left_out", lambda op, args, kwargs: True)
+    patch(provenance, "may_be_left_out", lambda op, args, kwargs: True)
 
 
 def state_is_as_it_is_now(patch):
@@ -106,7 +106,7 @@ def state_is_as_it_is_now(patch):
 
 
 def buffers_are_believed_to_count(patch):
-    from ebbtide.recompute import state
+    from ebbtide._recompute import state
 
     patch(state._Buffer, "has_same_bytes", lambda self: True)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import Transformer, make
 from support import assert_equal
-from test_module import CPU, offload, three_steps
+from test_offload import CPU, offload, three_steps
 
 import ebbtide
 from ebbtide import Recipe

@@ -16,8 +16,8 @@ from support import Boom, HandleRig, assert_equal
 from torch import nn
 
 from ebbtide import Recipe
-from ebbtide.devices.sim import SimDevice
-from ebbtide.recompute.frame import Frame, Holder
+from ebbtide._devices.sim import SimDevice
+from ebbtide._recompute.frame import Frame, Holder
 
 CPU = torch.device("cpu")
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from recipe_cases import CASES, RECIPES
 from support import assert_equal
-from test_module import offload
+from test_offload import offload
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, RecomputeError
-from ebbtide.recompute.verify import is_rounding
+from ebbtide._recompute.verify import is_rounding
 from ebbtide.types import Reason, Unable
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class CountsInTensor(Region):
         return self.runs.clone()
 
 
-class Tally:
+class Count:
     def __init__(self):
         self.rows = {"runs": [0]}
 
@@ -105,7 +105,7 @@ class Tally:
 class CountsInObject(Region):
     def __init__(self):
         super().__init__()
-        self.tally = Tally()
+        self.tally = Count()
 
     def factor(self):
         self.tally.rows["runs"][0] += 1
@@ -142,7 +142,7 @@ class CatchesAnException(Region):
 
     def __init__(self):
         super().__init__()
-        self.tally = Tally()
+        self.tally = Count()
 
     def forward(self, x):
         self.tally.rows["runs"][0] += 1
@@ -157,7 +157,7 @@ class CatchesAnException(Region):
 class SavesLess(Region):
     def __init__(self):
         super().__init__()
-        self.tally = Tally()
+        self.tally = Count()
 
     def forward(self, x):
         self.tally.rows["runs"][0] += 1
@@ -465,7 +465,7 @@ class CachesMasks(Region):
 class NotANumber(Region):
     def __init__(self):
         super().__init__()
-        self.box = Tally()
+        self.box = Count()
 
     def factor(self):
         self.box.rows["runs"][0] = float("nan")
@@ -543,7 +543,7 @@ def test_a_second_backward_is_verified_too():
 
 def test_regions_in_which_ranks_speak_are_not_verified(monkeypatch):
     """One rank's verdict alone would have ranks recompute different collectives."""
-    monkeypatch.setattr("ebbtide.recompute.frame.collectives_so_far", itertools.count().__next__)
+    monkeypatch.setattr("ebbtide._recompute.frame.collectives_so_far", itertools.count().__next__)
     model = make(CountsInArray)
     handle = offload(model, recipe="recompute", verify=1)
     steps(model, 1)
@@ -570,7 +570,7 @@ def test_sharded_regions_are_verified(process_group):
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
 def test_rounding_is_told_from_other_values(value, monkeypatch):
-    monkeypatch.setattr("ebbtide.recompute.verify._is_exact", lambda t: False)
+    monkeypatch.setattr("ebbtide._recompute.verify._is_exact", lambda t: False)
     forward = torch.tensor([1.0, 2.0, value])
     rounded = torch.tensor([1.0, 2.0 + 2e-7, value])
     assert is_rounding(forward, rounded)

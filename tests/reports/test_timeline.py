@@ -4,8 +4,8 @@ import matplotlib as mpl
 import matplotlib.image
 import numpy as np
 
-from ebbtide._bytes import MIB
-from ebbtide.reports.timeline import Curve, draw_timeline
+from ebbtide._reports.timeline import Curve, draw_timeline
+from ebbtide._utils.sizes import MIB
 
 CURVES = [
     Curve("plain", [0.0, 0.5, 1.0], [100 * MIB, 900 * MIB, 200 * MIB], 950 * MIB),

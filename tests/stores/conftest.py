@@ -1,6 +1,6 @@
 import pytest
 
-from ebbtide.stores import _scratch, disk
+from ebbtide._stores import _scratch, disk
 
 
 @pytest.fixture

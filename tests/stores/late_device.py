@@ -6,8 +6,8 @@ from collections import deque
 
 import torch
 
-from ebbtide._bytes import as_bytes
-from ebbtide.devices.cpu import HostEvent
+from ebbtide._devices.cpu import HostEvent
+from ebbtide._utils.storage import as_bytes
 
 
 class LateStream:

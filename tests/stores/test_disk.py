@@ -13,10 +13,10 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from ebbtide._bytes import GIB, MIB
+from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError, StoreError
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.stores import DiskStore, disk
+from ebbtide._stores import DiskStore, disk
+from ebbtide._utils.sizes import GIB, MIB
 from ebbtide.types import Wait
 
 

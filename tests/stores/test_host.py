@@ -4,9 +4,9 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from ebbtide._bytes import KIB, MIB
-from ebbtide.devices.sim import SimDevice
-from ebbtide.stores import HostStore
+from ebbtide._devices.sim import SimDevice
+from ebbtide._stores import HostStore
+from ebbtide._utils.sizes import KIB, MIB
 from ebbtide.types import Wait
 
 BLOCKS = 4

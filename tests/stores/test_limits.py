@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide._bytes import GIB, MIB
+from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.stores import _limits
-from ebbtide.stores._limits import Budget, cgroup_free_bytes, default_host_limit_bytes
-from ebbtide.stores.host import HostStore
+from ebbtide._stores import _limits
+from ebbtide._stores._limits import Budget, cgroup_free_bytes, default_host_limit_bytes
+from ebbtide._stores.host import HostStore
+from ebbtide._utils.sizes import GIB, MIB
 
 
 @pytest.fixture

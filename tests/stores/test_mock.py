@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import StoreError, StoreFullError
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.stores import MockStore
+from ebbtide._stores import MockStore
 
 
 def fail_at(operation, error):

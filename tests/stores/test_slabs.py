@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.stores._slabs import Reader, Slabs
+from ebbtide._stores._slabs import Reader, Slabs
 
 SLAB_BYTES = 10_000
 ALIGN_BYTES = 100

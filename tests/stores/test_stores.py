@@ -8,11 +8,11 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from ebbtide._bytes import GIB, KIB, MIB
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.sim import SimDevice
-from ebbtide.stores import DiskStore, HostStore, MockStore
-from ebbtide.stores._scratch import ScratchFile
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._devices.sim import SimDevice
+from ebbtide._stores import DiskStore, HostStore, MockStore
+from ebbtide._stores._scratch import ScratchFile
+from ebbtide._utils.sizes import GIB, KIB, MIB
 from ebbtide.types import Device, Store, Wait
 
 DEVICES = {

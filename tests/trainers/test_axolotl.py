@@ -20,9 +20,9 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ForeignAttributeError, compat
+from ebbtide._engine.stats import Count
+from ebbtide._stores import DiskStore, MockStore
 from ebbtide.compat import axolotl
-from ebbtide.engine.ledger import Tally
-from ebbtide.stores import DiskStore, MockStore
 
 os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "AXOLOTL_TEE_STDOUT": "0", "HF_HUB_OFFLINE": "1"}
 pytest.importorskip("axolotl", reason="make test-trainers installs it", exc_type=ImportError)
@@ -105,7 +105,7 @@ def test_disk_is_a_disk(monkeypatch, tmp_path, has_adapter):
             folders.append(folder)
             super().__init__(device, folder)
 
-    monkeypatch.setattr("ebbtide.stores.DiskStore", Spied)
+    monkeypatch.setattr("ebbtide._stores.DiskStore", Spied)
     monkeypatch.setitem(axolotl._OnDisk.settings, "store", f"disk:{tmp_path}")
     twin = train(tmp_path, False, has_adapter)
     with compat.install("axolotl"):
@@ -123,7 +123,7 @@ def hidden_states(has_adapter):
     """Of two layers in three steps. With an adapter those of the first are a leaf that needs a gradient, like a
     parameter, and stay."""
     count = 3 if has_adapter else 6
-    return Tally(count, count * HIDDEN_STATES)
+    return Count(count, count * HIDDEN_STATES)
 
 
 def checkpoints(use_reentrant):

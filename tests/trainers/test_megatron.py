@@ -136,9 +136,9 @@ def test_measured_steps_leave_the_tracker_as_it_was():
 
 def test_without_its_tracker_no_region_runs_again(monkeypatch):
     """As it is with the tracker of a package that nobody here knows."""
-    from ebbtide import _generators
+    from ebbtide._recompute import generators
 
-    monkeypatch.setattr(_generators, "known_trackers", list)
+    monkeypatch.setattr(generators, "known_trackers", list)
     plain = train(make())
     model = make()
     handle = ebbtide.offload(model, recipe="recompute", **MOVES)

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ebbtide._bytes import MIB
+from ebbtide._context import offload_activations
+from ebbtide._engine.parcel import keep, kept_tensor
+from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._events import Listener
-from ebbtide._torch import hidden_from_compiler
+from ebbtide._utils.sizes import MIB
+from ebbtide._utils.torch_private import hidden_from_compiler
 from ebbtide.compat._stand_in import StandIn
-from ebbtide.context import offload_activations
-from ebbtide.engine.ledger import Stats
-from ebbtide.engine.parcel import keep, kept_tensor
 
 DEFAULT_STASH = 5
 _WINDOW_BYTES = 512 * MIB  # of the default stash

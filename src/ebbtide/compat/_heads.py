@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from ebbtide._errors import EbbtideWarning
-from ebbtide._torch import is_inside_checkpoint, named_modules
+from ebbtide._utils.torch_private import is_inside_checkpoint, named_modules
 from ebbtide.compat._context import DEFAULT_STASH, OffloadActivations, start_keeping, stop_keeping
 
 _HEADS = (

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ebbtide._errors import ConfigError, EbbtideWarning, MissingPackageError
-from ebbtide._extras import is_installed, version_of
+from ebbtide._utils.packages import is_installed, version_of
 from ebbtide.compat import _context, _heads, axolotl, torchtune
 
 

@@ -11,12 +11,12 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
-from ebbtide._torch import modules_of
+from ebbtide._utils.torch_private import modules_of
 from ebbtide.compat._context import OffloadActivations
 from ebbtide.compat._heads import opt_out
 from ebbtide.compat._stand_in import StandIn
-from ebbtide.engine.ledger import Stats
 
 MIXINS = "axolotl.core.trainers.mixins.activation_checkpointing"
 _MODES = (True, "legacy", "disk", "hidden_states")

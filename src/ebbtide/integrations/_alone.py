@@ -8,7 +8,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
 from ebbtide._errors import ConfigError
-from ebbtide._torch import modules_of
+from ebbtide._utils.torch_private import modules_of
 
 
 def check_alone(module: torch.nn.Module, settings: Mapping[str, Any], ours: str) -> None:

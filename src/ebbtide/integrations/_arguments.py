@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ebbtide._plans import Plan
 from ebbtide._settings import LEAST_BYTES
-from ebbtide.plans import Plan
 
 
 @dataclass

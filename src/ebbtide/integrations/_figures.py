@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ebbtide.engine.ledger import TOTALS, Stats
-from ebbtide.module import OffloadHandle
-from ebbtide.planner.profile import Profile
-from ebbtide.plans import Plan
-from ebbtide.reports.table import stats_text
+from ebbtide._engine.stats import TOTALS, Stats
+from ebbtide._offload import OffloadHandle
+from ebbtide._plans import Plan
+from ebbtide._profiling.profile import Profile
+from ebbtide._reports.stats_text import stats_text
 
 
 class Figures:

@@ -6,7 +6,7 @@ import torch
 
 import ebbtide
 from ebbtide._errors import ConfigError
-from ebbtide._extras import extra
+from ebbtide._utils.packages import extra
 from ebbtide.integrations._alone import check_alone, check_compiled, check_deepspeed
 
 with extra("transformers"):  # that one brings it

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbtide import compat
 from ebbtide._errors import ConfigError
-from ebbtide._extras import extra
+from ebbtide._utils.packages import extra
 from ebbtide.integrations._figures import Result
 from ebbtide.integrations.transformers import OffloadCallback
 

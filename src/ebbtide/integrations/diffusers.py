@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 
 import ebbtide
+from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideError, ModuleError
-from ebbtide._regions import called, find_regions
-from ebbtide._torch import modules_of, parameters_of
-from ebbtide.engine.ledger import Stats
+from ebbtide._model.regions import called, find_regions
+from ebbtide._utils.torch_private import modules_of, parameters_of
 from ebbtide.integrations._alone import check_alone
 from ebbtide.integrations._arguments import OffloadArguments
 

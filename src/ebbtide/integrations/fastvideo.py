@@ -4,7 +4,7 @@ import importlib
 import logging
 from typing import Any
 
-from ebbtide._extras import extra
+from ebbtide._utils.packages import extra
 from ebbtide.integrations._figures import Figures, Result
 from ebbtide.integrations.diffusers import OffloadedTransformers, offload_transformers
 

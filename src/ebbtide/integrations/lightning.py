@@ -6,8 +6,8 @@ import torch
 
 import ebbtide
 from ebbtide._errors import ModuleError
-from ebbtide._extras import extra, is_installed
-from ebbtide._torch import named_children
+from ebbtide._utils.packages import extra, is_installed
+from ebbtide._utils.torch_private import named_children
 from ebbtide.integrations._alone import check_alone
 from ebbtide.integrations._figures import Figures, Result
 

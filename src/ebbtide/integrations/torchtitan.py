@@ -12,9 +12,9 @@ import torch
 
 import ebbtide
 from ebbtide._errors import ConfigError
-from ebbtide._extras import extra
-from ebbtide._torch import modules_of, named_modules
-from ebbtide.module import handle_of
+from ebbtide._offload import handle_of
+from ebbtide._utils.packages import extra
+from ebbtide._utils.torch_private import modules_of, named_modules
 
 with extra("torchtitan"):
     import torch._functorch.config as partitioner

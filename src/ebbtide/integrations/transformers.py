@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import ebbtide
 from ebbtide._errors import ConfigError
-from ebbtide._extras import extra
+from ebbtide._utils.packages import extra
 from ebbtide.integrations._alone import check_alone, check_compiled, check_deepspeed
 from ebbtide.integrations._arguments import OffloadArguments
 from ebbtide.integrations._figures import Figures, Result

@@ -1,0 +1,250 @@
+"""GPUs: streams and events of torch's generic accelerator API, so CUDA, ROCm and XPU are one implementation.
+
+Only this folder may name a back end.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ebbtide._devices.capture import capture_of, is_captured_in_parts
+from ebbtide._devices.cpu import HostEvent
+from ebbtide._devices.host_memory import memory_errors
+from ebbtide._devices.pinned import pinned_bytes
+from ebbtide._utils.storage import as_bytes
+from ebbtide._utils.torch_private import cuda_is_capturing, current_stream
+from ebbtide.types import Memory, Wait
+
+_CYCLES_PER_S = 1.5e9  # of a GPU, about
+
+
+class EventPool:
+    """Events that are recorded again once nobody has them: to make and to end one costs more than to record it.
+
+    An event that only the pool holds cannot be asked or waited for any more, and waits that were queued for it stay
+    with what it stood for then. Each is looked at once, `age` events after its own; one that is still held is left to
+    whoever holds it. So `age` events of the past are all that is kept.
+    """
+
+    def __init__(self, make: Callable[[], torch.Event], age: int = 2048) -> None:
+        self._make = make
+        self._age = age
+        self._given: deque[Any] = deque([object()])
+        self._unheld = self._oldest()[1]  # what Python counts for one that nobody holds
+
+    def take(self) -> torch.Event:
+        """One to record. Any thread."""
+        event = None
+        if len(self._given) >= self._age:
+            oldest, holders = self._oldest()
+            event = oldest if holders <= self._unheld else None
+        if event is None:
+            event = self._make()
+        self._given.append(event)
+        return event
+
+    def _oldest(self) -> tuple[Any, int]:
+        event = self._given.popleft()
+        return event, sys.getrefcount(event)
+
+
+class AcceleratorDevice:
+    """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
+
+    supports_timing = True
+    is_async = True
+    tracks_peak = True
+    _passed: torch.Event | None = None
+    """The last event that was seen to have passed: whatever is queued from then on runs after it, without a wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        named = cast("int | None", device.index)  # "cuda" means the current one
+        index = torch.accelerator.current_device_index() if named is None else named
+        self.torch_device = torch.device(device.type, index)
+        self._index = index
+        self._asks_for_capture = device.type == "cuda"
+        self._near_cpus = _cpus_near(self.torch_device)
+        self._new_event = functools.partial(torch.Event, self.torch_device, enable_timing=self.supports_timing)
+        self._events = EventPool(self._new_event)
+
+    def current_stream(self) -> torch.Stream:
+        return current_stream(self._index)
+
+    def new_stream(self, name: str) -> torch.Stream:
+        return torch.Stream(device=self.torch_device)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        event = self._events.take()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.Stream, event: torch.Event | HostEvent, why: Wait) -> None:
+        if event is not self._passed:
+            stream.wait_event(event if type(event) is torch.Event else _device_event(event))
+
+    def is_done(self, event: torch.Event | HostEvent) -> bool:
+        if isinstance(event, HostEvent):
+            return event.is_done() and (event.error is not None or _device_event(event).query())
+        if not event.query():
+            return False
+        self._passed = event
+        return True
+
+    def seconds_between(self, start: torch.Event | HostEvent, end: torch.Event | HostEvent) -> float:
+        if type(start) is torch.Event and type(end) is torch.Event:
+            return start.elapsed_time(end) / 1e3
+        for event in (start, end):
+            if isinstance(event, HostEvent) and event.error is not None:
+                return 0.0  # a copy that failed took no time of the link
+        return _device_event(start).elapsed_time(_device_event(end)) / 1e3
+
+    def hold(self, stream: torch.Stream, seconds: float) -> None:
+        if self.torch_device.type == "cuda":
+            with stream:
+                cast(Any, torch.cuda)._sleep(int(seconds * _CYCLES_PER_S))
+
+    def allocate(self, nbytes: int, stream: torch.Stream) -> torch.Tensor:
+        if stream == self.current_stream():
+            return self._empty(nbytes)
+        with stream:
+            return self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        if torch.are_deterministic_algorithms_enabled():  # torch.empty would fill the memory first
+            return as_bytes(torch.UntypedStorage(nbytes, device=self.torch_device))
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        with _on_cpus(self._near_cpus), memory_errors():
+            pinned = pinned_bytes(nbytes, self.torch_device)
+            if pinned is not None:
+                return pinned
+            # The device is named, or a default device of the user's would be pinned, which torch refuses.
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
+        with stream:
+            dst.copy_(src, non_blocking=True)
+
+    def matches_capture(self) -> bool:
+        return not (self._asks_for_capture and cuda_is_capturing())
+
+    def capture_id(self) -> int | None:
+        return capture_of(self.current_stream())
+
+    def for_capture(self, capture: int) -> "CapturedDevice | None":
+        return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
+
+    def memory(self) -> Memory:
+        stats = torch.accelerator.memory.memory_stats(self._index)  # once: it takes as long as a few operators
+        return Memory(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
+
+    def total_bytes(self) -> int:
+        return torch.accelerator.memory.get_memory_info(self._index)[1]
+
+    def failed_allocations(self) -> int:
+        return torch.accelerator.memory.memory_stats(self._index).get("num_ooms", 0)
+
+    def reset_peak_stats(self) -> None:
+        torch.accelerator.memory.reset_peak_memory_stats(self._index)
+
+    def free_after(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
+        if isinstance(event, HostEvent):
+            return  # a host thread holds the storage itself until its copy is done
+        if self._asks_for_capture and capture_of(owner) is not None:
+            return  # the event passed before the capture began, and a graph must not wait for it
+        self.wait(owner, event, Wait.ABANDONED)
+
+
+class CapturedDevice(AcceleratorDevice):
+    """One GPU as a capture sees it: its events become parts of a graph, so they have no time and are never asked.
+
+    Args:
+        device: the GPU.
+        capture: the driver's number of a capture under way.
+    """
+
+    supports_timing = False
+
+    def __init__(self, device: torch.device, capture: int) -> None:
+        super().__init__(device)
+        self._capture = capture
+        self._lanes: list[torch.Stream] = []
+
+    def new_stream(self, name: str) -> torch.Stream:
+        """torch hands out the same few streams in turn: neither the one that is captured nor another lane's."""
+        stream = super().new_stream(name)
+        while stream in self._lanes or stream == self.current_stream():
+            stream = super().new_stream(name)
+        self._lanes.append(stream)
+        return stream
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """Each on an event of its own: what a graph is made of is not ours to record again."""
+        event = self._new_event()
+        event.record(stream)
+        return event
+
+    def matches_capture(self) -> bool:
+        return self.capture_id() == self._capture
+
+    def free_after(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
+        """After the capture there is nothing to wait for: the memory is the graph's pool's."""
+        if capture_of(owner) == self._capture:
+            self.wait(owner, event, Wait.ABANDONED)
+
+
+def name_of(device: torch.device) -> str:
+    """Which product it is ("NVIDIA H200"), or of which kind ("xpu") where torch has no name for it; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _device_event(event: torch.Event | HostEvent) -> torch.Event:
+    """Of a copy that a host thread queues (disk), the event it queued; blocks until it did."""
+    if not isinstance(event, HostEvent):
+        return event
+    queued = event.result()
+    assert isinstance(queued, torch.Event)
+    return queued
+
+
+def _cpus_near(device: torch.device) -> set[int]:
+    """The CPUs of the GPU's NUMA node; empty where the machine does not say."""
+    if device.type != "cuda":
+        return set()
+    at = cast(Any, torch.cuda).get_device_properties(device)
+    folder = Path(f"/sys/bus/pci/devices/{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0")
+    listing = folder / "local_cpulist"
+    if not listing.exists():
+        return set()
+    return _parse_cpulist(listing.read_text()) & os.sched_getaffinity(0)
+
+
+def _parse_cpulist(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}, the kernel's list format."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+@contextlib.contextmanager
+def _on_cpus(cpus: set[int]) -> Generator[None, None, None]:
+    """Run the calling thread on `cpus`: pages are placed on the node of the thread that first touches them."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,175 @@
+"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is host work that got done."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from ebbtide._devices.host_memory import memory_errors
+from ebbtide._errors import StoreError
+from ebbtide._utils.storage import as_bytes
+from ebbtide.types import Device, Memory, Stream, StreamEvent, Wait
+
+
+class HostEvent:
+    """Passes when a piece of host work is done. Carries what the work returned, or the error it died of."""
+
+    __slots__ = ("_done", "error", "passed_at", "value")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.value: object = None
+        self.passed_at = 0.0
+
+    def finish(self, value: object = None, error: BaseException | None = None) -> None:
+        self.value = value
+        self.error = error
+        self.passed_at = time.perf_counter()
+        self._done.set()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> object:
+        """Block until the work is done; raise StoreError if it failed."""
+        self._done.wait()
+        if self.error is not None:
+            raise StoreError(str(self.error)) from self.error
+        return self.value
+
+
+_Work = tuple[Callable[[], object], HostEvent]
+
+
+class HostStream:
+    """Host work in order, on one thread that starts with the first piece and ends with the stream."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._started = False
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], object]) -> HostEvent:
+        self._start()
+        event = HostEvent()
+        self._work.put((work, event))
+        return event
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+            threading.Thread(target=_drain, args=(self._work,), name=f"ebbtide-{self.name}", daemon=True).start()
+            # The thread knows the queue only, so the stream can die and send it home.
+            weakref.finalize(self, self._work.put, None)
+
+
+def _drain(work: "queue.SimpleQueue[_Work | None]") -> None:
+    while (item := work.get()) is not None:
+        done, event = item
+        # Neither name may keep the memory of a piece that is done: the event says that it is free.
+        del item
+        value, error = _outcome(done)
+        del done
+        event.finish(value, error)
+        del event, value, error  # or they would be kept alive until the next piece comes
+
+
+def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # handed to whoever waits for the event: a worker has nobody to raise to
+        return None, error
+
+
+class CpuDevice:
+    """RAM as the device. Compute "waits" by blocking the calling thread, so a wait here is a stall of the host."""
+
+    supports_timing = True
+    is_async = False
+    tracks_peak = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._process = psutil.Process()
+        self._peak_bytes = 0
+
+    def current_stream(self) -> Stream:
+        return None  # the calling thread itself
+
+    def new_stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def record(self, stream: HostStream | None) -> HostEvent:
+        if stream is not None:
+            return stream.submit(_nothing)
+        event = HostEvent()
+        event.finish()  # compute is synchronous: all it was given is done
+        return event
+
+    def wait(self, stream: HostStream | None, event: HostEvent, why: Wait) -> None:
+        if stream is None:
+            event.result()
+        elif not event.is_done():
+            stream.submit(event.result)
+
+    def is_done(self, event: HostEvent) -> bool:
+        return event.is_done()
+
+    def seconds_between(self, start: HostEvent, end: HostEvent) -> float:
+        return end.passed_at - start.passed_at
+
+    def hold(self, stream: Stream, seconds: float) -> None:
+        pass  # compute is the host itself
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        return as_bytes(torch.UntypedStorage(nbytes))
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        with memory_errors():
+            return as_bytes(torch.UntypedStorage(nbytes))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
+        stream.submit(lambda: dst.copy_(src))
+
+    def matches_capture(self) -> bool:
+        return True  # nothing here records graphs
+
+    def capture_id(self) -> int | None:
+        return None
+
+    def for_capture(self, capture: int) -> Device | None:
+        return None
+
+    def memory(self) -> Memory:
+        """Resident memory of the process; the peak is the most that was seen by calls of this."""
+        allocated = self._process.memory_info().rss
+        self._peak_bytes = max(self._peak_bytes, allocated)
+        return Memory(allocated, self._peak_bytes)
+
+    def total_bytes(self) -> int:
+        return psutil.virtual_memory().total
+
+    def failed_allocations(self) -> int:
+        return 0
+
+    def reset_peak_stats(self) -> None:
+        self._peak_bytes = 0
+
+    def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
+        """Queue host work on a lane; the event carries its error to whoever waits."""
+        return stream.submit(work)
+
+    def free_after(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
+        """Nothing to do: the queued work itself holds the storage until it has run."""
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,189 @@
+"""What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ebbtide._recompute.generators import RngState, is_of_host, process_wide, restored, state_of
+from ebbtide._utils.torch_private import default_device
+
+
+class AutocastRngState:
+    """Taken where a region's forward begins; `restored` is the same surroundings for its second run.
+
+    `used` are the devices that the region works with. Random number generators are set back only where the first run
+    has used them: most regions use none, and setting them costs more than the check. `close` has to be called where
+    the first run ends.
+    `is_captured`: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
+    whoever runs the region sees to it that it draws nothing there.
+    `held`: generators in attributes of the region's modules and in its arguments.
+    """
+
+    def __init__(self, used: Iterable[torch.device], is_captured: bool, held: Iterable[Any]) -> None:
+        devices = _devices(used)
+        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(device.type for device in devices)]
+        self._attention = _attention_back_ends()
+        self._default_device = default_device()
+        self._default_dtype = torch.get_default_dtype()
+        if is_captured:
+            devices = [device for device in devices if device.type == "cpu"]
+            held = [generator for generator in held if is_of_host(generator)]
+        self._generators: list[RngState] = [
+            *map(_DefaultState, devices),
+            *process_wide(with_trackers=not is_captured),
+            *map(state_of, {id(generator): generator for generator in held}.values()),
+        ]
+        self._seeds = [(device, generator, generator.initial_seed()) for device, generator in _defaults(devices)]
+
+    def close(self) -> None:
+        """The first run has ended: forget the generators that it did not use."""
+        self._generators = [generator for generator in self._generators if generator.was_used()]
+
+    @property
+    def has_unknown_state(self) -> bool:
+        """Whether a device's default generator has a state that `restored` cannot reproduce.
+
+        A generator keeps the seed of its state through all draws. A seed that differs from the seed at the start of the
+        first run, and that no known tracker or held generator has, means a state set by unknown code.
+        """
+        for device, generator, seed in self._seeds:  # a loop: any() takes ten times as long, at every saved tensor
+            if generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device):
+                return True
+        return False
+
+    def _is_known(self, seed: int, device: torch.device) -> bool:
+        return any(seed in state.seeds(device) for state in self._generators)
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        """As it was in forward; as it is now, again, afterwards."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restored(self._generators))
+            for autocast in self._autocasts:
+                stack.enter_context(autocast.restored())
+            if self._attention != _attention_back_ends():
+                stack.enter_context(_attention_restored(self._attention))
+            if self._default_dtype is not torch.get_default_dtype():
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._default_dtype)
+            if self._default_device != default_device():
+                stack.enter_context(self._default_device or torch.device("cpu"))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class _Autocast:
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._is_available = torch.amp.is_autocast_available(device_type)
+        if self._is_available:
+            self._is_enabled = torch.is_autocast_enabled(device_type)
+            self._dtype = torch.get_autocast_dtype(device_type)
+            self._is_cached = torch.is_autocast_cache_enabled()
+
+    def restored(self) -> contextlib.AbstractContextManager[object]:
+        if not self._is_available:
+            return contextlib.nullcontext()
+        if not self._is_enabled:
+            if not torch.is_autocast_enabled(self._type):
+                return contextlib.nullcontext()
+            return torch.autocast(self._type, enabled=False)
+        return torch.autocast(self._type, dtype=self._dtype, cache_enabled=self._is_cached)
+
+
+class _DefaultState(RngState):
+    """The state of the default generator of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = _state_of(device)
+
+    def was_used(self) -> bool:
+        # Not torch.equal, which is an operator, and slow for one: this is asked of each generator at every forward.
+        return self._state.numpy().tobytes() != _state_of(self._device).numpy().tobytes()
+
+    def put_back(self) -> None:
+        _set_state(self._device, self._state)
+
+    def taken_again(self) -> RngState:
+        return _DefaultState(self._device)
+
+
+def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, torch.Generator]]:
+    """The default generator of each device, where torch exposes the object."""
+    for device in devices:
+        if device.type == "cpu":
+            yield device, torch.default_generator
+            continue
+        generators = getattr(torch.get_device_module(device.type), "default_generators", ())
+        if device.index < len(generators):  # the device of a tensor has an index
+            yield device, generators[device.index]
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator that operators on `device` draw from."""
+    return _state_of(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    _set_state(device, state)
+
+
+def _devices(used: Iterable[torch.device]) -> list[torch.device]:
+    """The CPU, those that are `used`, and the current accelerator if it is in use."""
+    devices = [torch.device("cpu"), *(device for device in used if device.type not in ("cpu", "meta"))]
+    if torch.accelerator.is_available():
+        kind = cast(torch.device, torch.accelerator.current_accelerator()).type
+        if torch.get_device_module(kind).is_initialized():
+            devices.append(torch.device(kind, torch.accelerator.current_device_index()))
+    return list(dict.fromkeys(devices))
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+class _AttentionBackEnds(NamedTuple):
+    """Which implementations scaled_dot_product_attention may choose, best first: sdpa_kernel() sets them."""
+
+    is_enabled: tuple[bool, ...]
+    priority: tuple[int, ...]
+
+
+_ATTENTION_BACK_ENDS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_ARE_ENABLED: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _ATTENTION_BACK_ENDS
+)
+
+
+def _attention_back_ends() -> _AttentionBackEnds:
+    order = cast(Any, torch._C)._get_sdp_priority_order()
+    return _AttentionBackEnds(tuple([is_enabled() for is_enabled in _ARE_ENABLED]), tuple(order))
+
+
+@contextlib.contextmanager
+def _attention_restored(found: _AttentionBackEnds) -> Generator[None, None, None]:
+    before = _attention_back_ends()
+    _set_attention_back_ends(found)
+    try:
+        yield
+    finally:
+        _set_attention_back_ends(before)
+
+
+def _set_attention_back_ends(back_ends: _AttentionBackEnds) -> None:
+    c = cast(Any, torch._C)
+    for name, is_enabled in zip(_ATTENTION_BACK_ENDS, back_ends.is_enabled, strict=True):
+        getattr(c, f"_set_sdp_use_{name}")(is_enabled)
+    c._set_sdp_priority_order(list(back_ends.priority))

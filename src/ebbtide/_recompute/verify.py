@@ -1,0 +1,129 @@
+"""Verification: recomputation must save the bytes of forward, and forward's own tensors stand by in the store.
+
+Note [Verification]
+~~~~~~~~~~~~~~~~~~~
+1. A planner chooses recomputation unasked, and a region may depend on anything: globals, objects, private generators.
+   The first measured forward, and every N-th forward under `verify=N`, therefore takes a checksum of each saved tensor
+   on the device and moves the tensor to the store.
+2. Recomputation compares its saved tensors with the checksums before backward reads any of them. Equal checksums drop
+   the moved tensors; no byte comes back.
+3. After a difference or an error, backward reads the tensors of forward from the store. The handle never recomputes the
+   region again, counts the reason, and warns once with the region's name.
+4. Kernels with unordered additions (atomics of an accelerator) differ by rounding in plain training too. Verification
+   demands every bit of them only under torch.use_deterministic_algorithms.
+5. A store without room for all saved tensors of a forward leaves the forward unverified, and the log says so. So does
+   a collective inside the region: a verdict of one rank would have the ranks recompute different collectives.
+"""
+
+import torch
+
+from ebbtide._engine.hooks import Packed, SavedTensorHooks
+from ebbtide._utils.storage import sums_of_tensor
+from ebbtide._utils.torch_private import plain_tensors, without_dispatch
+
+_ROUNDING = 16  # units in the last place of the largest element, room for a few reordered additions
+
+
+class Schedule:
+    """Chooses the forwards to verify, besides a planner's first one.
+
+    Args:
+        every: N verifies each N-th forward, and the first of each batch size and training mode. 0 switches all
+            verification off, None leaves the planner's first forward.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._forwards = 0
+        self._kinds: set[object] = set()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no forward is verified, a planner's first one included."""
+        return self._every == 0
+
+    def is_due(self, kind: object) -> bool:
+        """Whether to verify the forward about to begin, of a hashable `kind`: batch size and training mode."""
+        if not self._every:
+            return False
+        is_due = kind not in self._kinds or self._forwards % self._every == 0
+        self._forwards += 1
+        self._kinds.add(kind)
+        return is_due
+
+
+class Evidence:
+    """The saved tensors of one forward of a region: checksums by number, and the tensors in the store.
+
+    Args:
+        desk: packs the tensors, under a visit of the evidence alone.
+    """
+
+    def __init__(self, desk: SavedTensorHooks) -> None:
+        self._desk = desk
+        desk.visit.hold(0)  # saved tensors leave one by one, or a region's worth of them would add to the peak
+        self._sums: dict[int, torch.Tensor] = {}
+        self._differs: dict[int, torch.Tensor] = {}
+
+    def take(self, number: int, t: torch.Tensor) -> Packed:
+        """Move `t`, saved tensor `number` of the forward, and note the checksum."""
+        sums = _sums_of(t)
+        if sums is not None:
+            self._sums[number] = sums
+        return self._desk.pack(t)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store had room for every tensor."""
+        return not self._desk.lacks_room
+
+    def read(self, packed: Packed) -> torch.Tensor:
+        """The tensor behind `packed`, bit for bit."""
+        return self._desk.unpack(packed)
+
+    def compare(self, number: int, t: torch.Tensor) -> None:
+        """Compare `t`, saved tensor `number` of the recomputation. Does not wait for the device."""
+        known = self._sums.get(number)
+        if known is not None:
+            sums = _sums_of(t)
+            assert sums is not None
+            self._differs[number] = (sums != known).any() if sums.shape == known.shape else torch.tensor(True)
+
+    def differing(self) -> list[int]:
+        """Numbers of the differing saved tensors. Waits for the device."""
+        found = [number for number, differs in self._differs.items() if bool(differs)]
+        self._differs.clear()
+        return found
+
+
+def is_rounding(forward: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether reordered additions explain the difference of two saved tensors. Waits for the device."""
+    if _is_exact(forward) or not forward.is_floating_point():
+        return False
+    with torch.no_grad(), without_dispatch():
+        differ = forward != again
+        differ &= ~(forward.isnan() & again.isnan())
+        largest = forward.nan_to_num(0.0, 0.0, 0.0).abs().max()
+        difference = (forward[differ].double() - again[differ].double()).abs()
+        return bool((difference <= _ROUNDING * torch.finfo(forward.dtype).eps * largest).all())  # inf and nan are not
+
+
+def _is_exact(t: torch.Tensor) -> bool:
+    """Whether kernels of the device of `t` add in a fixed order."""
+    return t.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def _sums_of(t: torch.Tensor) -> torch.Tensor | None:
+    """Sums of the plain tensors inside `t`; None without a comparable one."""
+    with torch.no_grad(), without_dispatch():
+        found = [sums_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
+        return torch.cat(found) if found else None
+
+
+def _has_meaning(t: torch.Tensor) -> bool:
+    is_strided = t.layout is torch.strided and not (t.is_quantized or t.is_nested or t._is_zerotensor())
+    is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+    # Kernels save workspaces as bytes, partly unwritten (RNNs of cuDNN and oneDNN), and attention saves seed and offset
+    # of a generator, unwritten without dropout.
+    is_opaque = t.dtype in (torch.uint8, torch.uint64) or (is_integer and t.dim() == 0)
+    return is_strided and not is_opaque

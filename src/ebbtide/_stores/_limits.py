@@ -1,0 +1,107 @@
+"""How much host memory one process may take: what is free, the control group's limit, and who shares the machine."""
+
+import threading
+from pathlib import Path
+
+import psutil
+
+from ebbtide._utils import env
+from ebbtide._utils.sizes import parse_bytes
+
+# What stays for the data loader, the page cache and the next program.
+_SHARE_OF_FREE = 0.8
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Budget:
+    """Host memory that the stores of one setting share, whatever the number of devices.
+
+    Args:
+        limit_bytes: most to take; None: `default_host_limit_bytes` when the first store asks.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._taken_bytes = 0
+        self._lock = threading.Lock()  # each store is under its own engine's
+
+    @property
+    def limit_bytes(self) -> int:
+        with self._lock:
+            if self._limit_bytes is None:
+                self._limit_bytes = default_host_limit_bytes()
+            return self._limit_bytes
+
+    def take(self, nbytes: int) -> bool:
+        """False if that is more than is left."""
+        limit_bytes = self.limit_bytes
+        with self._lock:
+            if self._taken_bytes + nbytes > limit_bytes:
+                return False
+            self._taken_bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken_bytes -= nbytes
+
+    def refused(self, nbytes: int) -> None:
+        """The machine did not give `nbytes` that were taken: the limit was an estimate, and this is where it is."""
+        with self._lock:
+            self._taken_bytes -= nbytes
+            self._limit_bytes = min(self._limit_bytes or 0, self._taken_bytes + nbytes - 1)
+
+
+def default_host_limit_bytes() -> int:
+    """Bytes this process may hold: EBBTIDE_HOST_LIMIT, or 80 % of free memory divided among LOCAL_WORLD_SIZE."""
+    text = env.host_limit_text()
+    if text is not None:
+        return parse_bytes(text, "EBBTIDE_HOST_LIMIT")
+    free = psutil.virtual_memory().available
+    group = cgroup_free_bytes(_CGROUP, Path("/proc/self/cgroup"))
+    if group is not None:
+        free = min(free, group)
+    return max(1, int(free * _SHARE_OF_FREE) // env.processes_on_host())
+
+
+def cgroup_free_bytes(root: Path, membership: Path) -> int | None:
+    """Bytes left to the tightest control group (v1 or v2) above this process; None where there is no limit."""
+    if not membership.exists():
+        return None
+    left = [free for group in _groups(root, membership) if (free := _free_of(group)) is not None]
+    return min(left, default=None)
+
+
+def _groups(root: Path, membership: Path) -> list[Path]:
+    groups: list[Path] = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root if controllers == "" else root / "memory"
+        own = base / path.lstrip("/")
+        # A container sees its own group mounted as the root; outside of one the parents limit too.
+        groups += [base, own, *(parent for parent in own.parents if base in parent.parents)]
+    return groups
+
+
+def _free_of(group: Path) -> int | None:
+    for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        limit = _number(group / limit_name)
+        used = _number(group / used_name)
+        if limit is not None and used is not None:
+            return max(0, limit - used + _page_cache_bytes(group / "memory.stat"))
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _page_cache_bytes(stat: Path) -> int:
+    """What the kernel gives up before it refuses memory."""
+    if not stat.exists():
+        return 0
+    rows = dict(line.split() for line in stat.read_text().splitlines())
+    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))

@@ -1,0 +1,149 @@
+"""A disk: one unlinked file, read and written by threads, past the page cache where the file system allows it."""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+from ebbtide._devices.cpu import CpuDevice, HostEvent
+from ebbtide._errors import ConfigError
+from ebbtide._stores._lanes import DiskLane, HostLane, StagedLane
+from ebbtide._stores._scratch import ALIGN_BYTES, ScratchFile
+from ebbtide._stores._slabs import Extent, Reader, Slabs
+from ebbtide._stores._staging import Staging
+from ebbtide._utils.sizes import MIB
+from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
+
+_STEP_BYTES = 256 * MIB
+_MOUNTS = Path("/proc/self/mountinfo")
+_IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
+_ELSEWHERE = "name a folder on a disk, like store='disk:/scratch' or EBBTIDE_DISK_FOLDER=/scratch"
+
+
+class DiskBlock:
+    """Room for one parcel, as a place in the file."""
+
+    __slots__ = ("extent", "landed", "nbytes", "start")
+
+    def __init__(self, extent: Extent, start: int, nbytes: int) -> None:
+        self.extent = extent
+        self.start = start
+        self.nbytes = nbytes
+        # Guards a read: the two directions are different threads, and the bytes may not be in the file yet.
+        self.landed: HostEvent | None = None
+
+
+class DiskStore:
+    """Parcels in one file, which has no name and is gone when the process is.
+
+    Args:
+        device: whose memory the parcels come from. RAM is read by the threads themselves, the memory of an
+            accelerator goes through pinned buffers.
+        folder: on a disk with room; the file takes it in steps and keeps it until `close`.
+        threads: that write the file, and as many that read it; each has a buffer of 4 MiB.
+
+    Raises:
+        ConfigError: for a folder that cannot be, see `check_folder`.
+    """
+
+    def __init__(self, device: Device, folder: Path, *, threads: int = 4) -> None:
+        self.check_folder(folder)
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: a disk store needs 1 or more")
+        self._file = ScratchFile(folder)
+        self._slabs = Slabs(self._grow, ALIGN_BYTES)
+        self._slab_starts: list[int] = []
+        self._reads = 0
+        self._outbound = _lane(device, "outbound", Wait.READY, threads)
+        self._inbound = _lane(device, "inbound", Wait.ROOM, threads)
+
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raise ConfigError unless `folder` is one that can be written to, on something other than RAM."""
+        if not folder.is_dir():
+            found = "is not a folder" if folder.exists() else "does not exist"
+            raise ConfigError(f"{str(folder)!r} {found}: make it, or {_ELSEWHERE}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"{str(folder)!r} cannot be written to: change its permissions, or {_ELSEWHERE}")
+        kind = _file_system_of(folder)
+        if kind in _IN_RAM:
+            raise ConfigError(f"{str(folder)!r} is on a {kind}, which is RAM: moving there frees none; {_ELSEWHERE}")
+
+    def reserve(self, nbytes: int) -> DiskBlock | None:
+        extent = self._slabs.take(nbytes)
+        if extent is None:
+            return None
+        return DiskBlock(extent, self._slab_starts[extent.slab] + extent.start, nbytes)
+
+    def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
+        assert isinstance(block, DiskBlock)
+        if block.extent.reader is not None:
+            self._outbound.wait(stream, block.extent.reader.event)
+            block.extent.reader = None
+        block.landed = self._outbound.submit(stream, functools.partial(self._write, block), src)
+        return block.landed
+
+    def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
+        assert isinstance(block, DiskBlock)
+        assert block.landed is not None
+        arrived = self._inbound.submit(stream, functools.partial(self._read, block, block.landed), dst)
+        self._reads += 1
+        block.extent.reader = Reader(self._reads, arrived)
+        return arrived
+
+    def give_back(self, block: Block) -> None:
+        assert isinstance(block, DiskBlock)
+        self._slabs.give_back(block.extent)
+
+    def stats(self) -> StoreStats:
+        slabs = self._slabs
+        return StoreStats(slabs.used_bytes, slabs.reserved_bytes, None, slabs.growths)
+
+    def close(self) -> None:
+        self._file.close()
+        self._outbound.close()
+        self._inbound.close()
+
+    def _write(self, block: DiskBlock, src: torch.Tensor) -> None:
+        self._outbound.workers.run(src, functools.partial(_part_out, self._file, block.start))
+
+    def _read(self, block: DiskBlock, landed: HostEvent, dst: torch.Tensor) -> None:
+        landed.result()
+        self._inbound.workers.run(dst, functools.partial(_part_in, self._file, block.start))
+
+    def _grow(self, nbytes: int) -> int:
+        for size in (max(nbytes, _STEP_BYTES), nbytes):
+            start = self._file.grow(size)
+            if start is not None:
+                self._slab_starts.append(start)
+                return size
+        return 0
+
+
+def _part_out(file: ScratchFile, start: int, staging: Staging, part: torch.Tensor, offset: int) -> None:
+    file.write(staging.fill(part), start + offset)
+
+
+def _part_in(file: ScratchFile, start: int, staging: Staging, part: torch.Tensor, offset: int) -> None:
+    file.read(staging.space(part.numel()), start + offset)
+    staging.drain(part)
+
+
+def _lane(device: Device, name: str, why: Wait, threads: int) -> DiskLane:
+    if isinstance(device, CpuDevice):
+        return HostLane(device, name, threads)
+    return StagedLane(device, name, why, threads)
+
+
+def _file_system_of(folder: Path) -> str | None:
+    """Kind of the mounted file system `folder` is on, like "ext4"; None where the machine does not say."""
+    if not _MOUNTS.exists():
+        return None
+    number = folder.stat().st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    for line in _MOUNTS.read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return kind.split()[0]
+    return None

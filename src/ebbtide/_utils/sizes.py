@@ -1,0 +1,50 @@
+"""Sizes in bytes as people write and read them."""
+
+import math
+import re
+from numbers import Integral
+
+from ebbtide._errors import ConfigError
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes of `value`: a positive int, or text like "40GiB", "1.5 GB", "4096". Raises ConfigError naming `name`."""
+    if isinstance(value, str):
+        nbytes = _parse_text(value, name)
+    elif type(value) is not bool and isinstance(value, Integral):  # numpy has integers of its own
+        nbytes = int(value)
+    else:
+        raise ConfigError(f"{name}={value!r}: expected bytes as an int, or text like '512MiB'")
+    if nbytes <= 0:
+        raise ConfigError(f"{name}={value!r}: expected more than zero bytes, like '512MiB'")
+    return nbytes
+
+
+def _parse_text(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{name}={text!r} is not a size: write a number and a unit of KiB, MiB, GiB, KB, MB, GB")
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if not math.isfinite(nbytes):
+        raise ConfigError(f"{name}={text!r} is more than any device has: write a number and a unit, like '40GiB'")
+    return int(nbytes)
+
+
+def format_bytes(nbytes: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable: GiB always returns")

@@ -1,0 +1,232 @@
+"""What a user is told of plans: their first line, warnings where nothing moves, and the log."""
+
+import dataclasses
+import gc
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+from support import assert_equal
+from test_controller import SETTINGS, a_large_budget, make, step
+from test_plan_stats import control_of, steps
+
+import ebbtide
+from ebbtide import EbbtideWarning, Plan, PlanError, RegionPlan
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    gc.collect()
+    ebbtide.release_memory()
+
+
+@pytest.fixture
+def carries_nothing(monkeypatch):
+    """The link is probed to be so slow that whatever moves makes the step slower."""
+    monkeypatch.setattr("ebbtide._control.controller.link_rates", lambda engine: (1.0, 1.0, 1.0, 1.0))
+
+
+def first_line(handle):
+    return str(handle.plan).splitlines()[0]
+
+
+def follow(model, count):
+    """Steps that equal the twin's."""
+    twin = make()
+    for k in range(count):
+        assert_equal(step(model, k), step(twin, k))
+
+
+# -- the first line of a plan ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "behind"), [({}, ""), ({"budget": "64GiB"}, " (budget 64GiB)")])
+def test_before_there_is_a_plan_its_first_line_says_which_step_is_measured(settings, behind):
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    lines = [first_line(handle)]
+    for k in range(4):
+        step(model, k)
+        lines.append(first_line(handle))
+    steps_measured = [f"no plan yet: measuring step {number} of 3{behind}" for number in (1, 1, 2, 3)]
+    assert lines[:4] == steps_measured
+    assert lines[4].startswith("plan within 64GiB: step " if settings else "plan: step ")
+
+
+def test_the_budget_of_a_plan_is_the_users_number_and_not_what_is_left_of_it():
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    follow(model, 4)
+    left = dataclasses.replace(handle._plan, budget_bytes=60 * GIB)
+    handle.apply_plan(left)  # as its planner does when measured peaks are beyond the predicted ones
+    assert first_line(handle).startswith("plan within 64GiB: step ")
+    assert handle.plan.budget_bytes == 60 * GIB
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [(0.9, "plan within 0.9 of the device's memory: "), (64 * GIB, "plan within 68719476736 bytes (64.00 GiB): ")],
+)
+def test_shares_and_bytes_are_shown_as_such(budget, text):
+    model = make()
+    handle = ebbtide.offload(model, budget=budget, **SETTINGS)
+    follow(model, 4)
+    assert first_line(handle).startswith(text)
+    planned = ebbtide.plan(make(), torch.ones(8, 64), budget=budget, profile=handle.profile, **SETTINGS)
+    assert str(planned).startswith(text)
+
+
+def test_a_plan_that_was_given_up_on_is_told_of_in_the_first_line():
+    model = make()
+    handle = ebbtide.offload(model, budget="1MiB", **SETTINGS)
+    follow(model, 3)
+    with pytest.raises(PlanError):
+        step(model, 3)
+    assert first_line(handle) == "no plan: training goes by the recipes it began with (budget 1MiB)"
+
+
+def test_the_first_line_on_the_meta_device():
+    model = make().to("meta")
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    assert first_line(handle) == "no plan yet: the weights are on the meta device"
+
+
+def test_what_a_user_sets_while_steps_are_measured_is_a_plan(tmp_path):
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    measuring = handle.plan
+    measuring.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").status == ""
+    handle.set_plan(measuring)
+    assert first_line(handle) == "plan within 64GiB, 3 regions"
+    follow(model, 2)
+
+
+# -- nothing moved -----------------------------------------------------------------------------------------------------
+
+
+def test_a_planner_that_moves_nothing_says_so_once_with_its_reasons(carries_nothing):
+    model = make()
+    ebbtide.offload(model, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow(model, 3)  # measured steps are none of the plan's
+    said = (
+        r"offload\(Stack\) moved nothing in its first planned forward \(moving anything would make the step slower\): "
+        r"\d+ saves \(.*\) its region's recipe keeps it; .*budget='40GiB'.*mode='all' moves everything"
+    )
+    with pytest.warns(EbbtideWarning, match=said) as told:
+        follow(model, 6)
+    assert len(told) == 1
+
+
+def test_of_the_steps_before_the_plan_nothing_is_counted(carries_nothing):
+    model = make()
+    ebbtide.offload(model, **SETTINGS)
+    follow(model, 3)
+    with pytest.warns(EbbtideWarning, match="moved nothing") as told:
+        step(model, 3)
+    plain = make()
+    ebbtide.offload(plain, plan=Plan({}, outside=RegionPlan("keep")), **SETTINGS)
+    with pytest.warns(EbbtideWarning, match="moved nothing in its first forward") as of_one:
+        step(plain, 3)
+    in_one_forward = str(of_one[0].message).split(" saves (")[0].rsplit(" ", 1)[1]
+    assert f": {in_one_forward} saves (" in str(told[0].message)
+
+
+def test_a_plan_that_moves_nothing_because_nothing_may_move_says_so():
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    follow(model, 4)
+    moving = {name: RegionPlan("offload") for name in handle.regions}
+    planned = dataclasses.replace(handle.plan, regions=moving, outside=RegionPlan("keep"))
+    handle.remove()
+    ebbtide.offload(model, plan=planned, store="disk", min_bytes="1GiB")
+    with pytest.warns(EbbtideWarning, match=r"first planned forward .*: .* saves \(.*\) smaller than min_bytes"):
+        follow(model, 2)
+
+
+def test_a_plan_that_keeps_all_because_all_fits_says_so_in_the_log_only(caplog):
+    caplog.set_level(logging.INFO, "ebbtide")
+    model = make()
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow(model, 5)
+    assert handle.plan.keeps_all
+    assert caplog.messages[3].endswith("; everything stays on the device")
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_says_what_is_measured_and_what_is_in_force(caplog):
+    caplog.set_level(logging.INFO, "ebbtide")
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    follow(model, 4)
+    measuring = [f"no plan yet: measuring step {number} of 3" for number in (1, 2, 3)]
+    assert caplog.messages[:3] == measuring
+    assert caplog.messages[3].startswith(f"plan in force (budget 64.00 GiB): {handle.plan.predicted}")
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert all(record.name.startswith("ebbtide.") for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "ratios", "said"),
+    [
+        (int(2.5 * GIB), {"ratio": 1.5}, r"plan corrected, the last steps took .* ms \(budget 2.50 GiB\): step "),
+        (
+            int(2.5 * GIB),
+            {"ratio": 1.0, "peak_ratio": 1.1},
+            r"plan corrected, .* of the budget left free: the measured peak was .* \(budget 2.50 GiB\): step ",
+        ),
+        (None, {"ratio": 1.5}, r"plan tried, the last steps took .* ms \(no budget\): step "),
+    ],
+    ids=["time", "peak", "trial"],
+)
+def test_the_log_says_what_was_corrected_and_why(caplog, budget_bytes, ratios, said):
+    caplog.set_level(logging.INFO, "ebbtide")
+    control, handle = control_of(budget_bytes)
+    steps(control, handle, 12, **ratios)
+    assert len(caplog.messages) == len(handle.plans)
+    assert caplog.messages[0].startswith("plan in force")
+    assert any(re.match(said, message) for message in caplog.messages)
+
+
+def test_the_log_names_batches_of_another_size_once(caplog):
+    caplog.set_level(logging.INFO, "ebbtide")
+    control, _ = control_of(int(2.5 * GIB))
+    for tokens in (1000, 500, 1000, 500):
+        control.step_begins(tokens)
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "plan in force",
+        "plan in force for batches of 500 tokens",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_first_one_speaks(caplog, monkeypatch, rank):
+    caplog.set_level(logging.INFO, "ebbtide")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    control, _ = control_of(int(2.5 * GIB))
+    control.step_begins(1000)
+    assert len(caplog.messages) == 1 - rank
+
+
+def test_what_is_planned_and_never_followed_is_not_in_force(caplog):
+    caplog.set_level(logging.INFO, "ebbtide")
+    ebbtide.measure(make(), torch.ones(8, 64), **SETTINGS)
+    assert {message[:22] for message in caplog.messages} == {"no plan yet: measuring"}
+
+
+def test_nothing_is_shown_unless_a_program_asks_for_it():
+    ours = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.split(".")[0] == "ebbtide"]
+    assert len(ours) >= 3
+    assert all(logger.handlers == [] and logger.level == logging.NOTSET and logger.propagate for logger in ours)

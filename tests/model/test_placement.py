@@ -1,0 +1,106 @@
+"""Where a model computes: known without walking it, and never out of date."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from planner.test_control import SETTINGS, Stack, make
+from torch import nn
+
+import ebbtide
+from ebbtide._model.placement import PlacementCache, device_of
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process():
+    yield
+    ebbtide.release_memory()
+
+
+class Walked(Stack):
+    """Counts how often all its modules are asked for."""
+
+    walks = 0
+
+    def named_modules(self, *args, **kwargs):
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+def small_and_large():
+    return nn.ModuleList([nn.Linear(8, 8), nn.ModuleList(nn.Linear(64, 64) for _ in range(20))])
+
+
+def test_a_model_that_stays_is_walked_once():
+    model = Walked()
+    home = PlacementCache(model)
+    assert {home.device() for _ in range(100)} == {CPU}
+    assert model.walks == 1
+
+
+def test_a_handle_does_not_walk_its_model_to_find_its_engine():
+    model = Walked()
+    handle = ebbtide.offload(model, **SETTINGS)
+    engine = handle.engine()
+    before = model.walks
+    assert [handle.engine() for _ in range(10)] == [engine] * 10
+    assert engine is not None
+    assert model.walks == before
+
+
+MOVES = {
+    "all of it": lambda model: model.to(META),
+    "most of it": lambda model: model[1].to(META),
+    "what is small": lambda model: model[0].to(META),
+    "nearly half of it": lambda model: [layer.to(META) for layer in model[1][:8]],
+    "modules put in the place of others": lambda model: model.insert(1, model[1].__class__(
+        [copy.deepcopy(layer).to(META) for layer in model.pop(1)]
+    )),
+    "parameters put in the place of others": lambda model: model.load_state_dict(
+        copy.deepcopy(model).to(META).state_dict(), assign=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_what_moves_after_it_was_asked_for_is_noticed(how):
+    model = small_and_large()
+    home = PlacementCache(model)
+    assert home.device() == CPU
+    MOVES[how](model)
+    gc.collect()
+    assert home.device() == device_of(model)
+    model.to_empty(device=CPU)
+    assert home.device() == CPU
+
+
+def test_parameters_that_come_later_are_seen():
+    model = nn.ModuleList([nn.ReLU()])
+    home = PlacementCache(model)
+    assert home.device() is None
+    model.append(nn.Linear(8, 8, device=META))
+    assert home.device() == META
+
+
+def test_the_device_is_the_one_that_most_bytes_are_on():
+    model = nn.ModuleList([nn.Linear(64, 64), *(nn.Linear(60, 60, device=META) for _ in range(2))])
+    assert PlacementCache(model).device() == META
+
+
+def test_a_handle_notices_too():
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS)
+    assert handle.engine() is not None
+    model.to(META)
+    assert handle.engine() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_parts_of_torch_script_are_passed_by():
+    model = make()
+    model.scripted = torch.jit.script(nn.Linear(2, 2))
+    assert PlacementCache(model).device() == CPU
+    assert PlacementCache(model.scripted).device() == CPU

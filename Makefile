@@ -3,17 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-trainers test-torch test-newest check format gpu bench clean
+.PHONY: demo test test-all test-trainers test-torch test-newest check format gpu bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
 
-# A file is one process's. Tensors here are too small for a second core, and some tests wait for processes of their own:
-# so one more than two cores.
+# Each file runs in one process. Tensors are too small for a second core, and some tests wait for processes of their
+# own: hence one process more than two cores.
 JOBS ?= 3
 
+# Every test, each matrix at its edges (tests/README.md); test-all is all of each matrix, and the trainers.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-all: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --all
+	$(MAKE) -j3 test-trainers
 
 # Trainers whose pins conflict with the suite's environment, or whose presence changes what others do there: each
 # beside it, without dependencies of its own.
@@ -40,7 +45,7 @@ TESTS ?= tests
 
 test-torch: .torch/$(TORCH)/ready
 	PYTHONPATH=$(CURDIR)/.torch/$(TORCH) $(BIN)/python -c "import torch; assert (torch.__version__ + '+').startswith('$(TORCH)+')"
-	PYTHONPATH=$(CURDIR)/.torch/$(TORCH) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	PYTHONPATH=$(CURDIR)/.torch/$(TORCH) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --all $(TESTS)
 
 .torch/%/ready: $(VENV)/ready
 	$(BIN)/python -m pip install -q --upgrade --target .torch/$* torch==$*
@@ -48,9 +53,8 @@ test-torch: .torch/$(TORCH)/ready
 
 # What pip brings today, with what of the suite leans on torch. All of it: make test-torch TORCH=2.15.0.
 NEWEST := 2.15.0
-LEANS_ON_TORCH := $(addprefix tests/, engine stores recompute compat devices test_checkpoint.py test_compile.py \
-	test_context.py test_module.py test_regions.py test_home.py test_examples.py integrations/test_fused.py \
-	integrations/test_transformers.py)
+LEANS_ON_TORCH := $(addprefix tests/, engine stores recompute compat devices model test_compile.py test_context.py \
+	test_offload.py test_examples.py integrations/test_fused.py integrations/test_transformers.py)
 
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="$(LEANS_ON_TORCH)"
@@ -69,7 +73,7 @@ format: $(VENV)/ready
 
 # On a machine with an accelerator, in an environment that has torch, transformers and pytest.
 gpu:
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/gpu
+	PYTHONPATH=src:. $(PYTHON) -m pytest --all -m gpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.run
 
 # The figures that need no accelerator.

@@ -1,4 +1,4 @@
-"""For every test."""
+"""Fixtures and options of every test; how much of each matrix runs (see README.md)."""
 
 import importlib.util
 import warnings
@@ -8,25 +8,59 @@ import torch
 
 from ebbtide._utils.torch_private import has_compiled_code
 
-if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without it
+if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without hypothesis
     from hypothesis import HealthCheck, settings
 
-    # A property holds on a busy machine too: whatever looks at a clock is off.
-    settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("no clocks")
+    # Properties hold on a busy machine too: whatever reads a clock is off.
+    clockless = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("edges", max_examples=25, **clockless)
+    settings.register_profile("all", **clockless)
+else:
+    settings = None
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every case of every matrix, and 100 examples per property")
+
+
+def pytest_configure(config):
+    if settings is not None:
+        settings.load_profile("all" if config.getoption("--all") else "edges")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all, keep of each matrix the cases in which some parameter has a value not seen before, and the last.
+
+    A matrix is a test with two or more parameters: each value of each parameter still runs at least once.
+    """
+    if config.getoption("--all"):
+        return
+    seen: dict[object, set[tuple[str, int]]] = {}
+    last = {item.function: item for item in items}
+    kept, left_out = [], []
+    for item in items:
+        values = (
+            {(name, id(value)) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
+        )
+        before = seen.setdefault(item.function, set())
+        is_edge = len(values) < 2 or not values <= before or item is last[item.function]
+        before |= values
+        (kept if is_edge else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """The tensors here are tiny, and more threads than cores only get in each other's way."""
+    """Tensors of tests are tiny: more threads than cores only get in each other's way."""
     torch.set_num_threads(1)
-    # The first square root of a process, shared by two threads, was seen to differ: let it be this one, on one thread.
+    # The first square root of a process, shared by two threads, was seen to differ: compute that one on one thread.
     torch.ones(1).sqrt()
 
 
 @pytest.fixture(autouse=True)
 def _plans_without_a_budget_may_move_nothing():
-    """Whether one moves anything is a matter of this host's rates. Tests of the warning catch it all the same."""
+    """Whether such a plan moves anything depends on this host's rates. Tests of the warning catch it all the same."""
     warnings.filterwarnings("ignore", message="offload.* moved nothing in its first planned forward")
 
 
@@ -41,7 +75,7 @@ def process_group(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before():
-    """Nothing is left out of second runs in a process with compiled code."""
+    """Recomputation prunes nothing in a process with compiled code."""
     yield
     if has_compiled_code():
         torch._dynamo.reset()

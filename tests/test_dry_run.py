@@ -8,7 +8,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from planner.test_control import ROWS, SETTINGS, WIDTH, Block, Stack, batch, follow, make, step
+from control.test_controller import ROWS, SETTINGS, WIDTH, Block, Stack, batch, follow, make, step
 from support import assert_equal
 from torch import nn
 

@@ -24,7 +24,7 @@ LEAST = Solver(MEASURED).smallest_budget()
 MIDDLE = (LEAST + Ways.of(MEASURED).plain().peak_bytes) // 2
 
 MODULE = """
-from planner.test_control import make, batch
+from control.test_controller import make, batch
 
 def model():
     return make()
@@ -40,7 +40,7 @@ three = 3
 
 SCRIPT = """
 import sys
-from planner.test_control import SETTINGS, make, step
+from control.test_controller import SETTINGS, make, step
 import ebbtide
 
 def main(steps):

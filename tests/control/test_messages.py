@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
+from control.test_controller import SETTINGS, a_large_budget, make, step
+from control.test_plan_stats import control_of, steps
 from support import assert_equal
-from test_controller import SETTINGS, a_large_budget, make, step
-from test_plan_stats import control_of, steps
 
 import ebbtide
 from ebbtide import EbbtideWarning, Plan, PlanError, RegionPlan

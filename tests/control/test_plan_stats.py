@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from workloads import GIB, MS, layers, profile
-from workloads import around as turn_around
+from planner.workloads import GIB, MS, layers, profile
+from planner.workloads import around as turn_around
 
 from ebbtide import EbbtideWarning
 from ebbtide._control.controller import Phase, PlanController

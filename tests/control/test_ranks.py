@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from control.test_controller import SETTINGS, batch, make
 from processes import MOST_S, RANKS, join, spawn
 from support import bits
-from test_controller import SETTINGS, batch, make
 from torch import nn
 
 import ebbtide

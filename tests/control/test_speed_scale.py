@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from workloads import GIB, MS, layers, profile
+from planner.workloads import GIB, MS, layers, profile
 
 from ebbtide._control.speed_scale import OfCompute, Paces, Passed
 from ebbtide._planner.launch_ahead import options_of_plan, queueing_forward_s

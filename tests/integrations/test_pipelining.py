@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from planner.test_control import SETTINGS, WIDTH, Block
+from control.test_controller import SETTINGS, WIDTH, Block
 from processes import RANKS, join, spawn
 from support import bits
 from torch import nn

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from planner.test_control import SETTINGS, a_large_budget, batch, make, step
+from control.test_controller import SETTINGS, a_large_budget, batch, make, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from planner.test_control import SETTINGS, Stack, make
+from control.test_controller import SETTINGS, Stack, make
 from torch import nn
 
 import ebbtide

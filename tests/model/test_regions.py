@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planner.test_control import SETTINGS, WIDTH, Block, batch
+from control.test_controller import SETTINGS, WIDTH, Block, batch
 from support import assert_equal
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Small changes on a ladder of budgets: never worse, the same every time, whatever was asked before."""
 
 import pytest
-from workloads import GIB, workload_a
+from planner.workloads import GIB, workload_a
 
 from ebbtide._planner.solve import Solver
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from planner.test_control import ROWS, SETTINGS, WIDTH, Block, a_large_budget, batch, step
+from control.test_controller import ROWS, SETTINGS, WIDTH, Block, a_large_budget, batch, step
 from support import assert_equal
 from torch import nn
 

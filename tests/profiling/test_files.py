@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner.test_control import ROWS, SETTINGS, follow, make, step
+from control.test_controller import ROWS, SETTINGS, follow, make, step
 
 import ebbtide
 from ebbtide import ConfigError, PlanError
@@ -167,7 +167,7 @@ def test_the_first_rank_writes(tmp_path, process_group, monkeypatch):
 
 _RANK = """
 import sys, torch
-from planner.test_control import SETTINGS, make, step
+from control.test_controller import SETTINGS, make, step
 import ebbtide
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)

@@ -60,8 +60,8 @@ def _compiled(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _host_cost(result: dict[str, Any]) -> Iterator[Bar]:
-    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept save")
-    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved save, out and in")
+    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept tensor")
+    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved tensor, out and in")
 
 
 def _races(result: dict[str, Any]) -> Iterator[Bar]:

@@ -1,12 +1,12 @@
-"""The tables of the README and of docs/measured.md, generated from the committed result files.
+"""Tables of the README and of docs/measured.md, generated from the committed result files.
 
 python -m benchmarks.tables           write them
-python -m benchmarks.tables --check   fail if they are not what the files say
+python -m benchmarks.tables --check   fail if a table differs from the files
 """
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
-HIGHLIGHTS = ("A", "A-plans", "B-32k-plans")
+HIGHLIGHTS = ("A-plans",)
 NAMES = {
     "nothing": "nothing",
     "checkpoint": "checkpoint every layer",
@@ -36,29 +36,38 @@ NAMES = {
     "40 GiB": "**a plan** for 40 GiB of activations: all fits",
     "auto": "**a plan** without a budget",
     "three quarters": "**a plan** for three quarters of the plain peak",
-    "three quarters, by parts": "**a plan** for as much, regions: attention and feed-forwards",
-    "checkpoint, TRL's offloading": "the same with TRL's `activation_offloading=True`",
-    "checkpoint, ebbtide": '**the same after `ebbtide.compat.install("trl")`**',
+    "three quarters, by parts": "**a plan** for three quarters, regions: attention and feed-forwards",
+    "checkpoint, TRL's offloading": "checkpoint every layer, TRL's `activation_offloading=True`",
+    "checkpoint, ebbtide": '**checkpoint every layer, the switch after `ebbtide.compat.install("trl")`**',
     "all that the link carries": "**a plan** that moves all that the link carries in a forward",
     "bare copies": "nothing, and bare copies of as much as the plan without a budget moves",
     "bare copies, 95 %": "nothing, and bare copies of 95 % of what the link carries in a forward",
 }
 TITLES = {
-    "A": "Llama 1B shapes, batch 4 x 4096, bf16, eager",
-    "A-compiled": "the same, each layer compiled",
-    "B": "Llama 8B shapes (16 layers), batch 1 x 8192, bf16, eager",
-    "A-recipes": "Recipes: Llama 1B shapes, batch 4 x 4096, bf16, eager",
-    "B-32k-recipes": "Recipes: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
-    "A-plans": "Plans: Llama 1B shapes, batch 4 x 4096, bf16, eager",
-    "A-unslowed": "Plans without a budget: the same",
-    "A-compiled-plans": "Plans: the same, each layer compiled",
-    "B-32k-plans": "Plans: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
-    "MoE-plans": "Plans: 12 layers of 8 experts, batch 4 x 4096, bf16, eager",
-    "ViT-plans": "Plans: ViT-L/16, batch 128, bf16, eager",
-    "T1": "TRL's SFT: Qwen3 1.7B shapes, batch 2 x 8192, bf16, eager",
-    "T2": "TRL's SFT with LoRA: the same, nothing checkpointed",
-    "T3": "diffusers' Wan: 1.3B shapes, 16384 tokens of video, bf16, eager",
+    "everything": {
+        "A": "Llama 1B shapes, batch 4 x 4096, bf16, eager",
+        "A-compiled": "Llama 1B shapes, batch 4 x 4096, bf16, each layer compiled",
+        "B": "Llama 8B shapes (16 layers), batch 1 x 8192, bf16, eager",
+    },
+    "recipes": {
+        "A-recipes": "Recipes: Llama 1B shapes, batch 4 x 4096, bf16, eager",
+        "B-32k-recipes": "Recipes: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
+    },
+    "plans": {
+        "A-plans": "Plans: Llama 1B shapes, batch 4 x 4096, bf16, eager",
+        "A-unslowed": "Plans without a budget: Llama 1B shapes, batch 4 x 4096, bf16, eager",
+        "A-compiled-plans": "Plans: Llama 1B shapes, batch 4 x 4096, bf16, each layer compiled",
+        "B-32k-plans": "Plans: Llama 8B shapes (16 layers), batch 1 x 32768, bf16, eager",
+        "MoE-plans": "Plans: 12 layers of 8 experts, batch 4 x 4096, bf16, eager",
+        "ViT-plans": "Plans: ViT-L/16, batch 128, bf16, eager",
+    },
+    "trainers": {
+        "T1": "TRL's SFT: Qwen3 1.7B shapes, batch 2 x 8192, bf16, eager",
+        "T2": "TRL's SFT with LoRA: Qwen3 1.7B shapes, batch 2 x 8192, bf16, eager, no checkpointing",
+        "T3": "diffusers' Wan: 1.3B shapes, 16384 tokens of video, bf16, eager",
+    },
 }
+"""By group of tables in docs/measured.md: title of each result file."""
 
 PREDICTED = {
     "A": "Llama 1B shapes",
@@ -70,8 +79,12 @@ PREDICTED = {
 
 def main() -> None:
     pages = {
-        README: {"highlights": results_table(HIGHLIGHTS)},
-        MEASURED: {"results": results_table(TITLES), "bars": bars_table(), "predictions": predictions_table()},
+        README: {"highlights": results_table({name: TITLES["plans"][name] for name in HIGHLIGHTS})},
+        MEASURED: {
+            **{group: results_table(titles) for group, titles in TITLES.items()},
+            "bars": bars_table(),
+            "predictions": predictions_table(),
+        },
     }
     for page, tables in pages.items():
         before = after = page.read_text()
@@ -80,13 +93,13 @@ def main() -> None:
         if "--check" not in sys.argv[1:]:
             page.write_text(after)
         elif before != after:
-            sys.exit(f"{page.name}: the tables are not what benchmarks/results says; run python -m benchmarks.tables")
+            sys.exit(f"{page.name}: a table differs from benchmarks/results: run python -m benchmarks.tables")
 
 
-def results_table(names: Iterable[str]) -> str:
-    """Those of `names` that there are results of."""
-    found = ((name, _load(name)) for name in names)
-    return "\n\n".join(_modes_table(TITLES[name], result) for name, result in found if result is not None)
+def results_table(titles: Mapping[str, str]) -> str:
+    """One table for each result file that exists."""
+    found = ((title, _load(name)) for name, title in titles.items())
+    return "\n\n".join(_modes_table(title, result) for title, result in found if result is not None)
 
 
 def _modes_table(title: str, result: dict[str, Any]) -> str:
@@ -110,7 +123,7 @@ def _modes_table(title: str, result: dict[str, Any]) -> str:
 
 
 def _peak(figures: dict[str, Any]) -> tuple[str, float]:
-    """Which peak it is, and GiB."""
+    """Name of the peak, and GiB."""
     if "peak_gib" in figures:
         return "peak of the device", figures["peak_gib"]
     return "peak of activations", figures["act_peak_gib"]
@@ -118,7 +131,7 @@ def _peak(figures: dict[str, Any]) -> tuple[str, float]:
 
 def bars_table() -> str:
     bars = _load("bars") or {}
-    rows = ["| bar | measured | bar | unit | holds | commit |", "|---|---|---|---|---|---|"]
+    rows = ["| target | measured | bound | unit | met | commit |", "|---|---|---|---|---|---|"]
     for name, bar in bars.items():
         most = f"{'at least' if bar['is_floor'] else 'at most'} {bar['bar']:g}"
         holds = "yes" if bar["holds"] else "**no**"
@@ -127,7 +140,7 @@ def bars_table() -> str:
 
 
 def predictions_table() -> str:
-    """Of plans all along the front of each workload."""
+    """Plans of each workload, from the smallest budget to keeping everything."""
     rows = [
         "| workload | predicted ms | measured ms | off by | predicted peak, GiB | measured peak, GiB | off by |",
         "|---|---|---|---|---|---|---|",

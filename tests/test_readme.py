@@ -1,7 +1,8 @@
-"""The Python of README.md, and of each trainer in docs/trainers.md, runs as written."""
+"""Python blocks of README.md, options.md, planning.md, and of each trainer in trainers.md, run as written."""
 
 import argparse
 import copy
+import logging
 import re
 from types import SimpleNamespace
 
@@ -20,14 +21,14 @@ from transformers import TrainingArguments
 import ebbtide
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-APART = {"torchtitan"}  # in an environment of its own, where its test has the same lines
+APART = {"torchtitan"}  # tested in a separate environment, with equal lines
 WIDTH = 64
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 
 def blocks_of(path):
-    """By the section they are in, in order."""
+    """Python blocks by section, in order."""
     found = {}
     for section in re.split(r"^## ", (ROOT / path).read_text(), flags=re.MULTILINE):
         title, _, text = section.partition("\n")
@@ -65,7 +66,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """With the names that models of transformers have."""
+    """Names as in models of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -92,26 +93,56 @@ def _nothing_left():
     ebbtide.release_memory()
 
 
-def test_the_readme_runs_from_top_to_bottom(capsys):
-    torch.manual_seed(0)
-    model, batch = Model(), torch.randn(8, 1024, WIDTH)  # saved tensors of 2 MiB, more than min_bytes
-    twin = copy.deepcopy(model)
-    given = {"model": model, "batch": batch}
-    blocks = [block for section in blocks_of("README.md").values() for block in section]
-    # What is for a trainer runs in a default script of the trainer, in tests/integrations/test_transformers.py.
+def run_page(path, given):
+    """Every block from top to bottom; blocks for a trainer run in tests/integrations/test_transformers.py."""
+    blocks = [block for section in blocks_of(path).values() for block in section]
     blocks = [block for block in blocks if "trainer = " not in block]
-    assert len(blocks) >= 2
+    assert blocks
     for block in blocks:
-        run(block, "README.md", given)
-    assert_equal(loss_and_gradients(model, batch), loss_and_gradients(twin, batch))
-    handle = given["handle"]
+        run(block, path, given)
+    return given["handle"]
+
+
+def model_and_batch():
+    torch.manual_seed(0)
+    return Model(), torch.randn(8, 1024, WIDTH)  # saved tensors of 2 MiB, more than min_bytes
+
+
+def test_the_readme_runs_from_top_to_bottom(capsys):
+    model, batch = model_and_batch()
+    twin = copy.deepcopy(model)
+    handle = run_page("README.md", {"model": model, "batch": batch})
+    for _ in range(11):  # the context's step, and the ten of the handle
+        twin(batch).loss.backward()
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     assert handle.stats().recomputed.count > 0
-    assert handle.recipes["layers.0"].action == "keep"
     printed = capsys.readouterr().out
     assert "plan within 40GiB: step" in printed
     assert re.search(r"budget +40.00 GiB", printed)
     assert "'ebbtide/predicted_peak_gib': " in printed
     assert re.search(r"ebbtide: \d+ saves, [1-9][\d.]* \w+ moved out", printed)
+
+
+def test_the_options_run_from_top_to_bottom(caplog):
+    caplog.set_level("WARNING", "ebbtide")  # the page sets the level, the fixture restores it
+    model, batch = model_and_batch()
+    twin = copy.deepcopy(model)
+    handle = run_page("docs/options.md", {"model": model})
+    assert_equal(loss_and_gradients(model, batch), loss_and_gradients(twin, batch))
+    assert handle.stats().recomputed.count > 0
+    assert handle.recipes["layers.0"].action == "keep"
+    assert logging.getLogger("ebbtide").level == logging.INFO
+
+
+def test_the_page_about_planning_leaves_a_profile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, batch = model_and_batch()
+    twin = copy.deepcopy(model)
+    handle = run_page("docs/planning.md", {"model": model})
+    for _ in range(4):
+        assert_equal(loss_and_gradients(model, batch), loss_and_gradients(twin, batch))
+    assert handle.plan.predicted is not None
+    assert ebbtide.Profile.load("profile.json").regions
 
 
 class Task(LightningModule):

@@ -19,7 +19,7 @@ from torch import nn
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
-from ebbtide._utils import distributed as ranks
+from ebbtide._utils import distributed
 
 STEPS = 6
 
@@ -153,7 +153,7 @@ def only_one_trains(rank: int, folder: str) -> None:
     if rank == 1:
         store.wait(["said"], datetime.timedelta(seconds=MOST_S))
         os._exit(0)
-    ranks._TELL_AFTER_S = 0.0
+    distributed._TELL_AFTER_S = 0.0
     model = make()
     ebbtide.offload(model, **within(), **SETTINGS)
     with pytest.warns(EbbtideWarning) as warned, pytest.raises(PlanError) as raised:
@@ -181,7 +181,7 @@ def met(store, place, ranks, what="a plan", found=None):
 
     def come():
         try:
-            ranks.meet(store, place, ranks, what)
+            distributed.meet(store, place, ranks, what)
             found.append(None)
         except PlanError as error:
             found.append(str(error))

@@ -1,4 +1,4 @@
-"""The bars of the issues, judged from the result files: what was measured, also where it falls short."""
+"""Bars: limits for measured figures, judged from the result files. A figure beyond its bar is reported as well."""
 
 import json
 import statistics
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 class Bar(NamedTuple):
-    """A figure and the most (or, with `is_floor`, the least) it may be."""
+    """A figure with its upper limit `bar`; with `is_floor`, its lower limit."""
 
     id: str
     figure: float
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
 
 
 def judge(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every bar that the files in `folder` have figures for, by id."""
+    """Judge every bar with figures in `folder`. Returns a mapping by id."""
     judged: dict[str, dict[str, Any]] = {}
     for name, bars_of in _JUDGES.items():
         path = folder / f"{name}.json"
@@ -60,8 +60,8 @@ def _compiled(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _host_cost(result: dict[str, Any]) -> Iterator[Bar]:
-    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept tensor")
-    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved tensor, out and in")
+    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept saved tensor")
+    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved saved tensor, out and in")
 
 
 def _races(result: dict[str, Any]) -> Iterator[Bar]:
@@ -89,7 +89,9 @@ def _recipes(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("R3-peak", share, 0.95, "of the inputs' bytes off the peak", is_floor=True)
     kept, torchs = modes["selective kept"], modes["torch selective"]
     yield Bar("R4", time_ratio(kept, torchs), 1.02, "x torch's selective checkpointing, the same operators kept")
-    yield Bar("R4-peak", kept["act_peak_gib"] / torchs["act_peak_gib"], 1.0, "x its peak")
+    yield Bar(
+        "R4-peak", kept["act_peak_gib"] / torchs["act_peak_gib"], 1.0, "x the peak of torch's selective checkpoint"
+    )
     for bar, recipe in (("R5", "selective"), ("R5-recompute", "recompute")):
         yield Bar(bar, result[f"captured, {recipe}"]["ratio"], 1.01, f"x the eager step: one captured graph, {recipe}")
 
@@ -99,7 +101,8 @@ def _long_recipes(result: dict[str, Any]) -> Iterator[Bar]:
     checkpoint = modes["checkpoint"]
     for bar, mode, step, peak in (("R1", "selective", 0.90, 0.85), ("R2", "selective, feed-forward too", 0.85, 1.0)):
         yield Bar(bar, time_ratio(modes[mode], checkpoint), step, f"x checkpointing's step: {mode}")
-        yield Bar(f"{bar}-peak", modes[mode]["act_peak_gib"] / checkpoint["act_peak_gib"], peak, "x its peak")
+        share = modes[mode]["act_peak_gib"] / checkpoint["act_peak_gib"]
+        yield Bar(f"{bar}-peak", share, peak, "x checkpointing's peak")
 
 
 def _unslowed(result: dict[str, Any]) -> Iterator[Bar]:
@@ -107,11 +110,11 @@ def _unslowed(result: dict[str, Any]) -> Iterator[Bar]:
     plain, auto = modes["nothing"], modes["auto"]
     yield Bar("P1", time_ratio(auto, plain), 1.005, "x plain step: no budget")
     carried = released["forward_s"] * result["link"]["out_gb_per_s"] * 1e9
-    yield Bar("P1-moved", released["released_bytes"] / carried, 0.95, "of what the link carries in a forward", True)
+    yield Bar("P1-moved", released["released_bytes"] / carried, 0.95, "of the link's bytes in a forward", True)
     freed = (plain["act_peak_gib"] - auto["act_peak_gib"]) * GIB
     if released["released_bytes"] > 0:
-        yield Bar("P1-peak", freed / released["released_bytes"], 0.99, "of what had left, off the peak", True)
-    yield Bar("P1-packed", result["packed"]["ratio"]["median"], 1.01, "x plain step: another shape every step")
+        yield Bar("P1-peak", freed / released["released_bytes"], 0.99, "of the released bytes, off the peak", True)
+    yield Bar("P1-packed", result["packed"]["ratio"]["median"], 1.01, "x plain step: a new shape every step")
 
 
 def _plans(result: dict[str, Any]) -> Iterator[Bar]:
@@ -119,7 +122,7 @@ def _plans(result: dict[str, Any]) -> Iterator[Bar]:
     plain = modes["nothing"]
     roomy = modes["40 GiB"]
     yield Bar("P2", time_ratio(roomy, plain), 1.002, "x plain step: all fits the budget")
-    yield Bar("P2-moved", result["plans"]["40 GiB"]["moved_gib"], 0, "GiB moved then")
+    yield Bar("P2-moved", result["plans"]["40 GiB"]["moved_gib"], 0, "GiB moved: all fits the budget")
     for bar, key, most in (("P3", "checkpoint's peak", 1.19), ("P3-17", "17 GiB", 1.12), ("P3-24", "24 GiB", 1.06)):
         yield Bar(bar, time_ratio(modes[key], plain), most, f"x plain step: budget of {key}")
         over = modes[key]["act_peak_gib"] / result["budgets_gib"][key]
@@ -139,18 +142,17 @@ def _compiled_plans(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _predictions(name: str, result: dict[str, Any]) -> Iterator[Bar]:
-    """Largest error over the plans of one workload."""
     rows = result["predictions"]
-    for what, unit, most in (("ms", "step time", 0.05), ("peak_gib", "peak", 0.03)):
-        errors = [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
-        yield Bar(f"P6-{name}-{what.partition('_')[0]}", max(errors), most, f"largest error of the {unit}, {name}")
+    for key, unit, most in (("ms", "step time", 0.05), ("peak_gib", "peak", 0.03)):
+        errors = [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in rows]
+        yield Bar(f"P6-{name}-{key.partition('_')[0]}", max(errors), most, f"largest error of the {unit}, {name}")
 
 
 def _sft(result: dict[str, Any]) -> Iterator[Bar]:
     modes = result["modes"]
     ours, trls = modes["checkpoint, ebbtide"], modes["checkpoint, TRL's offloading"]
-    yield Bar("T1", time_ratio(ours, modes["checkpoint"]), 1.02, "x checkpointing's step, TRL's switch through install")
-    yield Bar("T1-peak", ours["peak_gib"] / trls["peak_gib"], 1.0, "x the peak of TRL's own")
+    yield Bar("T1", time_ratio(ours, modes["checkpoint"]), 1.02, "x checkpointing's step, TRL's option after install")
+    yield Bar("T1-peak", ours["peak_gib"] / trls["peak_gib"], 1.0, "x the peak of TRL's offloading")
     unequal = result["steps_compared"] - result["equal_losses"]
     yield Bar("T1-bits", unequal, 0, "losses that differ from checkpointing's, of 20 steps")
 
@@ -162,12 +164,12 @@ def _sft_adapter(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _wan(result: dict[str, Any]) -> Iterator[Bar]:
-    """The peaks are the device's, with parameters and gradients."""
     modes = result["modes"]
     for bar, mode, regions in (
         ("T3", "three quarters, by parts", "regions=attention, feed-forward"),
-        ("T3-blocks", "three quarters", "regions as they are found"),
+        ("T3-blocks", "three quarters", "regions by default"),
     ):
+        # Peaks of the device, with parameters and gradients.
         peaks = [result["base_gib"] + modes[key]["act_peak_gib"] for key in (mode, "nothing")]
         share = time_ratio(modes[mode], modes["nothing"])
         yield Bar(bar, share, 1.02, f"x plain step: budget of three quarters of its peak, {regions}")
@@ -175,16 +177,19 @@ def _wan(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def time_ratio(mode: dict[str, Any], base: dict[str, Any]) -> float:
-    """Where the two took turns, the middle one of the turns' ratios: what is near in time had the same clocks. One may
-    have had more of them, without the other."""
+    """Return the step time of `mode` over the step time of `base`.
+
+    For modes measured in turns, the median of the ratios of turns: turns near in time had equal clocks. A mode may have
+    had more turns than the base.
+    """
     turns = list(zip(mode.get("turns_ms", ()), base.get("turns_ms", ()), strict=False))
     if turns:
-        return statistics.median(mine / theirs for mine, theirs in turns)
+        return statistics.median(ours / plain for ours, plain in turns)
     return mode["step_ms"]["median"] / base["step_ms"]["median"]
 
 
 def _over_bound(result: dict[str, Any]) -> float:
-    link = result["link"]  # of the same run: rates differ between machines
+    link = result["link"]  # rates differ between machines: measured in the run itself
     ours, plain = result["modes"]["ebbtide"], result["modes"]["nothing"]
     nbytes = ours["one_step"]["parcels_bytes"]
     bound_ms = (nbytes / link["out_gb_per_s"] + nbytes / link["in_gb_per_s"]) / 1e6

@@ -1,4 +1,4 @@
-"""What every result file says about itself: device, versions, commit, command, date."""
+"""Facts in every result file: device, versions, commit, command, date."""
 
 import datetime
 import importlib.metadata
@@ -9,7 +9,7 @@ PACKAGES = ("torch", "transformers", "trl", "triton", "diffusers")
 
 
 def facts(command: str, device: str, commit: str | None = None) -> dict[str, object]:
-    """`commit`: of the code measured, where git cannot say."""
+    """`commit`: of the measured code, if the tree is no git repository."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "device": device,

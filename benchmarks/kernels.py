@@ -1,4 +1,4 @@
-"""What the device does in a step, kernel by kernel: what copies beside them cost, which no plan can avoid."""
+"""Times of kernels and gaps in a step: the cost of concurrent copies, which no plan can avoid."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measure import one_step
 from benchmarks.modes import Context
 
-_LONG_NS = 100_000  # longer gaps are waits: for the host, or for a copy
+_LONG_NS = 100_000  # longer gaps are waits for the host or for a copy
 _STEPS = 3
 
 
 def kernel_times(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context) -> dict[str, float]:
-    """Per step, of the stream with the most kernels: how many, their milliseconds, and those of the gaps between."""
+    """Measure per step, on the stream with the most kernels: their number, milliseconds busy, milliseconds of gaps."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(_STEPS):
             one_step(model, loss_of, context)

@@ -1,4 +1,4 @@
-"""Steps, timed and weighed: medians and quartiles of what one mode does on one model."""
+"""Times and peaks of steps: medians and quartiles of one mode on one model."""
 
 import statistics
 import time
@@ -10,16 +10,20 @@ import torch
 from benchmarks.modes import Context
 
 WARM_UP_STEPS = 2
-# After a pause a GPU is faster than its power allows for a second, and slower for another: training does not pause. From
-# then on its clocks go up and down about once a second.
+# After a pause a GPU exceeds its power limit for a second, and is slower for another second: training has no pauses.
+# Later the clocks go up and down about once a second.
 WARM_UP_S = 2.5
 LEAST_S = 1.5
 
 
 @dataclass
 class Step:
-    """One step: milliseconds, and bytes above what was allocated before it. `issued_ms`: until the host had queued all
-    of it; a host that takes as long as the device is what the step waits for."""
+    """Times and peak of one step.
+
+    Attributes:
+        issued_ms: time until the host has queued the step. If about as long as the step, the host limits the step.
+        act_peak_bytes: peak of device memory above the memory allocated before the step.
+    """
 
     step_ms: float
     forward_ms: float
@@ -30,7 +34,7 @@ class Step:
 
 @dataclass
 class Measured:
-    """The steps of one mode after its warm-up. `turns_ms`: a typical one of each of its turns, if it had several."""
+    """Steps of one mode after the warm-up. `turns_ms`: the median of each turn, if the mode had several turns."""
 
     steps: list[Step]
     grad_checksum: float
@@ -49,19 +53,18 @@ class Measured:
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """Several turns of one mode as one."""
+    """Join several turns of one mode."""
     turns_ms = [statistics.median(step.step_ms for step in part.steps) for part in parts]
     return Measured([step for part in parts for step in part.steps], parts[-1].grad_checksum, turns_ms)
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return {"median": middle, "q1": low, "q3": high, "n": len(values)}
 
 
 def one_step(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context) -> Step:
-    """Forward and backward; gradients stay allocated from step to step, zeroed before."""
+    """Run and time forward and backward. Gradients stay allocated between steps and are zeroed first."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()
@@ -74,7 +77,7 @@ def one_step(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], contex
 
 
 class _Clock:
-    """Starts with a step. Without an accelerator it is the host's, and no bytes are counted."""
+    """Clock started at the begin of a step. Without an accelerator: the host's clock, and no bytes."""
 
     def __init__(self) -> None:
         self._has_device = torch.cuda.is_available()
@@ -108,7 +111,7 @@ class _Clock:
 
 
 def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context, count: int) -> Measured:
-    """`count` steps after the warm-up, on an accelerator as many as take `LEAST_S`."""
+    """Measure `count` steps after the warm-up, on an accelerator for at least `LEAST_S`."""
     has_clocks = torch.cuda.is_available()
     measured: list[Step] = []
     for_some_steps(lambda: one_step(model, loss_of, context), WARM_UP_STEPS, WARM_UP_S * has_clocks)
@@ -117,7 +120,7 @@ def steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: 
 
 
 def for_some_steps(step: Callable[[], object], count: int, seconds: float) -> None:
-    """At least so many, for at least so long."""
+    """Repeat `step` at least `count` times and for at least `seconds`."""
     start = time.perf_counter()
     done = 0
     while done < count or time.perf_counter() - start < seconds:
@@ -126,7 +129,7 @@ def for_some_steps(step: Callable[[], object], count: int, seconds: float) -> No
 
 
 def checksum(model: torch.nn.Module) -> float:
-    """A number that any changed gradient bit is all but sure to change."""
+    """Return a number that a changed gradient bit almost always changes."""
     total = 0.0
     for p in model.parameters():
         if p.grad is not None:
@@ -135,7 +138,7 @@ def checksum(model: torch.nn.Module) -> float:
 
 
 def link_rate(nbytes: int = 2**30, repeats: int = 5) -> dict[str, float]:
-    """GB/s of one pinned copy of `nbytes` each way."""
+    """Measure GB/s of one pinned copy of `nbytes` in each direction."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     rates = {}

@@ -1,4 +1,4 @@
-"""What is compared: each mode as a context around forward, and what it does to the model."""
+"""Modes to compare: each prepares the model and gives a context around forward."""
 
 import contextlib
 import importlib.util
@@ -24,7 +24,7 @@ def nothing_qualifies() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def prepared(mode: str, model: torch.nn.Module) -> Iterator[Context]:
-    """The context of `mode`, with `model` prepared for it inside."""
+    """Prepare `model` for `mode` and yield the context around forward."""
     if mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         try:
@@ -49,7 +49,7 @@ def _context(mode: str, model: torch.nn.Module) -> Context:
     assert mode == "trl"
     from accelerate import PartialState
 
-    PartialState()  # TRL's logger insists
+    PartialState()  # required by TRL's logger
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     context = get_act_offloading_ctx_manager(model)
@@ -57,7 +57,7 @@ def _context(mode: str, model: torch.nn.Module) -> Context:
 
 
 def available(mode: str) -> bool:
-    """Whether what the mode needs is installed here."""
+    """Whether the packages of the mode are installed."""
     return mode not in _NEIGHBOURS or importlib.util.find_spec(mode) is not None
 
 

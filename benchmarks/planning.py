@@ -1,4 +1,4 @@
-"""Plans for budgets against plain steps and checkpointing, each workload in one process: bars P2 to P5."""
+"""Plans within budgets against plain steps and checkpointing, each workload in a process: bars P2 to P5."""
 
 import contextlib
 import functools
@@ -15,13 +15,13 @@ from benchmarks.turns import in_turns, tidy
 from benchmarks.workloads import PLANNED, PlannedWorkload
 from ebbtide._utils.sizes import GIB
 
-SETTLING = 12  # steps in which a planner watches, plans, looks at the peak and plans again
-LONG_SETTLING_S = 15.0  # in which it also tries what keeping everything takes, and follows the machine to its pace
+SETTLING = 12  # steps in which a planner measures, plans, checks the peak and replans
+LONG_SETTLING_S = 15.0  # long enough for settled clocks and a replan
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A plan that its planner is content with, and the steps that led to it."""
+    """The final plan of a run, with the profile and the steps before."""
 
     plan: ebbtide.Plan
     profile: ebbtide.Profile
@@ -29,7 +29,7 @@ class Settled:
 
 
 def measure_plans(name: str, device: torch.device, count: int) -> dict[str, object]:
-    """Plain, checkpointed and planned steps of one workload in turns."""
+    """Plain, checkpointed and planned steps of a workload, in turns."""
     workload = PLANNED[name]
     model, losses = workload.build(device)
     loss_of = losses(1.0)
@@ -39,8 +39,8 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
     budgets |= {f"{gib} GiB": base + gib * GIB for gib in workload.budgets_gib}
     plans = {key: settle(model, loss_of, nbytes, LONG_SETTLING_S) for key, nbytes in budgets.items()}
     modes = neighbours | {key: functools.partial(planned, model, settled.plan) for key, settled in plans.items()}
-    finely = ("nothing", *workload.finely) if workload.finely else ()
-    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, workload.rounds, finely)}
+    precise = ("nothing", *workload.precise) if workload.precise else ()
+    result: dict[str, object] = {"modes": in_turns(model, loss_of, modes, count, workload.rounds, precise)}
     result["plans"] = {key: about(settled, base) for key, settled in plans.items()}
     result["budgets_gib"] = {key: (nbytes - base) / GIB for key, nbytes in budgets.items()}
     result["steady"] = {key: steady(model, loss_of, settled.plan, count) for key, settled in plans.items()}
@@ -50,7 +50,7 @@ def measure_plans(name: str, device: torch.device, count: int) -> dict[str, obje
 
 
 def base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], workload: PlannedWorkload) -> int:
-    """Allocated before a step, gradients there."""
+    """Allocated before a step, gradients included."""
     mode = "nothing" if workload.fits_plain else "checkpoint"
     with prepared(mode, model) as context:
         one_step(model, loss_of, context)
@@ -59,7 +59,7 @@ def base_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], work
 
 
 def checkpoint_bytes(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], base: int) -> int:
-    """The peak of checkpointing, all counted."""
+    """The peak of checkpointing, memory from before the step included."""
     with prepared("checkpoint", model) as context:
         peak = max(step.act_peak_bytes for step in steps(model, loss_of, context, 2).steps)
     tidy()
@@ -73,7 +73,7 @@ def settle(
     seconds: float = 0.0,
     **settings: object,
 ) -> Settled:
-    """After the steps that a user's run would begin with, for at least so long."""
+    """The plan after the first steps of a run, for at least `seconds`."""
     handle = ebbtide.offload(model, budget=budget_bytes, host_limit=HOST_LIMIT, **settings)
     settling: list[dict[str, float]] = []
 
@@ -113,7 +113,6 @@ def about(settled: Settled, base: int) -> dict[str, object]:
     assert predicted is not None
     return {
         "predicted_ms": predicted.step_s * 1e3,
-        "bound_ms": predicted.bound_s * 1e3,
         "predicted_act_peak_gib": (predicted.peak_bytes - base) / GIB,
         "moved_gib": predicted.moved_bytes / GIB,
         "recipes": {name: str(region.recipe) for name, region in plan.regions.items()},
@@ -124,8 +123,7 @@ def about(settled: Settled, base: int) -> dict[str, object]:
 def steady(
     model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], plan: ebbtide.Plan, count: int
 ) -> dict[str, float]:
-    """Of the steady state: bytes whose device memory was let go in one forward, seconds of a typical forward, and what
-    compute waited for the link in a step."""
+    """Steady state: bytes released in a forward, seconds of a median forward, and stalls of a step."""
     handle = ebbtide.offload(model, plan=plan, host_limit=HOST_LIMIT)
     released: list[int] = []
     try:
@@ -133,7 +131,7 @@ def steady(
             lambda: one_step(model, loss_of, contextlib.nullcontext), 3, WARM_UP_S * torch.cuda.is_available()
         )
         stop = handle.subscribe(
-            lambda event: released.append(event.nbytes) if event.what is ebbtide.EventKind.RELEASED else None
+            lambda event: released.append(event.nbytes) if event.kind is ebbtide.EventKind.RELEASED else None
         )
         one_step(model, loss_of, contextlib.nullcontext)
         stop()

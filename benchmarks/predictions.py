@@ -1,4 +1,4 @@
-"""What plans all along the front predict of steps and peaks, and what comes of them: bar P6."""
+"""Predicted against measured steps and peaks of plans on the Pareto curve: bar P6."""
 
 import functools
 from typing import Any
@@ -12,18 +12,21 @@ from benchmarks.workloads import PLANNED
 from ebbtide._planner.solve import Solver
 from ebbtide._utils.sizes import GIB
 
-_ROUNDS = 5  # a host is not the same from one moment to the next
+_ROUNDS = 5  # the speed of a host varies from moment to moment
 
 
 def measure_predictions(name: str, device: torch.device, count: int) -> tuple[list[dict[str, float]], ebbtide.Profile]:
-    """A row for each plan, at least twice `count` steps of each, in turns; and the profile that the plans were made from:
-    what a planner had, within the peak of checkpointing, after its first seconds."""
+    """Measure plans in turns, at least twice `count` steps of each.
+
+    Returns:
+        A row for each plan, and the profile of all plans: measured by a planner within the peak of checkpointing.
+    """
     workload = PLANNED[name]
     model, losses = workload.build(device)
     loss_of = losses(1.0)
     base = base_bytes(model, loss_of, workload)
     profile = settle(model, loss_of, checkpoint_bytes(model, loss_of, base), LONG_SETTLING_S).profile
-    plans = [point.plan for point in Solver(profile).front(workload.predictions)]
+    plans = [point.plan for point in Solver(profile).pareto_curve(workload.predictions)]
     modes = {str(number): functools.partial(planned, model, plan) for number, plan in enumerate(plans)}
     found = in_turns(model, loss_of, modes, count, _ROUNDS)
     return [_row(plan, base, measured) for plan, measured in zip(plans, found.values(), strict=True)], profile

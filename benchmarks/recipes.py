@@ -1,4 +1,4 @@
-"""Recipes against checkpointing: what bars R1 to R5 are judged by, all modes of a workload in one process on one model."""
+"""Recipes against checkpointing (bars R1 to R5), all modes of a workload in one process on one model."""
 
 import contextlib
 import functools
@@ -13,60 +13,64 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import ebbtide
 from benchmarks.measure import one_step, spread
 from benchmarks.modes import HOST_LIMIT, Context, prepared
-from benchmarks.steady import transformers_does_not_ask
+from benchmarks.steady import without_packing_check
 from benchmarks.turns import Mode, in_turns
 from benchmarks.workloads import Workload, build
 from ebbtide._utils.sizes import MIB
 
-# Outside of the blocks a Llama saves token ids, the head's weight and input, logits in float, and their log-softmax.
-# With the last norm run again, it saves nothing.
-_SAVE_OF_LOGITS = 1
-_SAVE_OF_LOG_SOFTMAX = 4
+# Outside of the blocks a Llama saves token ids, the head's weight and input, float logits, and the log-softmax. The last
+# norm is recomputed and saves nothing.
+_LOGITS = 1
+_LOG_SOFTMAX = 4
 Recipes = str | ebbtide.Plan | ebbtide.Recipe | Mapping[str, ebbtide.Recipe | str]
 
-DEAR = ("attention", "matmul")
+EXPENSIVE = ("attention", "matmul")
 PROJECTIONS = ("attention", "matmul@self_attn")
 CAPTURED = ("recompute", "selective")
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """A mode of ours."""
+    """A mode with ebbtide: recipe or plan, and settings."""
 
     recipe: Recipes
     settings: dict[str, object] = field(default_factory=dict[str, object])
 
 
 def spread_over(count: int, layers: int) -> list[int]:
-    """`count` of `layers` numbers, evenly spread."""
+    """Choose `count` of `layers` indices, evenly spread."""
     return sorted({(2 * k + 1) * layers // (2 * count) for k in range(count)})
 
 
 def with_feed_forward(count: int, layers: int) -> dict[str, ebbtide.Recipe]:
-    """Attention and its projections everywhere; in `count` regions, spread over the depth, all matmuls. The link has
-    room for one matmul more, in the first region that is left."""
+    """Save attention and its projections in all regions, and all matmuls in `count` regions spread over the depth.
+
+    The link has capacity for one more matmul, in the first remaining region.
+    """
     some = ebbtide.Recipe("selective", ops=PROJECTIONS)
     more = ebbtide.Recipe("selective", ops=(*PROJECTIONS, "matmul@mlp.gate_proj"))
-    every = ebbtide.Recipe("selective", ops=DEAR)
+    every = ebbtide.Recipe("selective", ops=EXPENSIVE)
     full = spread_over(count, layers)
-    left = next(k for k in range(layers) if k not in full)
-    return {"layers.*": some, f"layers.{left}": more, **{f"layers.{k}": every for k in full}}
+    remaining = next(k for k in range(layers) if k not in full)
+    return {"layers.*": some, f"layers.{remaining}": more, **{f"layers.{k}": every for k in full}}
 
 
 def moved_with_feed_forward(count: int, layers: int) -> ebbtide.Plan:
-    """The same as a plan. Logits and loss are the peak, so less may wait there than inside the blocks."""
+    """Make a plan of `with_feed_forward`. The peak is at logits and loss: fewer bytes may wait at the peak than in blocks."""
     recipes = with_feed_forward(count, layers)
     every = recipes.pop("layers.*")
     regions = {f"model.layers.{k}": ebbtide.RegionPlan(recipes.get(f"layers.{k}", every)) for k in range(layers)}
-    # Half a GiB less at the peak, for the window.
+    # Recomputing the norm takes half a GiB off the peak: room for the window.
     regions["model.norm"] = ebbtide.RegionPlan(ebbtide.Recipe("recompute", inputs="keep"))
-    release = ebbtide.ReleasePoint(_SAVE_OF_LOGITS, 6400 * MIB), ebbtide.ReleasePoint(_SAVE_OF_LOG_SOFTMAX, 4500 * MIB)
+    release = ebbtide.ReleasePoint(_LOGITS, 6400 * MIB), ebbtide.ReleasePoint(_LOG_SOFTMAX, 4500 * MIB)
     return ebbtide.Plan(regions, outside=ebbtide.RegionPlan(ebbtide.Recipe("keep"), release=release))
 
 
 def modes_of(workload: Workload) -> dict[str, Offloaded]:
-    """By name. What is saved outside of the blocks (logits, loss) backward needs at once: it stays, as with
-    checkpointing. At 32k tokens one region saves 1 to 3 GiB of dear outputs, so the window is as large.
+    """Return the modes of `workload` by name.
+
+    Tensors saved outside of the blocks (logits, loss) stay, as with checkpointing: backward needs them at once. At 32k
+    tokens one region saves 1 to 3 GiB of outputs of expensive operators: the window is as large.
     """
     some = ebbtide.Recipe("selective", ops=PROJECTIONS)
     if workload.is_long:
@@ -79,29 +83,29 @@ def modes_of(workload: Workload) -> dict[str, Offloaded]:
     return {
         "recompute": Offloaded("recompute", {"window": "64MiB"}),
         "recompute, inputs kept": Offloaded(ebbtide.Recipe("recompute", inputs="keep")),
-        "selective kept": Offloaded(ebbtide.Recipe("selective", ops=DEAR, inputs="keep", outputs="keep")),
+        "selective kept": Offloaded(ebbtide.Recipe("selective", ops=EXPENSIVE, inputs="keep", outputs="keep")),
         "selective": Offloaded(some, {"window": "1GiB"}),
     }
 
 
 def torch_selective() -> object:
-    """torch's own selective checkpointing with the operators of our classes attention and matmul."""
+    """Make contexts of torch's selective checkpointing for the operators of ebbtide's classes attention and matmul."""
     aten = torch.ops.aten
-    dear = {
+    expensive = {
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
         aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     }  # fmt: skip
 
     def policy(_ctx, op, *_args, **_kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 @contextlib.contextmanager
 def checkpointed(model: torch.nn.Module, context_fn: Callable[[], object] | None = None) -> Iterator[Context]:
-    """Every layer by torch's own checkpoint."""
+    """Checkpoint every layer with torch's checkpoint."""
     kwargs = {"use_reentrant": False} | ({} if context_fn is None else {"context_fn": context_fn})
     model.gradient_checkpointing_enable(kwargs)
     try:
@@ -124,7 +128,7 @@ def offloaded(model: torch.nn.Module, mode: Offloaded) -> Iterator[Context]:
 
 
 def measure_recipes(workload: Workload, device: torch.device, count: int) -> dict[str, object]:
-    """Every mode of the workload, and one of them captured in a graph."""
+    """Measure every mode of the workload, and some modes captured in a graph."""
     model, loss_of = build(workload, device)
     modes: dict[str, Mode] = {}
     if not workload.is_long:
@@ -152,8 +156,8 @@ def measure_recipes(workload: Workload, device: torch.device, count: int) -> dic
 def measure_captured(
     mode: Offloaded, model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], count: int
 ) -> dict[str, object]:
-    """Eager steps of one recipe, and replays of one graph with the same step, in turns."""
-    with transformers_does_not_ask(), offloaded(model, mode) as context:
+    """Measure eager steps of one recipe and replays of one graph of the step, in turns."""
+    with without_packing_check(), offloaded(model, mode) as context:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -178,12 +182,11 @@ def measure_captured(
 
 
 def _replay(model: torch.nn.Module, graph: torch.cuda.CUDAGraph) -> float:
-    """Milliseconds of one replay."""
     return one_step(model, lambda: _Replayed(graph), contextlib.nullcontext).step_ms
 
 
 class _Replayed:
-    """Stands for a loss whose forward and backward are one replay."""
+    """Imitates a loss. One replay runs forward and backward."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

@@ -1,10 +1,10 @@
-"""Every figure of the README and of bars.json, measured in one run on one machine with an accelerator.
+"""Measure every figure of the README and of bars.json in one run on one machine with an accelerator.
 
     python -m benchmarks.run [--workloads A A-compiled B] [--recipes A B-32k] [--plans A A-compiled B-32k MoE ViT]
         [--unslowed A] [--predictions A B-32k MoE ViT] [--trainers T1 T2 T3] [--steps 5] [--out benchmarks/results]
         [--commit HASH]
 
-All modes of a workload run in one process on one model, so that their ratios mean something.
+All modes of a workload run in one process on one model: else ratios mean nothing.
 """
 
 import argparse
@@ -90,18 +90,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--predictions", nargs="*", default=["A", "B-32k", "MoE", "ViT"], choices=sorted(PLANNED))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--commit", default=None, help="of the code measured, where git cannot say")
+    parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
     return parser.parse_args()
 
 
 def _arguments() -> list[str]:
-    """As given, without what says where the results go and which commit it was."""
-    given = sys.argv[1:]
+    """Return the arguments of the command line without --out and --commit."""
+    arguments = sys.argv[1:]
     for option in ("--out", "--commit"):
-        if option in given:
-            at = given.index(option)
-            del given[at : at + 2]
-    return given
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
+    return arguments
 
 
 def _measure(workload: Workload, device: torch.device, count: int) -> dict[str, object]:
@@ -122,7 +122,7 @@ def _measure_mode(mode, model, loss_of, count) -> dict[str, object]:
     with prepared(mode, model) as context:
         try:
             measured = steps(model, loss_of, context, count)
-        except (RuntimeError, AssertionError, ValueError) as error:  # a neighbour that cannot do this workload
+        except (RuntimeError, AssertionError, ValueError) as error:  # another library that fails on the workload
             if mode == "ebbtide":
                 raise
             return {"failed": f"{type(error).__name__}: {error}"[:300]}
@@ -136,16 +136,16 @@ def _measure_mode(mode, model, loss_of, count) -> dict[str, object]:
 
 
 def _difference(before: ebbtide.Stats, after: ebbtide.Stats) -> dict[str, float]:
-    """What one step of the steady state did."""
-    tallies = ("parcels", "out", "inbound", "shared", "forwarded", "misses", "unfreed")
-    step = {f"{name}_bytes": getattr(after, name).nbytes - getattr(before, name).nbytes for name in tallies}
-    step |= {f"{name}_count": getattr(after, name).count - getattr(before, name).count for name in tallies}
+    """Return the counts of one step of the steady state."""
+    names = ("parcels", "out", "inbound", "shared", "forwarded", "misses", "freed_nothing")
+    step = {f"{name}_bytes": getattr(after, name).nbytes - getattr(before, name).nbytes for name in names}
+    step |= {f"{name}_count": getattr(after, name).count - getattr(before, name).count for name in names}
     seconds = ("stall_forward_s", "stall_backward_s")
     return step | {name: getattr(after, name) - getattr(before, name) for name in seconds}
 
 
 def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 40) -> float:
-    """Median step with hooks that keep everything over the median plain step, taken in turns."""
+    """Measure the median step with hooks that keep everything over the median plain step, in turns."""
     times: dict[str, list[float]] = {"plain": [], "hooked": []}
     with warnings.catch_warnings(), prepared("nothing", model) as plain:
         warnings.simplefilter("ignore")
@@ -158,7 +158,7 @@ def _ratio_when_nothing_qualifies(model, loss_of, pairs: int = 40) -> float:
 def _write(
     folder: Path, results: dict[str, dict[str, object]], profiles: Mapping[str, ebbtide.Profile] = MappingProxyType({})
 ) -> None:
-    """Profiles are for `ebbtide plan`, which needs no accelerator."""
+    # Profiles serve `ebbtide plan`, which needs no accelerator.
     (folder / "profiles").mkdir(parents=True, exist_ok=True)
     for name, result in results.items():
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

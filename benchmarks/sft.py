@@ -1,6 +1,6 @@
-"""Supervised fine-tuning in TRL's own trainer, on random weights with the shapes of Qwen3 1.7B and random tokens.
+"""Supervised fine-tuning in TRL's trainer, on random weights with the shapes of Qwen3 1.7B and random tokens.
 
-All modes take turns in one process, each as the trainer that a user would start.
+All modes take turns in one process. Each turn is a new trainer.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from ebbtide.integrations.transformers import OffloadCallback
 
 _ROUNDS = 3
 _WARM_UP = 4
-_SETTLING = 14  # steps in which a planner watches, plans and looks again
+_SETTLING = 14  # steps in which a planner measures, plans and corrects the plan
 _EQUAL_STEPS = 20
 _NO_CHECKPOINTS = {"gradient_checkpointing": False}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of a batch."""
+    """Sizes of the model and of a batch."""
 
     hidden: int
     ffn: int
@@ -48,59 +48,60 @@ TINY = Sizes(64, 128, 4, 4, 2, 16, 96, batch=2, tokens=64)
 
 
 def measure_full(sizes: Sizes, device: torch.device, count: int) -> dict[str, object]:
-    """Checkpointing alone, with TRL's offloading, and with ours in its place; then the losses of the first and the last,
-    step by step, under deterministic algorithms.
+    """Measure checkpointing alone, with TRL's offloading, and with ebbtide instead of TRL's offloading.
+
+    Compare the losses of the first and the last mode step by step, under deterministic algorithms.
 
     Args:
-        count: of steps to time in each round.
+        count: steps to time in each round.
     """
     offloading = {"activation_offloading": True}
-    modes: dict[str, Callable[[int, torch.nn.Module], _Watch]] = {
+    modes: dict[str, Callable[[int, torch.nn.Module], _StepRecords]] = {
         "checkpoint": lambda steps, model: _train(sizes, model, steps),
         "checkpoint, TRL's offloading": lambda steps, model: _train(sizes, model, steps, offloading),
         "checkpoint, ebbtide": lambda steps, model: _train_installed(sizes, model, steps, offloading),
     }
     if device.type == "cpu":
-        del modes["checkpoint, TRL's offloading"]  # it needs an accelerator
+        del modes["checkpoint, TRL's offloading"]  # needs an accelerator
     model = _model(sizes, device)
-    timed: dict[str, list[_Watch]] = {name: [] for name in modes}
+    timed: dict[str, list[_StepRecords]] = {name: [] for name in modes}
     for _ in range(_ROUNDS):
         for name, train in modes.items():
             timed[name].append(train(_WARM_UP + count, model))
-    summaries = {name: _summary(watches) for name, watches in timed.items()}
+    summaries = {name: _summary(turns) for name, turns in timed.items()}
     with _deterministic():
         losses = {
             name: modes[name](_EQUAL_STEPS, _model(sizes, device)).losses
             for name in ("checkpoint", "checkpoint, ebbtide")
         }
-    equal = sum(one == other for one, other in zip(*losses.values(), strict=True))
+    equal = sum(plain == ours for plain, ours in zip(*losses.values(), strict=True))
     return {"modes": summaries, "equal_losses": equal, "steps_compared": _EQUAL_STEPS, "losses": losses}
 
 
 def measure_adapter(sizes: Sizes, device: torch.device, count: int, **settings: object) -> dict[str, object]:
-    """LoRA on all linear layers without checkpointing: alone, and with ours, which decides what moves.
+    """Measure LoRA on all linear layers without checkpointing: plain, and with an ebbtide plan without a budget.
 
     Args:
-        count: of steps to time in each round.
-        settings: of the callback.
+        count: steps to time in each round.
+        settings: settings of the callback.
     """
     import peft
 
     adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = peft.get_peft_model(_model(sizes, device), adapter)
-    plain: list[_Watch] = []
-    ours: list[_Watch] = []
+    plain: list[_StepRecords] = []
+    ours: list[_StepRecords] = []
     with tempfile.TemporaryDirectory() as folder:
         settings["profile"] = f"{folder}/profile.json"
-        _train(sizes, model, _SETTLING, _NO_CHECKPOINTS, OffloadCallback(**settings))  # makes it
+        _train(sizes, model, _SETTLING, _NO_CHECKPOINTS, OffloadCallback(**settings))  # writes the profile
         for _ in range(_ROUNDS):
             plain.append(_train(sizes, model, _WARM_UP + count, _NO_CHECKPOINTS))
             ours.append(_train(sizes, model, _WARM_UP + count, _NO_CHECKPOINTS, OffloadCallback(**settings)))
     return {"modes": {"nothing": _summary(plain), "auto": _summary(ours)}}
 
 
-class _Watch(TrainerCallback):
-    """Times of steps, the peak of device memory once warm, what our callback says has moved, and losses bit for bit."""
+class _StepRecords(TrainerCallback):
+    """Records times of steps, the peak of device memory after the warm-up, moved bytes, and losses."""
 
     def __init__(self, offload: OffloadCallback | None) -> None:
         self.step_ms: list[float] = []
@@ -131,7 +132,7 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
-def _train_installed(sizes: Sizes, model: torch.nn.Module, steps: int, settings: dict[str, Any]) -> _Watch:
+def _train_installed(sizes: Sizes, model: torch.nn.Module, steps: int, settings: dict[str, Any]) -> _StepRecords:
     with compat.install("trl"):
         return _train(sizes, model, steps, settings)
 
@@ -142,17 +143,17 @@ def _train(
     steps: int,
     settings: dict[str, Any] | None = None,
     offload: OffloadCallback | None = None,
-) -> _Watch:
+) -> _StepRecords:
     import trl
 
-    watch = _Watch(offload)
+    records = _StepRecords(offload)
 
-    class Trainer(trl.SFTTrainer):
-        """TRL's, which notes the loss of every step."""
+    class RecordingTrainer(trl.SFTTrainer):
+        """TRL's trainer, recording the loss of every step."""
 
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            watch.losses.append(loss.item())
+            records.losses.append(loss.item())
             return loss
 
     with tempfile.TemporaryDirectory() as folder:
@@ -170,17 +171,17 @@ def _train(
             use_cpu=not torch.cuda.is_available(),
             **(settings or {}),
         )
-        trainer = Trainer(
+        trainer = RecordingTrainer(
             model,
             arguments,
             train_dataset=_rows(sizes, steps * sizes.batch),
             processing_class=_tokenizer(sizes),
-            callbacks=[each for each in (offload, watch) if each is not None],  # it looks at what is still there
+            callbacks=[records] if offload is None else [offload, records],
         )
         trainer.train()
     del trainer
     gc.collect()
-    return watch
+    return records
 
 
 def _model(sizes: Sizes, device: torch.device) -> torch.nn.Module:
@@ -211,7 +212,7 @@ def _rows(sizes: Sizes, count: int) -> Any:
 
 
 def _tokenizer(sizes: Sizes) -> PreTrainedTokenizerFast:
-    """One that the trainer takes; the rows are tokens already."""
+    """Make a tokenizer for the trainer; the rows are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -219,15 +220,15 @@ def _tokenizer(sizes: Sizes) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def _summary(watches: list[_Watch]) -> dict[str, object]:
-    turns = [watch.step_ms[_WARM_UP:] for watch in watches]
+def _summary(turns: list[_StepRecords]) -> dict[str, object]:
+    turns_ms = [turn.step_ms[_WARM_UP:] for turn in turns]
     summary: dict[str, object] = {
-        "step_ms": spread([ms for turn in turns for ms in turn]),
-        "turns_ms": list(map(statistics.median, turns)),
-        "peak_gib": max(watch.peak_bytes for watch in watches) / GIB,
+        "step_ms": spread([ms for turn_ms in turns_ms for ms in turn_ms]),
+        "turns_ms": list(map(statistics.median, turns_ms)),
+        "peak_gib": max(turn.peak_bytes for turn in turns) / GIB,
     }
-    if watches[-1].moved_bytes:
-        summary["moved_bytes_in_a_step"] = watches[-1].moved_bytes[-1] - watches[-1].moved_bytes[-2]
+    if turns[-1].moved_bytes:
+        summary["moved_bytes_in_a_step"] = turns[-1].moved_bytes[-1] - turns[-1].moved_bytes[-2]
     return summary
 
 

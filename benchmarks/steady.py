@@ -1,4 +1,4 @@
-"""The steady state: no pinned allocation, no host synchronisation, the same memory after every step."""
+"""The steady state: no pinned allocation, no host synchronisation, equal memory after every step."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ STEPS = 5
 
 
 def steady_state(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], context: Context) -> dict[str, object]:
-    """Run steps after a warm-up of two and say what changed. `is_quiet`: no call synchronised the host."""
+    """Run steps after a warm-up of two and report changes. `is_quiet`: no call synchronised the host."""
     for _ in range(2):
         _step(loss_of, context)
     torch.cuda.synchronize()
     pinned = _pinned_allocations()
     allocated: list[int] = []
     is_quiet = True
-    with transformers_does_not_ask():
+    with without_packing_check():
         for _ in range(STEPS):
             is_quiet = is_quiet and _is_quiet(loss_of, context)
             torch.cuda.synchronize()
@@ -51,10 +51,10 @@ def _is_quiet(loss_of: Callable[[], torch.Tensor], context: Context) -> bool:
 
 
 @contextlib.contextmanager
-def transformers_does_not_ask() -> Iterator[None]:
-    """transformers itself synchronises once a forward, to find out whether sequences are packed. They are not.
+def without_packing_check() -> Iterator[None]:
+    """Skip a check of transformers for packed sequences, which synchronises the host once per forward.
 
-    And inside of a capture it computes something else: attention with a mask written out, where it is causal outside.
+    Also keep attention causal in a capture: with tracing detected, transformers computes attention with an explicit mask.
     """
     with (
         mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),

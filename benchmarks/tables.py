@@ -1,7 +1,7 @@
-"""Tables of the README and of docs/measured.md, generated from the committed result files.
+"""Generate the tables of the README and of docs/measured.md from the committed result files.
 
 python -m benchmarks.tables           write them
-python -m benchmarks.tables --check   fail if a table differs from the files
+python -m benchmarks.tables --check   fail if a table differs from the result files
 """
 
 import json
@@ -38,10 +38,10 @@ NAMES = {
     "three quarters": "**a plan** for three quarters of the plain peak",
     "three quarters, by parts": "**a plan** for three quarters, regions: attention and feed-forwards",
     "checkpoint, TRL's offloading": "checkpoint every layer, TRL's `activation_offloading=True`",
-    "checkpoint, ebbtide": '**checkpoint every layer, the switch after `ebbtide.compat.install("trl")`**',
-    "all that the link carries": "**a plan** that moves all that the link carries in a forward",
-    "bare copies": "nothing, and bare copies of as much as the plan without a budget moves",
-    "bare copies, 95 %": "nothing, and bare copies of 95 % of what the link carries in a forward",
+    "checkpoint, ebbtide": 'checkpoint every layer, `activation_offloading=True` **after `ebbtide.compat.install("trl")`**',
+    "all that the link carries": "**a plan** that moves as much as the link carries in a forward",
+    "bare copies": "nothing, and bare copies of the bytes that the plan without a budget moves",
+    "bare copies, 95 %": "nothing, and bare copies of 95 % of the link's bytes in a forward",
 }
 TITLES = {
     "everything": {
@@ -123,7 +123,7 @@ def _modes_table(title: str, result: dict[str, Any]) -> str:
 
 
 def _peak(figures: dict[str, Any]) -> tuple[str, float]:
-    """Name of the peak, and GiB."""
+    """Return the kind of peak, and GiB."""
     if "peak_gib" in figures:
         return "peak of the device", figures["peak_gib"]
     return "peak of activations", figures["act_peak_gib"]
@@ -140,7 +140,7 @@ def bars_table() -> str:
 
 
 def predictions_table() -> str:
-    """Plans of each workload, from the smallest budget to keeping everything."""
+    """Write predicted against measured figures of plans on the Pareto curve of each workload."""
     rows = [
         "| workload | predicted ms | measured ms | off by | predicted peak, GiB | measured peak, GiB | off by |",
         "|---|---|---|---|---|---|---|",
@@ -168,7 +168,7 @@ def _load(name: str) -> dict[str, Any] | None:
 
 
 def _put(text: str, name: str, table: str) -> str:
-    """`text` with `table` between the marks of `name`."""
+    """Replace the text between the markers of `name` with `table`."""
     start, end = f"<!-- {name}: generated -->\n", f"\n<!-- /{name} -->"
     head, rest = text.split(start)
     _, tail = rest.split(end)

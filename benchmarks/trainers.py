@@ -1,4 +1,4 @@
-"""What is measured with trainers' own packages: bars T1 to T3."""
+"""Measurements with the packages of trainers: bars T1 to T3."""
 
 import functools
 import importlib.util
@@ -12,12 +12,12 @@ from benchmarks import sft, wan
 
 @dataclass(frozen=True)
 class Trainer:
-    """One of them.
+    """A trainer to measure.
 
     Attributes:
-        packages: without which it cannot be measured.
-        measure: from the device and a number of steps to its result. `tiny` is the same with sizes for trying the
-            scripts without an accelerator.
+        packages: required packages.
+        measure: function of the device and a number of steps that returns the result.
+        tiny: like `measure`, with sizes for a trial without an accelerator.
     """
 
     packages: tuple[str, ...]

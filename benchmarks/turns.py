@@ -1,4 +1,4 @@
-"""Modes of one model by turns, in one process: a device is not the same from minute to minute."""
+"""Modes of one model measured in turns, in one process: the speed of a device varies from minute to minute."""
 
 import contextlib
 import gc
@@ -9,10 +9,8 @@ import torch
 from benchmarks.measure import Measured, merged, steps
 from benchmarks.modes import Context
 
-_FINELY = 3
-
 Mode = Callable[[], contextlib.AbstractContextManager[Context]]
-"""Makes a model ready for a mode's steps, and gives what is around each of their forwards."""
+"""Prepares a model for the steps of a mode, and yields the context around each forward."""
 
 
 def in_turns(
@@ -21,18 +19,18 @@ def in_turns(
     modes: Mapping[str, Mode],
     count: int,
     rounds: int,
-    finely: Collection[str] = (),
+    precise: Collection[str] = (),
 ) -> dict[str, dict[str, object]]:
-    """At least twice `count` steps of each mode in so many rounds, by its name.
+    """Measure at least twice `count` steps of each mode in `rounds` rounds. Returns summaries by name of the mode.
 
     Args:
-        finely: modes that are told apart by thousandths, less than one turn differs from the next: these go on by
-            themselves, until they have had three times as many rounds.
+        precise: modes whose ratio matters to the thousandth, less than turns differ: measured in three times as many
+            rounds.
     """
     parts: dict[str, list[Measured]] = {key: [] for key in modes}
-    for turn in range(_FINELY * rounds if finely else rounds):
+    for turn in range(3 * rounds if precise else rounds):
         for key, mode in modes.items():
-            if turn < rounds or key in finely:
+            if turn < rounds or key in precise:
                 with mode() as context:
                     parts[key].append(steps(model, loss_of, context, -(-2 * count // rounds)))
                 tidy()

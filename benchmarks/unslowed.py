@@ -1,5 +1,7 @@
-"""Plans without a budget, which are not to slow the step: bar P1. And what copies cost a step that they run beside: plain
-steps, steps with bare copies of as many bytes, and steps by plans, in turns."""
+"""Plans without a budget, which must not slow the step: bar P1.
+
+Also the cost of concurrent copies: plain steps, steps with bare copies of equal size, and steps by plans, in turns.
+"""
 
 import contextlib
 import functools
@@ -21,17 +23,17 @@ from ebbtide._utils.sizes import GIB
 _ROUNDS = 5
 _PACKED_ROUNDS = 5
 _CHUNK_BYTES = 64 * 2**20
-_CHUNKS = 16  # of the host memory that bare copies use again and again
-_CARRIED = 0.95  # the bar's share of what the link carries in a forward
+_CHUNKS = 16  # host memory of bare copies, reused in turns
+_CARRIED = 0.95  # share of the link's bytes in a forward, as in the bar
 
 
 def measure_unslowed(
     name: str, device: torch.device, count: int, out_gb_per_s: float
 ) -> tuple[dict[str, object], ebbtide.Profile]:
-    """At least twice `count` steps of each mode; and the profile that the plans were made from.
+    """Measure at least twice `count` steps of each mode. Returns the result, and the profile of all plans.
 
     Args:
-        out_gb_per_s: what the link carries from the device.
+        out_gb_per_s: rate of the link from the device to the host.
     """
     model, losses = PLANNED[name].build(device)
     loss_of = losses(1.0)
@@ -46,7 +48,7 @@ def measure_unslowed(
         "bare copies, 95 %": int(_CARRIED * forward_s * out_gb_per_s * 1e9),
     }
     link = _BareCopies(device)
-    # What a bar divides comes one behind the other: plain steps alone differ by a percent within a minute.
+    # Both modes of a ratio are neighbours in a round: plain steps alone differ by a percent within a minute.
     modes: dict[str, Mode] = {"nothing": lambda: contextlib.nullcontext(contextlib.nullcontext)}
     modes |= {key: functools.partial(planned, model, plan) for key, plan in plans.items()}
     modes |= {key: functools.partial(link.beside, first, moved) for key, moved in nbytes.items()}
@@ -64,7 +66,7 @@ def _moved_bytes(plan: ebbtide.Plan) -> int:
 
 
 def all_carried(profile: ebbtide.Profile) -> ebbtide.Plan:
-    """The plan with the smallest peak that moves, and has compute wait for nothing: whatever copies cost beside it."""
+    """Find the plan with the smallest peak that only moves and never stalls, if concurrent copies cost nothing."""
     solver = Solver(profile)
     best = solver.keeping_all()
     assert best.predicted is not None
@@ -81,7 +83,7 @@ def all_carried(profile: ebbtide.Profile) -> ebbtide.Plan:
 
 
 class _BareCopies:
-    """Pinned copies that nothing waits for and that nobody learned about."""
+    """Pinned copies without any waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,8 +93,10 @@ class _BareCopies:
 
     @contextlib.contextmanager
     def beside(self, first: torch.nn.Module, nbytes: int) -> Iterator[Context]:
-        """A context around forward: `nbytes` leave from where `first` is entered on, and come back from the end on. What
-        a model looks at on the host before that would wait for them."""
+        """Yield a context around forward: `nbytes` leave from the entry of `first` on, and come back from the end on.
+
+        Copies before `first` would delay values that a model reads on the host.
+        """
         chunks = -(-nbytes // _CHUNK_BYTES)
 
         def leave(*_: object) -> None:
@@ -129,7 +133,7 @@ def _kernels(
 
 
 def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
-    """Steps of batches that change every time, from half the size on: with a planner over plain, batch by batch."""
+    """Measure planned over plain steps, batch by batch. Batch sizes change every step, between half and full."""
     full = losses(1.0)
     shares = (0.5, 0.8, 1.0, 0.65, 0.9, 0.55, 0.75)
     batches = [losses(share) for share in shares]
@@ -150,7 +154,7 @@ def _packed(model: torch.nn.Module, losses: Losses) -> dict[str, object]:
 
 
 def _timed(model: torch.nn.Module, batches: list[Callable[[], torch.Tensor]]) -> list[float]:
-    """Milliseconds of each batch, when each has been seen twice before."""
+    """Return milliseconds of each batch, after two steps with each batch."""
     for loss_of in batches * 2:
         one_step(model, loss_of, contextlib.nullcontext)
     return [one_step(model, loss_of, contextlib.nullcontext).step_ms for loss_of in batches]

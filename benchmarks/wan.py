@@ -1,5 +1,7 @@
-"""Training a video transformer with Wan 1.3B's shapes: plain, planned without a budget, and planned for a budget of three
-quarters of the plain peak, by blocks and by parts of blocks. All modes in one process on one model."""
+"""Training a video transformer with the shapes of Wan 1.3B, all modes in one process on one model.
+
+Modes: plain, planned without a budget, and planned for three quarters of the plain peak, by blocks and by parts of blocks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +17,14 @@ from benchmarks.workloads import training
 from ebbtide._utils.sizes import GIB
 
 _ROUNDS = 2
-_BUDGET = 0.749  # of the plain peak, parameters and gradients with it
-# What is cheap to run again is a few operators of a block: as regions of their own they run without the rest of it.
+_BUDGET = 0.749  # share of the plain peak, including parameters and gradients
+# Only some parts of a block are cheap to recompute: as regions they are recomputed without the rest of the block.
 _PARTS = ("blocks.*.attn1", "blocks.*.ffn")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a video transformer and its latents; patches are 1 x 2 x 2."""
+    """Sizes of a video transformer and its latents; patches are 1 x 2 x 2."""
 
     layers: int
     heads: int
@@ -41,7 +43,7 @@ _CHANNELS = 16
 
 
 def _wan(shape: Shape, device: torch.device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """Flow matching on Wan's transformer in diffusers: nothing of a pipeline is needed."""
+    """Make Wan's transformer of diffusers and the loss of flow matching, without a pipeline."""
     from diffusers import WanTransformer3DModel
 
     make = functools.partial(
@@ -66,22 +68,22 @@ def _wan(shape: Shape, device: torch.device) -> tuple[torch.nn.Module, Callable[
     text = torch.randn(1, shape.text_tokens, shape.text_dim, **like)
 
     def loss_of() -> torch.Tensor:
-        told = model(hidden_states=noisy, timestep=sigma * 1000, encoder_hidden_states=text, return_dict=False)[0]
-        return torch.nn.functional.mse_loss(told.float(), target)
+        prediction = model(hidden_states=noisy, timestep=sigma * 1000, encoder_hidden_states=text, return_dict=False)[0]
+        return torch.nn.functional.mse_loss(prediction.float(), target)
 
     return model, loss_of
 
 
 def measure_wan(shape: Shape, device: torch.device, count: int, **settings: object) -> dict[str, object]:
-    """Its modes in turns, and what the planner settled on.
+    """Measure all modes in turns, with the final plans of the planner.
 
     Args:
-        count: half of the steps of each mode that are timed.
-        settings: of `ebbtide.offload`.
+        count: half the number of timed steps of each mode.
+        settings: settings of `ebbtide.offload`.
     """
     model, loss_of = _wan(shape, device)
     with prepared("nothing", model) as context:
-        steps(model, loss_of, context, 1)  # gradients are there from here on
+        steps(model, loss_of, context, 1)  # allocates gradients
         plain_bytes = steps(model, loss_of, context, 1).steps[0].act_peak_bytes
     plans = {"auto": settle(model, loss_of, None, **settings)}
     base_bytes = plans["auto"].profile.base_bytes

@@ -1,8 +1,8 @@
-"""The figures that need no accelerator: random programs on the simulator, mutations caught, and the demo.
+"""Measure the figures without an accelerator: random programs on the simulator, mutations caught, and the demo.
 
     python -m benchmarks.without_gpu [--seeds 1200] [--out benchmarks/results]
 
-Needs tests/ on the path: `PYTHONPATH=src:tests:. python -m benchmarks.without_gpu`.
+tests/ must be on the path: `PYTHONPATH=src:tests:. python -m benchmarks.without_gpu`.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def _is_caught(mutate, seeds: int) -> bool:
 
     mutate(patch)
     try:
-        return any(_goes_wrong(seed) for seed in range(seeds))
+        return any(_fails(seed) for seed in range(seeds))
     finally:
         for started in reversed(patches):
             started.stop()
 
 
-def _goes_wrong(seed: int) -> bool:
+def _fails(seed: int) -> bool:
     try:
         return explore(seed) is not None
     except (AssertionError, RuntimeError, IndexError):
@@ -67,12 +67,12 @@ def _demo() -> dict[str, object]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         command = [sys.executable, "-m", "ebbtide._cli", "demo", "--out", folder]
         status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-        told = json.loads((Path(folder) / "demo.json").read_text())
+        report = json.loads((Path(folder) / "demo.json").read_text())
     runs = {
         name: {key: value for key, value in run.items() if not key.startswith("curve")}
-        for name, run in told["runs"].items()
+        for name, run in report["runs"].items()
     }
-    return {"status": status, "verdict": told["verdict"], "runs": runs}
+    return {"status": status, "verdict": report["verdict"], "runs": runs}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The workloads of the figures: random weights, random tokens, the shapes of well-known models."""
+"""Workloads: random weights and random tokens with the shapes of well-known models."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's shape and a batch. `tiny` is the same with sizes for trying the scripts without an accelerator."""
+    """Sizes of a Llama and of a batch. `tiny` is for a trial without an accelerator."""
 
     name: str
     hidden: int
@@ -24,12 +24,12 @@ class Workload:
 
     @property
     def is_long(self) -> bool:
-        """Long enough for the link to carry most of what is dear."""
+        """Whether the link has time to carry most outputs of expensive operators."""
         return self.batch * self.tokens >= 32768
 
     @property
     def input_bytes(self) -> int:
-        """Of all blocks together."""
+        """Bytes of the inputs of all blocks."""
         return self.layers * self.batch * self.tokens * self.hidden * 2
 
 
@@ -43,7 +43,7 @@ WORKLOADS = {workload.name: workload for workload in (A, A_COMPILED, B, B_LONG, 
 
 
 def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model in training mode (bf16), and a function that runs its forward and returns the loss."""
+    """Make the model in training mode (bf16), and a function that runs forward and returns the loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -66,27 +66,27 @@ def build(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Ca
 
 
 def training(make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
-    """In bf16, the same random weights every time."""
+    """Call `make` with a fixed seed. Returns the model in bf16 and in training mode."""
     torch.manual_seed(0)
     with torch.device(device):
         return make().to(torch.bfloat16).train()
 
 
 Losses = Callable[[float], Callable[[], torch.Tensor]]
-"""From a share of the full batch to what computes the loss of such a batch."""
+"""Function of a share of the full batch that returns a function for the loss of the smaller batch."""
 
 
 @dataclass(frozen=True)
 class PlannedWorkload:
-    """What plans are measured on.
+    """A workload for plans.
 
     Attributes:
-        build: the model in training mode on a device, and the losses of its batches.
-        neighbours: modes without us that fit the device.
-        budgets_gib: of activations, besides checkpointing's own peak.
-        predictions: how many plans all along the front are compared with what comes of them.
-        rounds: in which the modes take turns.
-        finely: plans that a bar compares with plain steps to the thousandth.
+        build: makes the model in training mode on a device, and the losses of its batches.
+        neighbours: modes without ebbtide that fit the device.
+        budgets_gib: budgets for activations, besides the peak of checkpointing.
+        predictions: number of plans on the Pareto curve to compare with measured steps.
+        rounds: rounds in which the modes take turns.
+        precise: plans that a bar compares with plain steps to the thousandth.
     """
 
     build: Callable[[torch.device], tuple[torch.nn.Module, Losses]]
@@ -94,7 +94,7 @@ class PlannedWorkload:
     budgets_gib: tuple[int, ...] = ()
     predictions: int = 6
     rounds: int = 5
-    finely: tuple[str, ...] = ()
+    precise: tuple[str, ...] = ()
 
     @property
     def fits_plain(self) -> bool:
@@ -115,7 +115,7 @@ def _token_losses(model: torch.nn.Module, vocab: int, batch: int, tokens: int, d
 
 
 def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
-    """Mixtral's kind: 12 layers of 8 experts, of which 2 see each token."""
+    """Make a Mixtral of 12 layers with 8 experts, 2 per token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -136,7 +136,7 @@ def _moe(device: torch.device) -> tuple[torch.nn.Module, Losses]:
 
 
 def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
-    """ViT-L/16 at 224 pixels, 128 images."""
+    """Make a ViT-L/16 for 128 images of 224 pixels."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -159,7 +159,7 @@ def _vit(device: torch.device) -> tuple[torch.nn.Module, Losses]:
 
 
 PLANNED = {
-    "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40), finely=("40 GiB",)),
+    "A": PlannedWorkload(functools.partial(_llama, A), budgets_gib=(17, 24, 40), precise=("40 GiB",)),
     "A-compiled": PlannedWorkload(functools.partial(_llama, A_COMPILED)),
     "B-32k": PlannedWorkload(functools.partial(_llama, B_LONG), neighbours=("checkpoint",), predictions=5, rounds=3),
     "MoE": PlannedWorkload(_moe),

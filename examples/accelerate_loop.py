@@ -1,4 +1,4 @@
-"""A loop with accelerate, which accumulates gradients.
+"""A loop with accelerate and accumulated gradients.
 
 python examples/accelerate_loop.py
 accelerate launch examples/accelerate_loop.py
@@ -10,7 +10,7 @@ from torch import nn
 
 from ebbtide.integrations.accelerate import offload
 
-# On a GPU no settings are needed: what costs no time moves. These make a tiny model on the CPU move something.
+# No settings are needed on a GPU: a planner moves as much as costs no time. A tiny model on the CPU needs some.
 anywhere = (
     {} if torch.accelerator.is_available() else {"store": "mock", "mode": "all", "min_bytes": 1, "window": "1KiB"}
 )

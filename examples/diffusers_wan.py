@@ -1,10 +1,10 @@
-"""A few steps of flow matching on a tiny Wan transformer of diffusers, with activations offloaded and without.
+"""A few steps of flow matching on a tiny Wan transformer of diffusers, with and without offloaded activations.
 
 python examples/diffusers_wan.py --activation-offloading
 python examples/diffusers_wan.py --activation-offloading --offload-budget 0.8
-python examples/diffusers_wan.py --profile profile.json && ebbtide plan profile.json --front
+python examples/diffusers_wan.py --profile profile.json && ebbtide plan profile.json --pareto
 
-Without the flag it trains as it would without ebbtide.
+Without the flag the script trains without ebbtide.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from ebbtide.integrations.diffusers import add_arguments, offload_transformers, 
 
 FRAMES, SIZE, TOKENS = 5, 16, 32
 
-# On a GPU no settings are needed: what costs no time moves. These make a tiny model on the CPU move something.
+# No settings are needed on a GPU: a planner moves as much as costs no time. A tiny model on the CPU needs some.
 ANYWHERE = {} if torch.accelerator.is_available() else {"store": "mock", "mode": "all", "window": "1KiB"}
 
 
@@ -37,7 +37,9 @@ def main() -> None:
         print(profile)
 
     settings = settings_of(args) or ANYWHERE
-    offloaded = offload_transformers(transformer, **settings, min_bytes="16KiB")  # a small model's are small
+    offloaded = offload_transformers(
+        transformer, **settings, min_bytes="16KiB"
+    )  # saved tensors of a small model are small
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
     for step in range(args.steps):
         given, target = _batch(device)
@@ -66,7 +68,7 @@ def _transformer() -> WanTransformer3DModel:
 
 
 def _batch(device: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the transformer is called with, and what it is to say: the direction from latents to noise."""
+    """Arguments of the transformer, and its target: the direction from latents to noise."""
     latents, noise = (torch.randn(1, 4, FRAMES, SIZE, SIZE, device=device) for _ in range(2))
     sigma = torch.rand(1, device=device)
     noisy = (1 - sigma) * latents + sigma * noise

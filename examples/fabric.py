@@ -1,4 +1,4 @@
-"""Fabric: one line before its setup().
+"""Fabric: one line before setup().
 
 python examples/fabric.py
 """
@@ -9,7 +9,7 @@ from torch import nn
 
 import ebbtide
 
-# On a GPU no settings are needed: what costs no time moves. These make a tiny model on the CPU move something.
+# No settings are needed on a GPU: a planner moves as much as costs no time. A tiny model on the CPU needs some.
 anywhere = (
     {} if torch.accelerator.is_available() else {"store": "mock", "mode": "all", "min_bytes": 1, "window": "1KiB"}
 )

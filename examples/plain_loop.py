@@ -1,4 +1,4 @@
-"""A loop of one's own: the context, which needs no model, and the handle, which moves block by block or plans.
+"""A plain loop: the context, which needs no model, and the handle, which moves block by block or plans.
 
 python examples/plain_loop.py
 """
@@ -8,8 +8,8 @@ from torch import nn
 
 import ebbtide
 
-# With a model of a usual size on a GPU leave these out: the context moves all then, and the handle what costs no time,
-# or what budget="20GiB" asks for.
+# Leave these out for a large model on a GPU: the context moves all saved tensors, the handle as much as costs no time,
+# or as budget="20GiB" needs.
 tiny = {"min_bytes": 1, "window": "1KiB", "store": "host" if torch.accelerator.is_available() else "mock"}
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 

@@ -1,9 +1,10 @@
-"""QLoRA: adapters on a 4-bit model (bitsandbytes), with activations offloaded.
+"""QLoRA: adapters on a 4-bit model (bitsandbytes), with offloaded activations.
 
 python examples/qlora.py
 
-The model is tiny and random, made here, so that this runs anywhere in seconds. With one of your own leave out `folder`
-and what makes it, and `**anywhere`: on a GPU the default moves what costs no time, and budget="20GiB" stays below that.
+The model is tiny and random, so that the script runs on any machine in seconds. For a model of your own leave out
+`folder`, `**anywhere` and the lines that make them: the default moves as much as costs no time on a GPU, and
+budget="20GiB" stays below 20 GiB.
 """
 
 import tempfile

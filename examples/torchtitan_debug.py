@@ -1,9 +1,9 @@
-"""torchtitan's Trainer with its llama3 debug model, and ebbtide in the place of its activation checkpointing.
+"""torchtitan's Trainer with its llama3 debug model, and ebbtide instead of activation checkpointing.
 
 python examples/torchtitan_debug.py
 torchrun --nproc-per-node 2 examples/torchtitan_debug.py
 
-The second line is for where there are GPUs.
+The second line is for machines with GPUs.
 """
 
 import json
@@ -21,7 +21,7 @@ WORDS = [f"word{number}" for number in range(60)]
 
 
 def use_cpu():
-    """torchtitan takes CUDA where it finds no accelerator: say otherwise, before it imports the rest of itself."""
+    """Have torchtitan use the CPU, before further imports: without an accelerator torchtitan uses CUDA."""
     from torchtitan.tools import utils
 
     missing = {
@@ -51,7 +51,7 @@ def write_assets(folder):
 
 
 def debug_config(folder):
-    """llama3_debugmodel, smaller, reading what `write_assets` wrote."""
+    """llama3_debugmodel, smaller, with the files of `write_assets`."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -73,7 +73,7 @@ def debug_config(folder):
 
 
 def train(trainer):
-    """Its steps; its train() needs a torch that can set timeouts."""
+    """Run the steps of a Trainer: `train()` needs a torch that can set timeouts."""
     if hasattr(torch.distributed, "set_timeout"):
         trainer.train()
         return
@@ -88,7 +88,7 @@ def main():
     is_first = os.environ["RANK"] == "0"
     for name, value in ONE_RANK.items():
         os.environ.setdefault(name, value)
-    settings = {"mode": "all"}  # on your machine rather a budget: {"budget": "40GiB"}
+    settings = {"mode": "all"}  # on a GPU rather a budget: {"budget": "40GiB"}
     if not torch.accelerator.is_available():
         use_cpu()
         settings |= {"store": "mock", "min_bytes": 1, "window": "1KiB"}

@@ -1,8 +1,8 @@
-"""torchtune's context, as its recipes make it for `enable_activation_offloading: True`, with ebbtide behind it.
+"""torchtune's context for `enable_activation_offloading: True`, as in torchtune's recipes, with ebbtide behind.
 
 python examples/torchtune_compat.py
 
-A recipe of torchtune needs only the line with `install`, above its own.
+A recipe of torchtune needs only the line with `install`, above the recipe.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torchtune.models.llama2 import llama2
 from ebbtide import compat
 
 if not torch.accelerator.is_available():
-    compat.torchtune.OffloadActivations.settings = {"store": "mock"}  # without it, nothing is offloaded on the CPU
+    compat.torchtune.OffloadActivations.settings = {"store": "mock"}  # on the CPU nothing moves without a store
 compat.install("torchtune")  # the one line to add
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 

@@ -1,9 +1,9 @@
-"""transformers' Trainer with the callback, and its settings from the command line.
+"""transformers' Trainer with the callback, and settings from the command line.
 
 python examples/transformers_trainer.py
 python examples/transformers_trainer.py --offload_budget 0.8 --max_steps 20
 
-The model and the data are tiny and random, made here, so that this runs anywhere in seconds.
+Model and data are tiny and random, so that the script runs on any machine in seconds.
 """
 
 import sys
@@ -19,7 +19,7 @@ DEFAULTS += ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "
 parser = HfArgumentParser((TrainingArguments, OffloadArguments))
 args, offload = parser.parse_args_into_dataclasses([*DEFAULTS, *sys.argv[1:]])
 
-# On a GPU no settings are needed: what costs no time moves. These make a tiny model on the CPU move something.
+# No settings are needed on a GPU: a planner moves as much as costs no time. A tiny model on the CPU needs some.
 anywhere = {"store": "mock", "mode": "all", "min_bytes": 1, "window": "1KiB"}
 settings = offload.settings() or ({} if torch.accelerator.is_available() else anywhere)
 

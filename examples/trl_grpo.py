@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer, which has no switch for offloading: the callback. So RLOO.
+"""TRL's GRPOTrainer, which has no switch for offloading, with the callback. RLOO works alike.
 
 python examples/trl_grpo.py
 
-The model and the data are tiny and random, made here, so that this runs anywhere in seconds.
+Model and data are tiny and random, so that the script runs on any machine in seconds.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from ebbtide.integrations.transformers import OffloadCallback
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Ada", "C", "Go", "Lisp", "is", "a", "language", "for", "people"]
 
-# On a GPU no settings are needed: what costs no time moves. These make a tiny model on the CPU move something.
+# No settings are needed on a GPU: a planner moves as much as costs no time. A tiny model on the CPU needs some.
 anywhere = (
     {} if torch.accelerator.is_available() else {"store": "mock", "mode": "all", "min_bytes": 1, "window": "1KiB"}
 )
@@ -53,7 +53,7 @@ with tempfile.TemporaryDirectory() as folder:
         max_steps=3,
         logging_steps=1,
         per_device_train_batch_size=4,
-        gradient_checkpointing=False,  # on, it would leave only what the checkpoints are given to move
+        gradient_checkpointing=False,  # with checkpointing only the inputs of the checkpoints would move
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,

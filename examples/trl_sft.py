@@ -1,8 +1,10 @@
-"""TRL's SFTTrainer with its own switch, `activation_offloading=True`, and ebbtide behind it. So DPO, KTO and Reward.
+"""TRL's SFTTrainer with its own switch, `activation_offloading=True`, and ebbtide behind.
+
+DPO, KTO and Reward work alike.
 
 python examples/trl_sft.py
 
-The model and the data are tiny and random, made here, so that this runs anywhere in seconds.
+Model and data are tiny and random, so that the script runs on any machine in seconds.
 """
 
 import tempfile
@@ -16,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 from ebbtide import compat
 
 if not torch.accelerator.is_available():
-    compat.OffloadActivations.settings = {"store": "mock"}  # without it, nothing is offloaded on the CPU
+    compat.OffloadActivations.settings = {"store": "mock"}  # on the CPU nothing moves without a store
 compat.install("trl")  # the one line to add
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Ada", "C", "Go", "Lisp", "is", "a", "language", "for", "people"]
@@ -45,7 +47,7 @@ with tempfile.TemporaryDirectory() as folder:
         max_steps=4,
         logging_steps=1,
         per_device_train_batch_size=2,
-        gradient_checkpointing=False,  # on, it would leave only what the checkpoints are given to move
+        gradient_checkpointing=False,  # with checkpointing only the inputs of the checkpoints would move
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,

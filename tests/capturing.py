@@ -1,14 +1,14 @@
-"""A simulator that can record graphs as CUDA does: it runs what it records, and raises where CUDA would refuse."""
+"""A simulator that records graphs as CUDA does: runs recorded work, and raises if CUDA would refuse."""
 
 import contextlib
 from collections.abc import Generator
 
 from ebbtide._devices.sim import Order, SimDevice, SimStream
-from ebbtide.types import Wait
+from ebbtide._types import Wait
 
 
 class IllegalError(Exception):
-    """What CUDA answers with an error, most of which end the capture too."""
+    """An error of CUDA; most of them end the capture too."""
 
 
 class CapturingSim(SimDevice):
@@ -24,7 +24,7 @@ class CapturingSim(SimDevice):
         self.can_tell = True
         self.can_move = True
         self.asked = 0
-        self._captures: dict[SimStream, int] = {}  # of every stream that takes part in one under way
+        self._captures: dict[SimStream, int] = {}  # of every stream that takes part in a running capture
         self._count = 0
         self._last_copy: dict[SimStream, int] = {}
 
@@ -48,8 +48,8 @@ class CapturingSim(SimDevice):
             if origin.clock.get(stream.name, 0) < self._last_copy.get(stream, 0):
                 self._refuse(f"the capture ends while {stream.name} is not joined")
         for stream in took_part:
-            # Memory of the capture that is freed from here on stays in the graph's pool; only another capture may be
-            # given it, and that one waits for the device first.
+            # Memory of the capture freed from now on stays in the graph's pool; only another capture may receive the
+            # memory, after waiting for the device.
             for other in took_part:
                 stream.join(other.clock)
 
@@ -79,7 +79,7 @@ class CapturingSim(SimDevice):
     def wait(self, stream, event, why: Wait) -> None:
         mine = self._captures.get(stream)
         if mine is None and event.capture is not None and self.is_capturing(event.capture):
-            self._captures[stream] = event.capture  # so does a stream join a capture
+            self._captures[stream] = event.capture  # a stream joins a capture by waiting
         elif mine != event.capture:
             self._refuse(f"{stream.name} in capture {mine} waits for an event of capture {event.capture} ({why.name})")
         super().wait(stream, event, why)

@@ -1,7 +1,7 @@
-"""Training programs of users, one function each, for any device: what they return equals the plain run, bit for bit.
+"""Training programs of users, one function each, for any device: results equal the plain run, bit for bit.
 
-A case takes the door (a context manager it may enter as often as it likes) and the device, and returns tensors:
-losses, gradients, whatever it saw. tests/engine/test_cases.py runs them on the CPU and on the simulator,
+A case takes a context (to be entered any number of times) and a device, and returns tensors:
+losses, gradients, observed tensors. tests/engine/test_cases.py runs them on the CPU and on the simulator,
 tests/gpu/test_gpu.py on an accelerator.
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from support import Boom
+from support import Boom, Explode
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Door: TypeAlias = contextlib.AbstractContextManager[Any]
-Case: TypeAlias = Callable[[Door, torch.device], list[torch.Tensor]]
+Context: TypeAlias = contextlib.AbstractContextManager[Any]
+Case: TypeAlias = Callable[[Context, torch.device], list[torch.Tensor]]
 
 
 class Data:
-    """The same numbers for the same calls, on any device."""
+    """Equal numbers for equal calls, on any device."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._device = device
@@ -34,18 +34,8 @@ class Data:
         return self.tensor(*shape).requires_grad_()
 
 
-class Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Boom
-
-
 class SaveAll(torch.autograd.Function):
-    """Saves any tensors; hands what backward unpacks to `seen`, and passes gradients through."""
+    """Saves any tensors; appends the unpacked tensors to `seen`, and passes gradients through."""
 
     @staticmethod
     def forward(ctx, x, seen, *tensors):
@@ -96,7 +86,7 @@ class Transformer(nn.Module):
 
 
 def make(kind: Callable[[], nn.Module], device: torch.device, seed: int = 0) -> nn.Module:
-    """A module with the same weights on every device."""
+    """A module with equal weights on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind().to(device)
@@ -120,10 +110,10 @@ def finish(loss: torch.Tensor, *owners: nn.Module | torch.Tensor) -> list[torch.
 # -- what is saved -----------------------------------------------------------------------------------------------------
 
 
-def one_input_of_three(door, device):
+def one_input_of_three(context, device):
     data = Data(device)
     batch, *weights = data.leaf(6, 8), data.leaf(8, 8), data.leaf(8, 8), data.leaf(8, 8)
-    with door:
+    with context:
         x = batch + 1.0
         q, k, v = (x @ w for w in weights)
         del x
@@ -131,31 +121,31 @@ def one_input_of_three(door, device):
     return finish(loss, batch, *weights)
 
 
-def chunked_qkv(door, device):
+def chunked_qkv(context, device):
     data = Data(device)
     batch, weight = data.leaf(6, 8), data.leaf(8, 24)
-    with door:
+    with context:
         q, k, v = (batch @ weight).chunk(3, -1)
         loss = (q * k.t().t() * v + q).exp().sum()
         del q, k, v
     return finish(loss, batch, weight)
 
 
-def expanded(door, device):
+def expanded(context, device):
     data = Data(device)
     bias, weight = data.leaf(8), data.leaf(5, 8)
-    with door:
+    with context:
         wide = bias.sin().expand(5, 8)
         loss = (wide * weight.exp()).sin().sum()
         del wide
     return finish(loss, bias, weight)
 
 
-def column_of_a_wide_matrix(door, device):
-    """A view with gaps, and one of those expanded: saved without the bytes between."""
+def column_of_a_wide_matrix(context, device):
+    """A view with gaps, and an expanded view: saved without the bytes between."""
     data = Data(device)
     x = data.leaf(16, 512)
-    with door:
+    with context:
         column = (x * 2.0)[:, :1]
         wide = (x * 3.0)[:, 1:2].expand(-1, 4)
         loss = (column.exp() * column * wide * wide.sin()).exp().clamp(max=9.0).sum()
@@ -163,57 +153,57 @@ def column_of_a_wide_matrix(door, device):
     return finish(loss, x)
 
 
-def transposed(door, device):
+def transposed(context, device):
     data = Data(device)
     x, w = data.leaf(7, 8), data.leaf(7, 9)
-    with door:
+    with context:
         loss = (x.sin().t() @ w.cos()).t().exp().sum()
     return finish(loss, x, w)
 
 
-def channels_last(door, device):
+def channels_last(context, device):
     conv = make(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), device)
     conv = conv.to(memory_format=torch.channels_last)
     images = Data(device).tensor(2, 3, 9, 9).contiguous(memory_format=torch.channels_last)
-    with door:
+    with context:
         loss = conv(images * 1.5).square().mean()
     return finish(loss, conv)
 
 
-def offset_views(door, device):
+def offset_views(context, device):
     data = Data(device)
     x = data.leaf(4100)
-    with door:
+    with context:
         rows = (x * 1.5)[1:4097].view(8, 512)
         loss = (rows[1:7].sin() * rows[:6] + rows[2:8, 3:].sum()).exp().clamp(max=3.0).sum()
         del rows
     return finish(loss, x)
 
 
-def complex_numbers(door, device):
+def complex_numbers(context, device):
     data = Data(device)
     x = data.leaf(4, 8, 2)
-    with door:
+    with context:
         z = torch.view_as_complex(x * 2.0)
         loss = (z.conj() * z * z.conj().imag * torch.fft.fft(z)).abs().sin().sum()
         del z
     return finish(loss, x)
 
 
-def dropout(door, device):
+def dropout(context, device):
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
     torch.manual_seed(3)
-    with door:
+    with context:
         loss = functional.dropout(functional.dropout(x @ w, 0.5).sin() @ w, 0.25).square().sum()
     return finish(loss, x, w)
 
 
-def masks(door, device):
+def masks(context, device):
     """Dropout written by hand, causal attention, and masks used more than once, in parts, broadcast and transposed."""
     data = Data(device)
     x, w = data.leaf(12, 8), data.leaf(8, 8)
-    with door:
+    with context:
         kept = data.tensor(12, 8) > -0.5
         y = torch.where(kept, x @ w, 0.0) / 0.7
         causal = torch.ones(12, 12, dtype=torch.bool, device=device).tril()
@@ -226,61 +216,61 @@ def masks(door, device):
     return finish(loss, x, w)
 
 
-def in_place_operations(door, device):
+def in_place_operations(context, device):
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
-    with door:
+    with context:
         loss = ((x @ w).relu_().mul(1.1).sigmoid_() @ w).tanh_().sum()
     return finish(loss, x, w)
 
 
-def parts_changed_apart(door, device):
-    """Each part counts its changes for itself, over memory that all share: what gates of recurrent cells do."""
+def parts_changed_apart(context, device):
+    """Each part has a version counter, over shared memory: gates of recurrent cells."""
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 16)
-    with door:
+    with context:
         a, b, c, d = torch.unsafe_chunk(x @ w, 4, -1)
         loss = (a.sigmoid_() * b.tanh_() + c.sigmoid_() * d.mul_(0.5).exp_()).sin().sum()
         del a, b, c, d
     return finish(loss, x, w)
 
 
-def batch_norm(door, device):
+def batch_norm(context, device):
     net = make(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)), device)
-    with door:
+    with context:
         loss = net(Data(device).tensor(3, 2, 6, 6)).square().mean()
     return [*finish(loss, net), *(buffer.clone() for buffer in net.buffers())]
 
 
-def weights_and_transposes(door, device):
+def weights_and_transposes(context, device):
     data = Data(device)
     x, w = data.leaf(6, 8), nn.Parameter(data.tensor(8, 8))
-    with door:
+    with context:
         loss = (((x @ w).sin() @ w.t()).cos() @ w.detach()).square().sum()
     return finish(loss, x, w)
 
 
-def tied_weights(door, device):
+def tied_weights(context, device):
     model = make(Transformer, device)
     model.head.weight = model.embedding.weight
-    with door:
+    with context:
         loss = model(tokens(device))
     return finish(loss, model)
 
 
-def bfloat16_autocast(door, device):
+def bfloat16_autocast(context, device):
     model = make(Transformer, device)
     results = []
     for step in range(2):
-        with door, torch.autocast(device.type, torch.bfloat16):
+        with context, torch.autocast(device.type, torch.bfloat16):
             loss = model(tokens(device, step))
         results += finish(loss, model)
     return [result.clone() for result in results]
 
 
-def saved_attributes_read_twice(door, device):
+def saved_attributes_read_twice(context, device):
     x, w = Data(device).leaf(6, 8), Data(device, 1).leaf(8, 8)
-    with door:
+    with context:
         y = (x * 2.0).exp()
         loss = (y @ w).sin().sum()
     node = y.grad_fn
@@ -292,25 +282,25 @@ def saved_attributes_read_twice(door, device):
 # -- when backward runs ------------------------------------------------------------------------------------------------
 
 
-def plain_step(door, device):
+def plain_step(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         loss = model(tokens(device))
     return finish(loss, model)
 
 
-def backward_inside(door, device):
+def backward_inside(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         return finish(model(tokens(device)), model)
 
 
-def three_steps(door, device):
+def three_steps(context, device):
     model = make(Transformer, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results = []
     for step in range(3):
-        with door:
+        with context:
             loss = model(tokens(device, step))
         loss.backward()
         results += [loss.detach(), *(grad.clone() for grad in gradients(model))]
@@ -319,86 +309,86 @@ def three_steps(door, device):
     return [*results, *(p.detach().clone() for p in model.parameters())]
 
 
-def accumulation(door, device):
+def accumulation(context, device):
     model = make(Transformer, device)
     losses = []
     for step in range(3):
-        with door:
+        with context:
             loss = model(tokens(device, step)) / 3
         loss.backward()
         losses.append(loss.detach())
     return [*losses, *gradients(model)]
 
 
-def retained_twice(door, device):
+def retained_twice(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         loss = model(tokens(device))
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
     return finish(loss, model)
 
 
-def double_backward(door, device):
+def double_backward(context, device):
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
-    with door:
+    with context:
         loss = (x @ w).tanh().exp().sum()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
         penalty = first.square().sum()
     return [first.detach(), *finish(penalty, x, w)]
 
 
-def second_order_outside(door, device):
+def second_order_outside(context, device):
     data = Data(device)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
-    with door:
+    with context:
         loss = ((x @ w).tanh() @ w).exp().sum()
     first = torch.autograd.grad(loss, (x, w), create_graph=True)
     return [*(f.detach() for f in first), *finish(loss + sum(f.square().sum() for f in first), x, w)]
 
 
-def two_forwards_oldest_first(door, device):
-    return _two_forwards(door, device, 0)
+def two_forwards_oldest_first(context, device):
+    return _two_forwards(context, device, 0)
 
 
-def two_forwards_newest_first(door, device):
-    return _two_forwards(door, device, -1)
+def two_forwards_newest_first(context, device):
+    return _two_forwards(context, device, -1)
 
 
-def _two_forwards(door, device, which):
+def _two_forwards(context, device, which):
     model = make(Transformer, device)
     losses = []
     for step in range(2):
-        with door:
+        with context:
             losses.append(model(tokens(device, step)))
     while losses:
         losses.pop(which).backward()
     return gradients(model)
 
 
-def dropped_graph(door, device):
+def dropped_graph(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         model(tokens(device, 5))
-    return plain_step(door, device)
+    return plain_step(context, device)
 
 
-def partial_backward(door, device):
+def partial_backward(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         loss = model(tokens(device))
     head = torch.autograd.grad(loss, model.head.weight, retain_graph=True)
     return [*head, *torch.autograd.grad(loss, list(model.layers[0].parameters()))]
 
 
-def exception_in_forward(door, device):
+def exception_in_forward(context, device):
     model = make(Transformer, device)
     hook = model.head.register_forward_pre_hook(_raise)
-    with contextlib.suppress(Boom), door:
+    with contextlib.suppress(Boom), context:
         model(tokens(device, 7))
     hook.remove()
-    with door:
+    with context:
         loss = model(tokens(device))
     return finish(loss, model)
 
@@ -407,27 +397,27 @@ def _raise(module, args):
     raise Boom
 
 
-def exception_in_backward(door, device):
+def exception_in_backward(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         x = model.layers[0](model.embedding(tokens(device)))
         bad = model.layers[1](Explode.apply(x)).square().sum()
     with contextlib.suppress(Boom):
         bad.backward()
     del x, bad
     model.zero_grad()
-    with door:
+    with context:
         loss = model(tokens(device))
     return finish(loss, model)
 
 
-def no_grad_and_eval_between(door, device):
+def no_grad_and_eval_between(context, device):
     model = make(Transformer, device)
     results = []
     for step in range(2):
-        with door:
+        with context:
             loss = model(tokens(device, step))
-        with door, torch.no_grad():
+        with context, torch.no_grad():
             results.append(model.eval()(tokens(device, step + 10)))
         with torch.inference_mode():
             results.append(model(tokens(device, step + 20)).clone())
@@ -437,44 +427,44 @@ def no_grad_and_eval_between(door, device):
     return [*(torch.empty_like(r).copy_(r) for r in results), *gradients(model)]
 
 
-def nested_doors(door, device):
+def nested_doors(context, device):
     model = make(Transformer, device)
-    with door:
+    with context:
         x = model.embedding(tokens(device))
-        with door:
+        with context:
             x = model.layers[0](x)
-        with door, door:
+        with context, context:
             x = model.layers[1](x)
         loss = model.head(x).square().mean()
     return finish(loss, model)
 
 
-def two_models(door, device):
+def two_models(context, device):
     one, other = make(Transformer, device, 1), make(Transformer, device, 2)
-    with door:
+    with context:
         first = one(tokens(device, 1))
         second = other(tokens(device, 2))
     first.backward()
-    with door:
+    with context:
         third = one(tokens(device, 3))
     (second + third).backward()
     return [first.detach(), second.detach(), third.detach(), *gradients(one, other)]
 
 
-def adversaries(door, device):
+def adversaries(context, device):
     """Two models in turns, one frozen while the other learns."""
     wide = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Sigmoid())  # noqa: E731
     maker, judge = make(wide, device, 1), make(wide, device, 2)
     noise = Data(device)
     results = []
     for _ in range(2):
-        with door:
+        with context:
             fake = maker(noise.tensor(4, 8))
             judged = judge(fake.detach()).mean() - judge(noise.tensor(4, 8)).mean()
         judged.backward()
         results += [grad.clone() for grad in gradients(judge)]
         judge.requires_grad_(False)
-        with door:
+        with context:
             fooled = -judge(fake).mean()
         fooled.backward()
         judge.requires_grad_(True)
@@ -485,16 +475,16 @@ def adversaries(door, device):
 # -- the user's own checkpoint -----------------------------------------------------------------------------------------
 
 
-def checkpoint_inside(door, device):
-    return _checkpointed_layers(door, device, use_reentrant=False)
+def checkpoint_inside(context, device):
+    return _checkpointed_layers(context, device, use_reentrant=False)
 
 
-def reentrant_checkpoint_inside(door, device):
-    return _checkpointed_layers(door, device, use_reentrant=True)
+def reentrant_checkpoint_inside(context, device):
+    return _checkpointed_layers(context, device, use_reentrant=True)
 
 
-def checkpoint_of_containers(door, device):
-    """Its tensors are in a tuple, in keywords and bound to the function; random numbers of their device are drawn."""
+def checkpoint_of_containers(context, device):
+    """Tensors in a tuple, in keywords and bound to the function; random numbers of the device are drawn."""
     model = make(Transformer, device)
     noise = Data(device, 1)
     torch.manual_seed(0)
@@ -502,7 +492,7 @@ def checkpoint_of_containers(door, device):
     def part(pair, *, layer, scale):
         return functional.dropout(layer(pair[0]) * scale + pair[1], 0.2)
 
-    with door:
+    with context:
         x = model.embedding(tokens(device))
         for layer in model.layers:
             bound = functools.partial(part, scale=noise.tensor(16).exp())
@@ -511,8 +501,8 @@ def checkpoint_of_containers(door, device):
     return finish(loss, model)
 
 
-def checkpoint_with_outputs_away(door, device):
-    """Its policy wants what is drawn and the products offloaded: torch alone runs them again."""
+def checkpoint_with_outputs_away(context, device):
+    """The policy wants random and product ops offloaded: torch alone recomputes them."""
     model = make(Transformer, device)
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
     drawn = {torch.ops.aten.rand_like.default, torch.ops.aten.native_dropout.default}
@@ -527,7 +517,7 @@ def checkpoint_with_outputs_away(door, device):
         return functional.dropout((x + torch.rand_like(x)).sin(), 0.2)
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    with door:
+    with context:
         x = model.embedding(tokens(device))
         for layer in model.layers:
             x = checkpoint(part, layer, x, use_reentrant=False, context_fn=contexts)
@@ -535,9 +525,9 @@ def checkpoint_with_outputs_away(door, device):
     return finish(loss, model)
 
 
-def _checkpointed_layers(door, device, use_reentrant):
+def _checkpointed_layers(context, device, use_reentrant):
     model = make(Transformer, device)
-    with door:
+    with context:
         x = model.embedding(tokens(device))
         for layer in model.layers:
             x = checkpoint(layer, x, use_reentrant=use_reentrant)
@@ -545,26 +535,26 @@ def _checkpointed_layers(door, device, use_reentrant):
     return finish(loss, model)
 
 
-def checkpoint_outside(door, device):
-    return _checkpointed_door(door, device, use_reentrant=False)
+def checkpoint_outside(context, device):
+    return _checkpointed_door(context, device, use_reentrant=False)
 
 
-def reentrant_checkpoint_outside(door, device):
-    return _checkpointed_door(door, device, use_reentrant=True)
+def reentrant_checkpoint_outside(context, device):
+    return _checkpointed_door(context, device, use_reentrant=True)
 
 
-def _checkpointed_door(door, device, use_reentrant):
-    """The door is entered inside of what is checkpointed, and around the rest of the model."""
+def _checkpointed_door(context, device, use_reentrant):
+    """The context is entered inside of the checkpoint, and around the rest of the model."""
     model = make(Transformer, device)
 
     def part(x):
-        with door:
+        with context:
             return model.layers[1](model.layers[0](x))
 
-    with door:
+    with context:
         x = model.embedding(tokens(device)).sin()
     y = checkpoint(part, x, use_reentrant=use_reentrant)
-    with door:
+    with context:
         loss = model.head(model.layers[2](y)).square().mean()
     return finish(loss, model)
 
@@ -644,13 +634,13 @@ LAYOUTS: dict[str, Callable[[Data], torch.Tensor]] = {
 }
 
 
-def unpacked_layout(door: Door, device: torch.device, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What backward got of a save with this layout, and the tensor it should have got."""
+def unpacked_layout(context: Context, device: torch.device, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that backward read for a saved tensor with the layout, and the expected tensor."""
     seen: list[torch.Tensor] = []
     x = Data(device, 1).leaf(8)
-    with door:
+    with context:
         y = SaveAll.apply(x, seen, LAYOUTS[layout](Data(device)))
-        loss = y.exp().sin().sum()  # pushes it out
+        loss = y.exp().sin().sum()  # pushes y out
         del y
     loss.backward()
     (got,) = seen
@@ -660,43 +650,43 @@ def unpacked_layout(door: Door, device: torch.device, layout: str) -> tuple[torc
 # -- changed after the save --------------------------------------------------------------------------------------------
 
 
-def changed_moved(door, device):
+def changed_moved(context, device):
     x = Data(device).leaf(6, 8)
-    with door:
+    with context:
         y = x * 2.0
         loss = y.sin().exp().sin().sum()
     y.add_(1.0)
     return loss
 
 
-def changed_inside(door, device):
+def changed_inside(context, device):
     x = Data(device).leaf(6, 8)
-    with door:
+    with context:
         y = x * 2.0
         z = y.sin()
         y.add_(1.0)
         return (z.exp() + y).sin().sum()
 
 
-def changed_through_a_view(door, device):
+def changed_through_a_view(context, device):
     x = Data(device).leaf(6, 8)
-    with door:
+    with context:
         y = x * 2.0
         loss = y[1:4].sin().exp().sin().sum()
     y[5].zero_()
     return loss
 
 
-def changed_kept(door, device):
+def changed_kept(context, device):
     x, scale = Data(device).leaf(6, 8), Data(device, 1).leaf(6, 8)
-    with door:
+    with context:
         loss = (x.sin() * scale).exp().sum()
     with torch.no_grad():
         scale.add_(1.0)
     return loss
 
 
-CHANGED: list[Callable[[Door, torch.device], torch.Tensor]] = [
+CHANGED: list[Callable[[Context, torch.device], torch.Tensor]] = [
     changed_moved,
     changed_inside,
     changed_through_a_view,

@@ -1,4 +1,4 @@
-"""Processes that are ranks of one job, on gloo. None stands for longer than a limit."""
+"""Processes as ranks of one job on gloo, with a limit on time."""
 
 import datetime
 
@@ -6,21 +6,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 RANKS = 2
-MOST_S = 1800  # no machine is so slow
+LIMIT_S = 1800  # far above the time on any machine
 
 
 def spawn(work, *args, ranks=RANKS):
-    """As mp.spawn, and fails where processes stand."""
+    """Call mp.spawn, and fail if a process hangs."""
     context = mp.spawn(work, args, nprocs=ranks, join=False)
     try:
-        assert any(context.join(timeout=MOST_S) for _ in range(ranks)), "ranks stand"
+        assert any(context.join(timeout=LIMIT_S) for _ in range(ranks)), "ranks hang"
     finally:
         for process in context.processes:
             process.kill()
 
 
-def join(rank, folder, ranks=RANKS, limit_s=MOST_S):
-    """The store of the job that this process is a rank of from now on."""
+def join(rank, folder, ranks=RANKS, limit_s=LIMIT_S):
+    """Make this process a rank of the job and return the job's store."""
     store = dist.FileStore(f"{folder}/store", ranks)
     store.set_timeout(datetime.timedelta(seconds=limit_s))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

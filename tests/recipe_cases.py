@@ -1,8 +1,8 @@
-"""Models whose regions run again, and ways to train them: what they return equals the plain run, bit for bit.
+"""Models with recomputed regions, and ways to train them: the results equal the plain run's, bit for bit.
 
-A case takes `apply`, which puts recipes on a model that was just made, and the device, and returns tensors: losses,
-gradients, buffers, the state of random number generators. tests/recompute runs the cases on the CPU and on the
-simulator, tests/gpu/test_gpu.py on an accelerator. Every model has three repeated blocks, `layers`.
+A case takes `apply`, which puts recipes on a new model, and the device, and returns tensors: losses, gradients,
+buffers, the state of random number generators. tests/recompute runs the cases on the CPU and on the simulator,
+tests/gpu/test_gpu.py on an accelerator. Every model has three repeated blocks, `layers`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def every_op(op, *args, **kwargs):
 
 
 def every_second_random_op(op, *args, **kwargs):
-    """Some operators that draw random numbers are held, others run again."""
+    """Chooses some operators with random numbers: the rest are recomputed."""
     return "rand" in str(op) or ("dropout" in str(op) and args[1] < 0.4)
 
 
@@ -48,14 +48,14 @@ RECIPES: dict[str, Any] = {
     "every operator, kept": Recipe("selective", outputs="keep", ops=(every_op,)),
     "every second random operator": Recipe("selective", ops=("matmul", every_second_random_op)),
     "mixture": {"layers.*": "selective", "layers.0": "recompute", "layers.1": EVERY},
-    "left out": Recipe("selective", sites=tuple(range(99)), beyond=tuple(range(99))),
-    "some left out": Recipe("selective", sites=tuple(range(99)), beyond=(0, 2, 5), ops=(every_op,)),
+    "pruned": Recipe("selective", sites=tuple(range(99)), prune=tuple(range(99))),
+    "partly pruned": Recipe("selective", sites=tuple(range(99)), prune=(0, 2, 5), ops=(every_op,)),
     "some kept": {"layers.0": Recipe("selective", sites=(1, 2), ops=(every_op,)), "layers.2": "keep"},
 }
 
 
 class Stack(nn.Module):
-    """Three blocks, one after the other."""
+    """Three blocks in a row."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Stack(nn.Module):
 
 
 def observed(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """What a step leaves behind besides its loss: gradients, buffers, random number generators."""
+    """State after a step besides the loss: gradients, buffers, random number generators."""
     return [
         *(grad.clone() for grad in gradients(model)),
         *(buffer.clone() for buffer in model.buffers()),
@@ -108,7 +108,7 @@ def images(data: Data) -> torch.Tensor:
 
 
 def of(block: Callable[[], nn.Module], batch: Callable[[Data], torch.Tensor] = rows, **settings: Any) -> Case:
-    """The case of three such blocks."""
+    """The case of three blocks."""
 
     def case(apply: Apply, device: torch.device) -> list[torch.Tensor]:
         model = make(lambda: Stack(block), device)
@@ -120,7 +120,7 @@ def of(block: Callable[[], nn.Module], batch: Callable[[Data], torch.Tensor] = r
 
 
 class Simple(nn.Module):
-    """Two weights for what is written in `forward`."""
+    """Two weights; subclasses write `forward`."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class AttentionWithDropout(Simple):
 
 
 class RandomOperators(Simple):
-    """All kinds: from a tensor, from a shape, in place, fused, drawing nothing."""
+    """All kinds: from a tensor, from a shape, in place, fused, without randomness."""
 
     def forward(self, x):
         y = torch.native_dropout(self.first(x), 0.3, True)[0].sin()
@@ -170,7 +170,7 @@ class AutocastInside(Simple):
 
 
 class CastsOften(Simple):
-    """One tensor is cast again and again, a weight only once while autocast remembers it."""
+    """Tensors are cast at each use, a weight only once per autocast context."""
 
     def forward(self, x):
         y = self.first(x) * self.second(x)
@@ -184,7 +184,7 @@ def autocast_outside(apply, device):
 
 @torch.library.custom_op("ebbtide_tests::pooled_convolution", mutates_args=())
 def pooled_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """An operator written in Python: autocast lets it through, and casts the convolution that it calls."""
+    """An operator written in Python: autocast ignores the operator and casts the convolution inside."""
     return functional.max_pool2d(functional.conv2d(x, weight, padding=1), 3, 1, 1).to(x.dtype)
 
 
@@ -202,7 +202,7 @@ pooled_convolution.register_autograd(
 
 
 class CastsInside(nn.Module):
-    """Operators that autocast casts, and operators that it lets through and that call others which it casts."""
+    """Operators that autocast casts, and operators with casts only inside."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class CastsInside(nn.Module):
         return self.bilinear(y, y.tanh()).sin() + x
 
 
-def autocast_of_what_operators_call(apply, device):
+def autocast_inside_operators(apply, device):
     return of(CastsInside, images, around=lambda: torch.autocast(device.type, torch.bfloat16))(apply, device)
 
 
@@ -228,7 +228,7 @@ def autocast_without_cache(apply, device):
 
 
 def autocast_around_the_step(apply, device):
-    """Backward runs inside of it too, and of another one that is off."""
+    """Backward runs inside autocast too, and inside a disabled autocast."""
     model = make(lambda: Stack(CastsOften), device)
     apply(model)
     results = []
@@ -247,7 +247,7 @@ def autocast_around_the_step(apply, device):
 
 
 def shared_block_under_autocast(apply, device):
-    """The second call finds the weights cast already."""
+    """The second call finds cached casts of the weights."""
 
     class Shared(Stack):
         def forward(self, x):
@@ -309,14 +309,13 @@ def default_device_around_the_step(apply, device):
 
 
 class InPlace(Simple):
-    """Products that are changed, at once or through a view, by what is and what is not its own inverse."""
+    """Products changed in place, directly or through a view, by self-inverse and other operators."""
 
     def forward(self, x):
         y = self.first(x).relu_()
         y = self.second(y).add_(0.5).mul_(x)
-        z = (
-            (y.unsqueeze(0) @ self.second.weight).add_(1.0).mul_(1.5)
-        )  # matmul of three dimensions is no view to autograd
+        # For autograd, matmul of three dimensions returns no view.
+        z = (y.unsqueeze(0) @ self.second.weight).add_(1.0).mul_(1.5)
         z = functional.silu(z, inplace=True).squeeze(0)
         z[1:3].mul_(2.0)
         return functional.linear(z.view(2, 3, WIDTH), self.first.weight).mul_(0.5).reshape(ROWS, WIDTH).sin() + x
@@ -347,7 +346,7 @@ class Convolutions(nn.Module):
 
 
 def changed_after_the_region(apply, device):
-    """The residual is added in place to what a region returns."""
+    """The residual is added in place to a region's output."""
     model = make(lambda: Residuals(Products), device)
     apply(model)
     return train(model, rows, device)
@@ -368,7 +367,7 @@ class Residuals(Stack):
 
 
 def input_changed_before_and_after(apply, device):
-    """Of the embedding a copy is made, so that the change behind the region touches nobody."""
+    """The embedding is copied, so the change after the region touches only the copy."""
 
     class Model(Stack):
         def forward(self, x):
@@ -521,7 +520,7 @@ class Frozen:
 
 
 @dataclasses.dataclass(slots=True)
-class CallNumbers:
+class MutableSlots:
     tensor: torch.Tensor
     number: int = 2
 
@@ -529,7 +528,7 @@ class CallNumbers:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots:
     tensor: torch.Tensor
-    inner: CallNumbers
+    inner: MutableSlots
 
 
 class ManyArguments(Simple):
@@ -560,7 +559,7 @@ class PassesMuch(nn.Module):
                 table={"scale": x.sin(), "unused": 3, "again": y},
                 plain=Plain(x, "plain", Plain(y, "inner")),
                 frozen=Frozen(y, [None, {"deep": x.cos()}]),
-                slots=FrozenSlots(x, CallNumbers(y.sin())),
+                slots=FrozenSlots(x, MutableSlots(y.sin())),
                 function=functools.partial(_weighted, x, scale=y),
                 weight=self.embedding,
                 log=log,
@@ -609,7 +608,7 @@ def outputs_of_all_kinds(apply, device):
 
 
 class Collects(Simple):
-    """Returns nothing: what it makes is put on a list that it was given, or that it closes over."""
+    """Returns nothing: the result is appended to a list, an argument or a closure variable."""
 
     def forward(self, x, into):
         into.append(self.second(self.first(x).sin()).tanh() + x)
@@ -635,7 +634,7 @@ def regions_that_return_nothing(apply, device):
 
 
 def gradients_one_by_one(apply, device):
-    """Of some leaves before those of the rest."""
+    """Gradients of some leaves first, then of all others."""
     model = make(TakesParts, device)
     apply(model)
     results = []
@@ -649,7 +648,7 @@ def gradients_one_by_one(apply, device):
 
 
 class Halves(nn.Module):
-    """The model hands out two losses that share its regions."""
+    """The model returns two losses that share regions."""
 
     def __init__(self):
         super().__init__()
@@ -693,7 +692,7 @@ class BatchNorms(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """Normalisation by function: its kernel counts no versions."""
+    """Functional normalisation: the kernel counts no versions."""
 
     def __init__(self):
         super().__init__()
@@ -706,7 +705,7 @@ class OwnNorm(nn.Module):
 
 
 class Averages(Simple):
-    """Buffers changed in place, through .data, put anew, and made at the first use."""
+    """Buffers changed in place, changed through .data, replaced, and created at the first use."""
 
     def __init__(self):
         super().__init__()
@@ -723,7 +722,7 @@ class Averages(Simple):
             self.hidden.data.mul_(0.9).add_(y.square().mean(0))
             self.anew = self.anew + 1
             self.late = y.mean(0) if self.late is None else self.late * 0.5 + y.mean(0)
-        # A clone: a change through .data is seen by nobody, and a second forward would make one to what is saved.
+        # A clone: no version shows a change through .data, so a second forward would silently change a saved tensor.
         y = (y - self.mean) / self.hidden.clone() * self.anew * self.steady
         return self.second(y * self.late).tanh() + x
 
@@ -739,7 +738,7 @@ class Spectral(nn.Module):
 
 
 def normalisation_in_both_modes(apply, device):
-    """Learned in evaluation, where nothing changes; then trained."""
+    """First evaluated, without changes; then trained."""
     results = []
     for block in (BatchNorms, OwnNorm):
         model = make(lambda block=block: Stack(block), device)
@@ -752,7 +751,7 @@ def normalisation_in_both_modes(apply, device):
     return results
 
 
-# -- gradients inside, and user's own checkpoints ----------------------------------------------------------------------
+# -- gradients inside, and a user's checkpoints ------------------------------------------------------------------------
 
 
 class GradientInside(Simple):
@@ -784,7 +783,7 @@ class ChecksPointsReentrantly(ChecksPoints):
 
 
 class CatchesAll(Simple):
-    """Swallows every exception; one product fails and does not count."""
+    """Suppresses every exception; a failing product does not count."""
 
     def forward(self, x):
         y = x
@@ -803,12 +802,12 @@ class CatchesAll(Simple):
 
 
 class Mixed(Simple):
-    """A little of everything that regions do."""
+    """A mixture of all features."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.norm.num_batches_tracked = None  # as torch once had it: nothing but bytes says that its statistics change
+        self.norm.num_batches_tracked = None  # as in earlier releases of torch: only bytes show changed statistics
         self.attention = Attention()
 
     def forward(self, x):
@@ -828,7 +827,7 @@ def batch(device, step=0):
 
 
 def seeded_step(model, number=0):
-    """Loss and what was observed after one step on the CPU, with random numbers of its own."""
+    """Loss and observed values of one step on the CPU, with a fixed seed."""
     torch.manual_seed(number)
     device = torch.device("cpu")
     loss = model(batch(device, number))
@@ -916,7 +915,7 @@ def abandoned(apply, device):
 
 
 def exceptions(apply, device):
-    """In a region's forward, behind it, and in backward between two regions; the step after them is as ever."""
+    """Errors in a region's forward, after the forward, and in backward between two regions; the next step is normal."""
     model = mixed(apply, device)
     results = []
     for step in range(3):
@@ -999,7 +998,7 @@ def two_models_in_turns(apply, device):
 
 
 def one_block_for_all(apply, device):
-    """Weights shared: each block is called several times in a forward, and the model twice."""
+    """Shared weights: each block is called several times in a forward, and the model twice."""
 
     class Shared(Stack):
         def forward(self, x):
@@ -1019,7 +1018,7 @@ def one_block_for_all(apply, device):
 
 
 def hooks_of_users(apply, device):
-    """On modules and tensors: what they see, and how often."""
+    """Hooks on modules and tensors: values and number of calls."""
     model = mixed(apply, device)
     seen: list[torch.Tensor] = []
     for layer in model.layers:
@@ -1040,7 +1039,7 @@ def hooks_of_users(apply, device):
 
 
 def optimizer_in_backward(apply, device):
-    """Each weight is changed as soon as its gradient is there."""
+    """The optimizer changes each weight as soon as the gradient is complete."""
     model = mixed(apply, device)
 
     @torch.no_grad()
@@ -1070,7 +1069,7 @@ def transformer(apply, device):
     return results
 
 
-def attention_saves_read_twice(apply, device):
+def attention_read_twice(apply, device):
     """`grad_fn._saved_...` outside of backward, before and after."""
     model = make(lambda: Stack(Products), device)
     apply(model)
@@ -1090,7 +1089,7 @@ def attention_saves_read_twice(apply, device):
 
 CASES: list[Case] = [
     of(Dropouts), of(AttentionWithDropout), of(RandomOperators),
-    of(AutocastInside), autocast_outside, autocast_of_what_operators_call, autocast_without_cache,
+    of(AutocastInside), autocast_outside, autocast_inside_operators, autocast_without_cache,
     autocast_around_the_step, shared_block_under_autocast, plain_attention_around_forward,
     attention_order_around_forward, default_device_around_forward, default_device_around_the_step,
     of(InPlace), of(ChunksInPlace), of(Convolutions, images), changed_after_the_region, input_changed_before_and_after,
@@ -1101,5 +1100,5 @@ CASES: list[Case] = [
     of(GradientInside), of(ChecksPoints), of(ChecksPointsReentrantly), of(CatchesAll),
     of(Mixed), accumulation, retained, first_in_first_out, last_in_first_out, gradient_penalty, only_some_gradients,
     abandoned, exceptions, evaluation_between, adversaries, two_models_in_turns, one_block_for_all, hooks_of_users,
-    optimizer_in_backward, transformer, attention_saves_read_twice,
+    optimizer_in_backward, transformer, attention_read_twice,
 ]  # fmt: skip

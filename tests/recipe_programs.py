@@ -1,4 +1,4 @@
-"""Random training programs with random recipes and plans, nested too: simulated, compared with their plain twins."""
+"""Random training programs with random recipes and plans, also nested: simulated, and compared with plain twins."""
 
 import contextlib
 import random
@@ -51,12 +51,12 @@ _RECIPES: list[Any] = [
 ]  # fmt: skip
 
 _ALL = tuple(range(100))
-# In place of selective ones, in every third program.
+# Replace selective recipes in every third program.
 _LEAVING_OUT = [
-    Recipe("selective", sites=_ALL, beyond=_ALL),
-    Recipe("selective", ops=("matmul", "attention"), sites=(0, 1, 2), beyond=(0, 1), outputs="keep"),
-    Recipe("selective", ops=EVERY.ops, sites=_ALL, beyond=(1, 4, 5, 9)),
-    Recipe("selective", ops=EVERY.ops, sites=(0, 3, 4, 7), beyond=(0, 4), inputs="keep"),
+    Recipe("selective", sites=_ALL, prune=_ALL),
+    Recipe("selective", ops=("matmul", "attention"), sites=(0, 1, 2), prune=(0, 1), outputs="keep"),
+    Recipe("selective", ops=EVERY.ops, sites=_ALL, prune=(1, 4, 5, 9)),
+    Recipe("selective", ops=EVERY.ops, sites=(0, 3, 4, 7), prune=(0, 4), inputs="keep"),
 ]
 
 _WINDOWS = [0, 0, 1, 200, 1000, 10**6]
@@ -64,20 +64,20 @@ _PREFETCH = [None, None, 1, 500, 3000, 10**6]
 
 
 def random_plan(choose: random.Random, recipes: dict[str, Any]) -> Plan:
-    """These recipes, with random points at which what is on its way has to leave, and bounds of what comes back."""
+    """A plan of `recipes`, with random release points and random prefetch windows."""
     outside = choose.choice([None, "keep", "offload", Recipe("offload", sites=(0, 1, 4))])
     regions = {name: _random_region(choose, recipe) for name, recipe in recipes.items()}
     return Plan(regions, None if outside is None else _random_region(choose, outside))
 
 
 def _random_region(choose: random.Random, recipe: Any) -> RegionPlan:
-    saves = sorted(choose.sample(range(10), choose.choice([0, 1, 1, 2, 4])))
-    points = tuple(ReleasePoint(save, choose.choice(_WINDOWS)) for save in saves)
+    indices = sorted(choose.sample(range(10), choose.choice([0, 1, 1, 2, 4])))
+    points = tuple(ReleasePoint(index, choose.choice(_WINDOWS)) for index in indices)
     return RegionPlan(recipe, points, choose.choice(_PREFETCH))
 
 
 class Around(Simple):
-    """A block inside of a block."""
+    """A block inside a block."""
 
     def __init__(self, inner: nn.Module, twice: bool) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ class Tower(nn.Module):
 
 
 class RecipeProgram:
-    """The same model, recipes and steps for one seed. `run(rig)` runs it with recipes, `run(None)` without.
+    """Model, recipes and steps of one seed. `run(rig)` runs the program with recipes, `run(None)` without.
 
-    Every second seed has plans of these recipes.
+    Every second seed has plans with these recipes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -255,7 +255,7 @@ _STEPS = [
 
 
 def explore_recipes(seed: int) -> str | None:
-    """Run program `seed` on the simulator and compare with its plain twin. None, or what went wrong."""
+    """Run program `seed` on the simulator, and compare with the plain twin. Returns None, or the failure."""
     program = RecipeProgram(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a chosen model may keep everything
@@ -278,6 +278,6 @@ def explore_recipes(seed: int) -> str | None:
     for at, (mine, twin) in enumerate(zip(ours, plain, strict=True)):
         if (mine is None) != (twin is None) or (mine is not None and bits(mine) != bits(twin)):
             return f"{program}: result {at} of {len(plain)} differs from the plain run"
-    torch.ones((), requires_grad=True).exp().backward()  # until the next one torch holds the graph of one that failed
+    torch.ones((), requires_grad=True).exp().backward()  # torch owns the graph of a failed backward until the next
     rig.check_at_rest()
     return None

@@ -1,7 +1,7 @@
-"""Runs examples one after the other, each in a fork of one process that has imported what takes long.
+"""Runs examples in turn, each in a fork of one process with the slow imports.
 
-python run_examples.py < lines of JSON: where it runs, the script, its arguments. What it prints is in `out` there, and
-how it ended in `code`.
+python run_examples.py < lines of JSON: the folder, the script, the arguments. The output is in `out` in the folder, the
+exit status in `code`.
 """
 
 import importlib
@@ -16,7 +16,7 @@ PACKAGES = ("accelerate", "diffusers", "lightning.pytorch", "peft", "transformer
 
 
 def run(folder, script, arguments):
-    """In this process, which ends with it."""
+    """Run in the present process, which ends with the script."""
     code = 1
     try:
         os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Examples, run as their docstrings say."""
+"""Examples, run with the command of their docstring."""
 
 import ast
 import os
@@ -13,8 +13,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def check_example(path, folder):
-    """In `folder`, by the first such line of its docstring: it prints losses that differ, and that bytes moved. Gives
-    what it prints."""
+    """Run the example in `folder` with the first command of the docstring, check the output and return the output.
+
+    The output must have losses that differ, and a line that bytes moved.
+    """
     done = subprocess.run(
         [sys.executable, str(path), *arguments_of(path)],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What the tests share: doors over a chosen device, and random training programs to run with and without them."""
+"""Shared by tests: contexts and handles over a chosen device, and random training programs."""
 
 import contextlib
 import gc
@@ -19,14 +19,14 @@ from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines
 from ebbtide._offload import OffloadHandle
 from ebbtide._stores.host import HostStore
+from ebbtide._types import StoreFactory
 from ebbtide._utils.torch_private import OperatorMode
-from ebbtide.types import StoreFactory
 
 ROOM = 2**28
 
 
 class Rig:
-    """A context door over one device and store, with access to its engine."""
+    """`offload_activations` over a device and store, with access to the engine."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Rig:
         self.device = CpuDevice() if device is None else device
         make_store = make_store or (lambda own: HostStore(own, ROOM))
         self.engines = Engines(make_store, lambda _: self.device)
-        self.scope = HookContext(Limits(window, prefetch, min_bytes), lambda _: True)
-        self.context = OffloadActivations(OffloadConfig(), self.engines, self.scope)
+        self.hook_context = HookContext(Limits(window, prefetch, min_bytes), lambda _: True)
+        self.context = OffloadActivations(OffloadConfig(), self.engines, self.hook_context)
 
     @property
     def engine(self) -> Engine:
@@ -51,12 +51,12 @@ class Rig:
         return self.context.stats()
 
     def check_at_rest(self) -> None:
-        """No graph lives any more: nothing may be left of what it had saved."""
+        """No graph lives any more: no saved tensor may be left."""
         engine = self.engine
-        engine._settle_deaths()
+        engine._drain_frees()
         if engine._by_storage or self._held_bytes(engine):
             gc.collect()  # a traceback may hold a frame that holds a graph
-            engine._settle_deaths()
+            engine._drain_frees()
         assert self._held_bytes(engine) == 0
         assert engine._outbound.resident_bytes == 0
         assert engine._ahead_bytes == 0
@@ -64,13 +64,13 @@ class Rig:
 
     @staticmethod
     def _held_bytes(engine: Engine) -> int:
-        """Without what graphs that were captured keep for ever."""
+        """Without the memory kept by captured graphs."""
         stats = engine.store_stats()
         return stats.used_bytes - stats.captured_bytes
 
 
 class HandleRig(Rig):
-    """The same for the door with a model: handles over one device and store."""
+    """`offload` over a device and store: makes handles."""
 
     def __init__(self, device=None, **settings) -> None:
         small = {"make_store": lambda own: HostStore(own, 2**24, smallest_slab_bytes=2**14)}
@@ -79,8 +79,10 @@ class HandleRig(Rig):
 
     def offload(self, module: torch.nn.Module, recipe=None) -> OffloadHandle:
         """Everything may move, as with `ebbtide.offload`."""
-        handle = OffloadHandle(module, OffloadConfig(), self.engines, HookContext(self.scope.limits, lambda _: True))
-        handle.install()
+        handle = OffloadHandle(
+            module, OffloadConfig(), self.engines, HookContext(self.hook_context.limits, lambda _: True)
+        )
+        handle._install()
         handle.set_recipe(recipe)
         self.handles.append(handle)
         return handle
@@ -97,7 +99,7 @@ def leaves(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def same(run: Callable[[contextlib.AbstractContextManager], list[torch.Tensor]], rig: Rig, times: int = 3) -> None:
-    """`run`'s results are the plain ones, bit for bit, also when the timetable has learned."""
+    """`run`'s results equal the plain results, bit for bit, also when the timetable has learned."""
     plain = run(contextlib.nullcontext())
     for _ in range(times):
         assert_equal(run(rig.context), plain)
@@ -121,7 +123,7 @@ def bits(t: torch.Tensor) -> bytes:
 
 
 class OperatorNames(OperatorMode):
-    """Which operators run, in order."""
+    """Records the names of operators, in order."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +138,7 @@ class Boom(RuntimeError):
     """Raised by a program on purpose."""
 
 
-class _Explode(torch.autograd.Function):
+class Explode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
@@ -147,9 +149,9 @@ class _Explode(torch.autograd.Function):
 
 
 class Program:
-    """A random training program: the same tensors, the same operations, the same order for one seed.
+    """A random training program: equal tensors, operations and order for equal seeds.
 
-    `run(context, side)` runs it under a door; `side` makes contexts in which a second compute stream is current.
+    `run(context, side)` runs under a context; `side` makes contexts in which a second compute stream is current.
     Returns every loss and gradient, and the name of every error, in order.
     """
 
@@ -313,14 +315,14 @@ def _on_side_stream(program, context, side, results):
 
 
 def _older_graph_on_side_stream(program, context, side, results):
-    """The side stream knows the older graph's forward, and nothing of what compute did since."""
+    """The side stream has waited for the older graph's forward, and for nothing later."""
     with context:
         older = (program.batch @ program.weights[0]).sin().exp().sum()
     point = side.point()
     newer = program.forward(context, side)
     with side(after=point):
         older.backward()
-        with side(after=point):  # takes the room of what the first one has just read
+        with side(after=point):  # reuses the room of the parcel just read
             third = program.forward(context, side)
     newer.backward()
     third.backward()
@@ -351,7 +353,7 @@ def _explodes_in_forward(program, context, side, results):
 
 def _explodes_in_backward(program, context, side, results):
     with context:
-        loss = _Explode.apply(program.forward(contextlib.nullcontext(), side)).exp()
+        loss = Explode.apply(program.forward(contextlib.nullcontext(), side)).exp()
     try:
         loss.backward()
     except Boom:
@@ -361,7 +363,7 @@ def _explodes_in_backward(program, context, side, results):
 def _modified(program, context, side, results):
     with context:
         x = (program.batch @ program.weights[0]).sin()
-        y = x.exp()  # saves its result
+        y = x.exp()  # saves the result
         z = y * x
         x.add_(1.0)  # `y * x` saved x
         loss = z.sum()

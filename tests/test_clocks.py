@@ -1,19 +1,19 @@
-"""No test depends on how fast the machine is."""
+"""No test depends on the speed of the machine."""
 
 import ast
 import itertools
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 HERE = Path(__file__).parent
 CLOCKS = {"time", "timeit"}
 PROCESSES = {"communicate", "run"}
-"""A limit on these is for ranks that wait for one that has died."""
+"""Functions with a permitted time limit of half an hour or more: ranks may wait for a dead rank."""
 
 
-def looks_at_a_clock(node):
+def reads_clock(node):
     match node:
         case ast.Import(names=names):
             return any(name.name in CLOCKS for name in names)
@@ -27,19 +27,19 @@ def looks_at_a_clock(node):
             return False
 
 
-def test_no_test_looks_at_a_clock():
+def test_no_test_reads_a_clock():
     found = [
         f"{path.relative_to(HERE)}:{node.lineno}"
         for path in sorted(HERE.rglob("*.py"))
-        if path.parent.name != "gpu" and path.name not in ("conftest.py", "processes.py")  # half an hour for dead ranks
+        if path.parent.name != "gpu" and path.name not in ("conftest.py", "processes.py")  # limit for dead ranks
         for node in ast.walk(ast.parse(path.read_text()))
-        if looks_at_a_clock(node)
+        if reads_clock(node)
     ]
     assert found == []
 
 
 def test_properties_hold_on_a_slow_machine(monkeypatch):
-    """An hour passes between any two looks at the clock."""
+    """An hour passes between any two readings of the clock."""
     hours, drawn = itertools.count(0, 3600), []
 
     @given(st.lists(st.integers(), min_size=1))
@@ -49,4 +49,4 @@ def test_properties_hold_on_a_slow_machine(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("time.perf_counter", lambda: float(next(hours)))
         holds()
-    assert len(drawn) > 50
+    assert len(drawn) > settings().max_examples / 2

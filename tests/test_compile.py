@@ -1,4 +1,4 @@
-"""torch.compile with both doors: the numbers of the compiled run, no graph break, no recompilation."""
+"""torch.compile with both entry points: the numbers of the compiled run, no graph break, no recompilation."""
 
 import contextlib
 import copy
@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 import ebbtide
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 BACKENDS = ["aot_eager", "inductor"]
 STEPS = 4
 
 
-# The compiler warns about what it does itself.
+# The compiler warns about its own work.
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Little to compile."""
+    """A small model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ def compile_blocks(model, backend):
         layer.compile(backend=backend, fullgraph=True)
 
 
-def train(model, door=None, call=None):
-    """Losses and gradients of some steps; none after the first may compile anything."""
+def train(model, context=None, call=None):
+    """Losses and gradients of some steps; only the first may compile."""
     results = []
     for step in range(STEPS):
-        with torch._dynamo.config.patch(error_on_recompile=step > 0), door or contextlib.nullcontext():
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), context or contextlib.nullcontext():
             loss = (model if call is None else call)(tokens(CPU, step))
         results += [loss.detach(), *finish(loss, model)]
     return [result.clone() for result in results]
@@ -101,8 +101,8 @@ def test_blocks_compiled_one_by_one(backend, order):
     assert_equal(train(model), expected)
     check_no_graph_break()
     check_moved(handle.stats())
-    # Each block still is a region: its saves have its name, though one compiled graph made them.
-    assert {"layers.0", "layers.1", "layers.2"} <= {region for _, region in handle._scope._slots}
+    # Each block still is a region: one compiled graph saved the tensors, under the name of the block.
+    assert {"layers.0", "layers.1", "layers.2"} <= {region for _, region in handle._attachment.context._numbers}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,8 +148,8 @@ def _compiled(model, backend, how):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ["compile first", "offload first"])
-def test_whole_model_compile_stands_inside_the_door(backend, order):
-    """`model.compile()` keeps the module, so the mark can stand outside of the compiled call, whatever came first."""
+def test_the_hook_wraps_the_compiled_call_of_a_whole_model(backend, order):
+    """`model.compile()` keeps the module, so the hook can wrap the compiled call, in either order."""
     plain = make(Tower, CPU)
     plain.compile(backend=backend, fullgraph=True)
     expected = train(plain)
@@ -162,9 +162,9 @@ def test_whole_model_compile_stands_inside_the_door(backend, order):
     handle = offload(model)
     if order == "offload first":
         model.compile(backend=backend, fullgraph=True)
-    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks.*one by one") as told:
+    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks.*one by one") as seen:
         results = train(model)
-    assert sum(warning.category is ebbtide.EbbtideWarning for warning in told) == 1
+    assert sum(warning.category is ebbtide.EbbtideWarning for warning in seen) == 1
     assert_equal(results, expected)
     check_no_graph_break()
     assert handle.stats().out.count > 0
@@ -201,20 +201,20 @@ class ByKeyword(Tower):
         return super().forward(tokens)
 
 
-def test_what_torch_compile_returned_is_seen_to_be_called_with_keywords():
-    """Or all sizes of batches would share one plan."""
+def test_batches_by_keyword_are_seen_outside_of_torch_compile():
+    """Otherwise all batch sizes would share one plan."""
     model = torch.compile(make(ByKeyword, CPU), backend="aot_eager")
     handle = ebbtide.offload(model, store="mock", min_bytes=1)
     sizes = []
     with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
         for rows in (2, 3):
             model(tokens=tokens(CPU, rows=rows)).backward()
-            sizes.append(handle._tokens)
+            sizes.append(handle._attachment.tokens)
     assert sizes == [2 * 8, 3 * 8]
     handle.remove()
     assert "_compiled_call_impl" not in {**model.__dict__, **model._orig_mod.__dict__}
     model(tokens=tokens(CPU, rows=4)).backward()
-    assert handle._tokens == 3 * 8
+    assert handle._attachment.tokens == 3 * 8
 
 
 def test_an_interrupt_inside_what_torch_compile_returned_leaves_no_hooks_behind():
@@ -228,22 +228,22 @@ def test_an_interrupt_inside_what_torch_compile_returned_leaves_no_hooks_behind(
     handle = offload(model)
     with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger"), pytest.raises(KeyboardInterrupt):
         model(tokens(CPU))
-    assert handle.session() is None
+    assert handle._attachment.session() is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_compiled_backward_owns_what_it_unpacks():
-    """Donated buffers: compiled backward may write into its saves; a second save of the same bytes must not see it."""
+    """Donated buffers: compiled backward may write into saved tensors; a second tensor of the bytes must not see it."""
     block = make(lambda: Layer(16), CPU)
     twin = copy.deepcopy(block)
     block.compile(backend="inductor", fullgraph=True)
     twin.compile(backend="inductor", fullgraph=True)
     rig = Rig()
 
-    def run(module, door):
+    def run(module, context):
         batch = Data(CPU).leaf(2, 8, 16)
-        with door:
-            x = module(batch).sin()  # saved by the compiled block, and outside of it
+        with context:
+            x = module(batch).sin()  # saved inside and outside of the compiled block
             loss = (module(x) * x).exp().mean()
         return finish(loss, batch, module)
 
@@ -256,13 +256,13 @@ def test_compiled_backward_owns_what_it_unpacks():
     rig.check_at_rest()
 
 
-def test_what_a_compiled_backward_has_read_is_not_fetched_again():
-    # A window larger than the step: the look ahead goes round, and comes by the saves of the node that runs.
+def test_tensors_read_by_a_compiled_backward_are_not_fetched_again():
+    # A window larger than the step: the prefetch wraps around, and passes the saved tensors of the running node.
     model = make(Tower, CPU)
     compile_blocks(model, "aot_eager")
     handle = offload(model, prefetch="1GiB")
     fetched = []
-    handle.subscribe(lambda event: fetched.append(event.site) if event.what is ebbtide.EventKind.FETCHED else None)
+    handle.subscribe(lambda event: fetched.append(event.site) if event.kind is ebbtide.EventKind.FETCHED else None)
     for step in range(STEPS):
         fetched.clear()
         finish(model(tokens(CPU, step)), model)
@@ -297,7 +297,7 @@ def test_remove_gives_the_compiled_call_back():
     assert gradients(model)
 
 
-def test_entered_inside_a_compiled_function_it_breaks_the_graph():
+def test_a_context_inside_a_compiled_function_breaks_the_graph():
     rig = Rig()
 
     def step(x):

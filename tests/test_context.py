@@ -1,4 +1,4 @@
-"""The door that needs no model."""
+"""`offload_activations`."""
 
 import re
 import threading
@@ -11,7 +11,7 @@ from support import Rig, assert_equal
 
 import ebbtide
 from ebbtide._stores.mock import MockStore
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def _fresh_process():
     ebbtide.release_memory()
 
 
-def door(**settings):
+def offloading(**settings):
     return ebbtide.offload_activations(**{"store": "mock", "window": 1, "min_bytes": 1, **settings})
 
 
@@ -35,22 +35,22 @@ def test_a_new_context_each_step_equals_the_plain_run():
     plain = plain_step()
     for _ in range(3):
         model = make(Transformer, CPU)
-        with door():
+        with offloading():
             loss = model(tokens(CPU))
         assert_equal(finish(loss, model), plain)
-    stats = door().stats()  # one more context with these settings: the same totals
+    stats = offloading().stats()  # one more context with these settings: the same totals
     assert stats.out.count > 10
     assert stats.inbound.count > 10
-    assert stats.saves == stats.parcels.count + stats.shared.count + sum(t.count for t in stats.kept.values())
+    assert stats.saved_tensors == stats.parcels.count + stats.shared.count + sum(t.count for t in stats.kept.values())
     assert stats.host_bytes == 0
 
 
 def test_other_settings_are_other_totals():
     x = Data(CPU).leaf(6, 8)
-    with door():
+    with offloading():
         x.exp().sin().sum().backward()
-    assert door().stats().parcels.count == 1
-    assert door(window=2).stats().parcels.count == 0
+    assert offloading().stats().parcels.count == 1
+    assert offloading(window=2).stats().parcels.count == 0
 
 
 @pytest.mark.parametrize("store", ["disk", "mock", MockStore])
@@ -59,27 +59,27 @@ def test_stores_of_a_model_on_the_cpu(store, tmp_path):
     store = f"disk:{tmp_path}" if store == "disk" else store
     for _ in range(2):
         model = make(Transformer, CPU)
-        with door(store=store):
+        with offloading(store=store):
             loss = model(tokens(CPU))
         assert_equal(finish(loss, model), plain)
-    assert door(store=store).stats().inbound.count > 0
+    assert offloading(store=store).stats().inbound.count > 0
 
 
 def test_default_store_of_a_model_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISK_FOLDER", str(tmp_path))
     plain = plain_step()
     model = make(Transformer, CPU)
-    with door(store=None):
+    with offloading(store=None):
         loss = model(tokens(CPU))
     assert_equal(finish(loss, model), plain)
-    assert door(store=None).stats().inbound.count > 0
+    assert offloading(store=None).stats().inbound.count > 0
 
 
 def test_host_memory_frees_nothing_for_a_model_on_the_cpu():
     model = make(Transformer, CPU)
     with (
-        pytest.warns(ebbtide.EbbtideWarning, match="moved nothing in its first forward.*does not serve"),
-        door(store="host"),
+        pytest.warns(ebbtide.EbbtideWarning, match="moved nothing in its first forward.*not offloaded"),
+        offloading(store="host"),
     ):
         loss = model(tokens(CPU))
     assert_equal(finish(loss, model), plain_step())
@@ -87,25 +87,25 @@ def test_host_memory_frees_nothing_for_a_model_on_the_cpu():
 
 def test_warning_when_nothing_moved_comes_once_and_says_why():
     model = make(Transformer, CPU)
-    small = door(min_bytes="1GiB")
+    small = offloading(min_bytes="1GiB")
     with warnings.catch_warnings(record=True, action="always") as seen:
         for _ in range(2):
             with small:
                 model(tokens(CPU))
-    assert re.search(r"\d+ saves \(.*KiB\) smaller than min_bytes; .*parameter", str(seen[0].message))
+    assert re.search(r"\d+ saved tensors \(.*KiB\) smaller than min_bytes; .*parameter", str(seen[0].message))
     assert len(seen) == 1
     assert seen[0].filename == __file__
 
 
 def test_nothing_saved_is_said_too_but_not_without_gradients():
-    with torch.no_grad(), door():
+    with torch.no_grad(), offloading():
         torch.ones(3).exp()
-    with pytest.warns(ebbtide.EbbtideWarning, match="autograd saved nothing"), door():
+    with pytest.warns(ebbtide.EbbtideWarning, match="autograd saved nothing"), offloading():
         torch.ones(3).exp()
 
 
-def test_an_exception_inside_leaves_the_door_and_says_nothing_more():
-    context = door()
+def test_an_exception_inside_leaves_the_context_and_says_nothing_more():
+    context = offloading()
     with pytest.raises(ZeroDivisionError), context:
         _ = 1 / 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
@@ -118,11 +118,11 @@ def test_an_exception_inside_leaves_the_door_and_says_nothing_more():
 def test_disabled_by_the_environment(value, monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISABLE", value)
     model = make(Transformer, CPU)
-    context = door()
+    context = offloading()
     with warnings.catch_warnings(), context:
         loss = model(tokens(CPU))
     assert_equal(finish(loss, model), plain_step())
-    assert context.stats().saves == 0
+    assert context.stats().saved_tensors == 0
     monkeypatch.setenv("EBBTIDE_DISABLE", "0")
     with context:
         loss = model(tokens(CPU))
@@ -131,20 +131,20 @@ def test_disabled_by_the_environment(value, monkeypatch):
 
 def test_disable_must_be_readable(monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISABLE", "perhaps")
-    with pytest.raises(ebbtide.ConfigError, match="EBBTIDE_DISABLE='perhaps': write 1"), door():
+    with pytest.raises(ebbtide.ConfigError, match="EBBTIDE_DISABLE='perhaps': write 1"), offloading():
         pass
 
 
 def test_mode_off_does_nothing():
-    context = door(mode="off")
+    context = offloading(mode="off")
     model = make(Transformer, CPU)
     with context:
         loss = model(tokens(CPU))
     assert_equal(finish(loss, model), plain_step())
-    assert context.stats().saves == 0
+    assert context.stats().saved_tensors == 0
 
 
-def test_the_innermost_of_nested_doors_applies():
+def test_the_innermost_of_nested_contexts_applies():
     outer, inner = Rig(), Rig()
     x = Data(CPU).leaf(6, 8)
     with outer.context:
@@ -154,12 +154,12 @@ def test_the_innermost_of_nested_doors_applies():
         with outer.context:
             loss = z.sin().sum()
     loss.backward()
-    assert inner.stats.saves == 2
-    assert outer.stats.saves == 2
+    assert inner.stats.saved_tensors == 2
+    assert outer.stats.saved_tensors == 2
 
 
 def test_threads_enter_for_themselves():
-    context = door()
+    context = offloading()
     x = Data(CPU).leaf(6, 8)
     seen = []
 
@@ -174,7 +174,7 @@ def test_threads_enter_for_themselves():
         thread.join()
         x.exp().sum().backward()
     assert seen == [None]
-    assert context.stats().saves == 2
+    assert context.stats().saved_tensors == 2
 
 
 @pytest.mark.parametrize(
@@ -196,24 +196,24 @@ def test_threads_enter_for_themselves():
 )
 def test_bad_settings_say_what_was_found_and_what_to_write(settings, message):
     with pytest.raises(ebbtide.ConfigError, match=message):
-        door(**settings)
+        offloading(**settings)
 
 
-def test_a_folder_that_is_none_is_refused_at_the_door(tmp_path):
+def test_a_missing_folder_is_refused_at_once(tmp_path):
     with pytest.raises((ebbtide.ConfigError, ebbtide.StoreError), match="nowhere"):
-        door(store=f"disk:{tmp_path}/nowhere")
+        offloading(store=f"disk:{tmp_path}/nowhere")
 
 
 def test_release_memory_between_two_trainings():
     model = make(Transformer, CPU)
-    context = door()
+    context = offloading()
     with context:
         loss = model(tokens(CPU))
     assert context.stats().host_bytes > 0
     finish(loss, model)
     ebbtide.release_memory()
     model.zero_grad()
-    with door():
+    with offloading():
         loss = model(tokens(CPU))
     assert_equal(finish(loss, model), plain_step())
     model.zero_grad()
@@ -224,7 +224,7 @@ def test_release_memory_between_two_trainings():
 
 def test_graphs_under_way_when_memory_is_released_fail_clearly(tmp_path):
     model = make(Transformer, CPU)
-    with door(store=f"disk:{tmp_path}"):
+    with offloading(store=f"disk:{tmp_path}"):
         loss = model(tokens(CPU))
     ebbtide.release_memory()
     with pytest.raises(ebbtide.StoreError):
@@ -233,7 +233,7 @@ def test_graphs_under_way_when_memory_is_released_fail_clearly(tmp_path):
 
 def test_kept_reasons_are_counted():
     model = make(Transformer, CPU)
-    context = door(min_bytes=600)
+    context = offloading(min_bytes=600)
     with context:
         loss = model(tokens(CPU))
     kept = context.stats().kept

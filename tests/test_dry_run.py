@@ -1,4 +1,4 @@
-"""Planning on an example batch: the plan is that of a training, and the model is left as it was, bit for bit."""
+"""Planning on an example batch: the plan equals that of a training, and the model is restored, bit for bit."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ import ebbtide
 from ebbtide import ConfigError, ModuleError, PlanError
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._dry_run import measure, plan
-from ebbtide._planner.solve import smallest_budget
+from ebbtide._planner.solve import Solver
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ def profile():
 
 
 class Noisy(nn.Module):
-    """Batch statistics, dropout, draws of every generator, a buffer that is made anew and one that may be missing."""
+    """Batch statistics, dropout, random numbers of every generator, a replaced buffer and a missing buffer."""
 
     def __init__(self):
         super().__init__()
@@ -49,27 +49,27 @@ class Noisy(nn.Module):
 
 
 def state_of(model):
-    """All that must not change, by identity and by bytes."""
+    """Everything that must not change, by identity and by bytes."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     grads = {name: p.grad for name, p in model.named_parameters()}
-    draws = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    rng_states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     hooks = [
         (len(m._forward_hooks), len(m._forward_pre_hooks), m._compiled_call_impl, m.training, sorted(m.__dict__))
         for m in model.modules()
     ]
     copies = [None if t is None else t.detach().clone() for t in (*tensors.values(), *grads.values())]
-    return {**tensors, **{f"{name}.grad": grad for name, grad in grads.items()}}, copies, draws, hooks
+    return {**tensors, **{f"{name}.grad": grad for name, grad in grads.items()}}, copies, rng_states, hooks
 
 
 def assert_unchanged(model, before):
-    tensors, copies, draws, hooks = before
-    now, now_copies, now_draws, now_hooks = state_of(model)
+    tensors, copies, rng_states, hooks = before
+    now, now_copies, now_rng_states, now_hooks = state_of(model)
     assert {name: id(t) for name, t in now.items()} == {name: id(t) for name, t in tensors.items()}
     pairs = zip(copies, now_copies, strict=True)
     assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
-    assert torch.equal(draws[0], now_draws[0])
-    assert draws[1] == now_draws[1]
-    assert all(numpy.array_equal(a, b) for a, b in zip(draws[2], now_draws[2], strict=True))
+    assert torch.equal(rng_states[0], now_rng_states[0])
+    assert rng_states[1] == now_rng_states[1]
+    assert all(numpy.array_equal(a, b) for a, b in zip(rng_states[2], now_rng_states[2], strict=True))
     assert hooks == now_hooks
 
 
@@ -80,15 +80,15 @@ def with_gradients(model):
 
 @pytest.mark.parametrize("budget", [None, "1TiB"])
 @pytest.mark.parametrize("prepare", [lambda model: model, with_gradients], ids=["fresh", "gradients"])
-def test_the_model_is_left_as_it_was(budget, prepare):
+def test_the_model_is_restored(budget, prepare):
     model = prepare(Noisy())
     model.layers[1][2].eval()
-    given = batch(0)
-    given.grad = torch.ones_like(given)
-    before, grad = state_of(model), given.grad
-    plan(model, given, budget=budget, **SETTINGS)
+    example = batch(0)
+    example.grad = torch.ones_like(example)
+    before, grad = state_of(model), example.grad
+    plan(model, example, budget=budget, **SETTINGS)
     assert_unchanged(model, before)
-    assert given.grad is grad
+    assert example.grad is grad
     assert torch.equal(grad, torch.ones_like(grad))
 
 
@@ -97,7 +97,7 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_after_an_exception_it_is_as_it_was_too(failing):
+def test_the_model_is_restored_after_an_exception(failing):
     model = with_gradients(Noisy())
     steps = iter(range(9))
 
@@ -114,15 +114,15 @@ def test_after_an_exception_it_is_as_it_was_too(failing):
 
 
 def light(profile):
-    """Nothing was there before the step."""
+    """Without memory allocated before the step."""
     return dataclasses.replace(profile, base_bytes=0, base={})
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
-def test_training_goes_by_the_plan_and_equals_the_twin(profile, is_tight):
+def test_training_follows_the_plan_and_equals_the_twin(profile, is_tight):
     model, twin = make(), make()
     known = light(profile) if is_tight else None
-    budget = smallest_budget(known) if is_tight else 2**50
+    budget = Solver(known).smallest_budget() if is_tight else 2**50
     planned = plan(model, batch(0), budget=str(budget), profile=known, **SETTINGS)
     assert planned.budget_bytes == budget
     assert list(planned.regions) == ["layers.0", "layers.1", "layers.2"]
@@ -130,28 +130,30 @@ def test_training_goes_by_the_plan_and_equals_the_twin(profile, is_tight):
     handle = ebbtide.offload(model, plan=planned, **SETTINGS)
     for k in range(3):
         assert_equal(step(model, k), step(twin, k))
-    assert handle.profile is None  # nobody watches
+    assert handle.profile is None  # no planner
     assert (handle.stats().recomputed.count + handle.stats().out.count > 0) == is_tight
 
 
-def test_a_profile_says_what_that_of_a_training_does(profile):
+def test_a_profile_equals_the_profile_of_a_training(profile):
     model = make()
     handle = ebbtide.offload(model, budget=psutil.virtual_memory().total, **SETTINGS)
     follow(model, 5)
     for mine, others in zip(profile.regions, handle.profile.regions, strict=True):
-        assert [(s.index, s.nbytes) for s in mine.saves] == [(s.index, s.nbytes) for s in others.saves]
-        assert [(d.index, d.nbytes, d.op) for d in mine.dear] == [(d.index, d.nbytes, d.op) for d in others.dear]
+        assert [(s.index, s.nbytes) for s in mine.saved_tensors] == [(s.index, s.nbytes) for s in others.saved_tensors]
+        assert [(d.index, d.nbytes, d.op) for d in mine.expensive_ops] == [
+            (d.index, d.nbytes, d.op) for d in others.expensive_ops
+        ]
     assert profile.made_for == handle.profile.made_for
     assert profile.tokens == handle.profile.tokens == ROWS * WIDTH
     assert profile.device_bytes == psutil.virtual_memory().total
-    assert profile.has_second_runs
+    assert profile.has_recomputation
 
 
-def test_the_host_is_let_ahead_before_times_are_taken(monkeypatch):
-    """Where the timed step's first region and its backward begin, and in the detailed one before each second run; never
-    for long."""
+def test_the_device_spins_before_times_are_taken(monkeypatch):
+    """Before the first region and the backward of the timed step, and before each recomputation of the detailed step;
+    never for long."""
     held = []
-    monkeypatch.setattr(CpuDevice, "hold", lambda self, stream, seconds: held.append(seconds))
+    monkeypatch.setattr(CpuDevice, "spin", lambda self, stream, seconds: held.append(seconds))
     regions = len(measure(make(), batch(0), **SETTINGS).regions)
     assert len(held) == 2 + regions
     assert len(set(held[2:])) == 1
@@ -165,7 +167,7 @@ def test_reserved_bytes_are_part_of_the_peak(profile):
     assert measure(make(), batch(0), reserve="1TiB", **SETTINGS).base["reserved"] == 2**40
 
 
-def test_with_a_profile_nothing_is_run(profile):
+def test_with_a_profile_no_step_runs(profile):
     model = make()
     model.register_forward_pre_hook(lambda *_: pytest.fail("it was called"))
     half = plan(model, batch(0, ROWS // 2), budget="1TiB", profile=profile)
@@ -175,14 +177,14 @@ def test_with_a_profile_nothing_is_run(profile):
         plan(make(4), batch(0), budget="1TiB", profile=profile)
 
 
-def test_a_profile_that_knows_no_second_runs_serves_no_budget(profile):
-    kept = dataclasses.replace(profile, regions=tuple(dataclasses.replace(r, again_s=0.0) for r in profile.regions))
+def test_a_profile_without_recomputation_serves_no_budget(profile):
+    kept = dataclasses.replace(profile, regions=tuple(dataclasses.replace(r, recompute_s=0.0) for r in profile.regions))
     with pytest.raises(PlanError, match="measured without a budget"):
         plan(make(), batch(0), budget="1TiB", profile=kept)
     assert plan(make(), batch(0), profile=kept).budget_bytes is None
 
 
-def test_a_share_is_of_the_devices_memory(profile):
+def test_a_share_is_of_the_device_memory(profile):
     of_a_small_one = dataclasses.replace(profile, device_bytes=2**40)
     assert plan(make(), batch(0), budget=0.5, profile=of_a_small_one).budget_bytes == 2**39
     unknown = dataclasses.replace(profile, device_bytes=None)
@@ -197,7 +199,7 @@ def test_a_host_limit_is_planned_for(profile):
     assert plan(make(), batch(0), profile=slow, host_limit=10).predicted.moved_bytes <= 10
 
 
-def test_a_budget_that_nothing_fits_says_what_would():
+def test_an_impossible_budget_names_a_possible_one():
     with pytest.raises(PlanError, match="budget="):
         plan(make(), batch(0), budget="1MiB", **SETTINGS)
 
@@ -206,7 +208,7 @@ def test_a_budget_that_nothing_fits_says_what_would():
 
 
 class Returns(Stack):
-    """Gives what `make_output` makes of its last value."""
+    """Returns `make_output` of the last value."""
 
     def __init__(self, make_output):
         super().__init__(2)
@@ -258,7 +260,7 @@ def test_a_loss_is_made_of_the_output():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "example",
     [
         batch(0),
         [batch(0)],
@@ -269,14 +271,14 @@ def test_a_loss_is_made_of_the_output():
     ],
     ids=["tensor", "list", "tuple", "mapping", "user dict", "no gradient"],
 )
-def test_batches(given):
-    assert len(plan(Returns(torch.sum), given, **SETTINGS).regions) == 2
+def test_batches(example):
+    assert len(plan(Returns(torch.sum), example, **SETTINGS).regions) == 2
 
 
 def test_under_no_grad_and_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         profile = measure(make(), batch(0), **SETTINGS)
-    assert {save.nbytes for region in profile.regions for save in region.saves} >= {ROWS * WIDTH * 4 * 2}
+    assert {save.nbytes for region in profile.regions for save in region.saved_tensors} >= {ROWS * WIDTH * 4 * 2}
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -293,16 +295,16 @@ def trained_in_backward():
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "settings", "error", "said"),
+    ("model", "example", "settings", "error", "message"),
     [
         (lambda: make().eval(), batch(0), {}, ModuleError, "call train"),
         (frozen, batch(0), {}, ModuleError, "no parameter that requires a gradient"),
-        (trained_in_backward, batch(0), {}, ModuleError, "would train it"),
+        (trained_in_backward, batch(0), {}, ModuleError, "would train the model"),
         (make, None, {}, ConfigError, "example_batch is of type NoneType"),
         (make, {"x": 3}, {}, ConfigError, "no tensor in it"),
         (make, batch(0) * 2, {}, ConfigError, "detach"),
-        (make, batch(0), {"loss": lambda output: 3}, ConfigError, "loss= gives a int"),
-        (make, batch(0), {"loss": lambda output: torch.ones(2)}, ConfigError, r"loss= gives a tensor of shape \(2,\)"),
+        (make, batch(0), {"loss": lambda output: 3}, ConfigError, "loss= returns a int"),
+        (make, batch(0), {"loss": lambda output: torch.ones(2)}, ConfigError, r"returns a tensor of shape \(2,\)"),
         (make, batch(0), {"loss": lambda output: torch.ones(1)}, ConfigError, "does not depend on any parameter"),
         (lambda: Returns(lambda x: "text"), batch(0), {}, ConfigError, "returns a str, in which no loss is found"),
         (make, batch(0), {"reserve": "much"}, ConfigError, "reserve='much' is not a size"),
@@ -310,15 +312,15 @@ def trained_in_backward():
         (lambda: nn.Sequential(nn.Linear(WIDTH, 2)), batch(0), {}, PlanError, "regions="),
     ],
 )
-def test_what_cannot_be_planned_is_said(model, given, settings, error, said):
+def test_impossible_settings_are_refused(model, example, settings, error, message):
     built = model()
     before = state_of(built)
-    with pytest.raises(error, match=said):
-        plan(built, given, **{**SETTINGS, **settings})
+    with pytest.raises(error, match=message):
+        plan(built, example, **{**SETTINGS, **settings})
     assert_unchanged(built, before)
 
 
-def test_a_model_that_has_a_handle():
+def test_a_model_with_a_handle_is_refused():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     with pytest.raises(ModuleError, match="already applied"):
@@ -326,16 +328,16 @@ def test_a_model_that_has_a_handle():
     assert model.__dict__["_ebbtide_handle"] is handle
 
 
-def test_a_batch_that_comes_by_no_region():
+def test_a_batch_that_enters_no_region_is_refused():
     model = make()
     model.unused = nn.Linear(8, 8)
     before = state_of(model)
-    with pytest.raises(PlanError, match=r"by none of the 1 regions \(unused\)"):
+    with pytest.raises(PlanError, match=r"entered none of the 1 regions \(unused\)"):
         measure(model, batch(0), **{**SETTINGS, "regions": "unused"})
     assert_unchanged(model, before)
 
 
-def test_where_ebbtide_is_switched_off(monkeypatch):
+def test_a_dry_run_needs_ebbtide_enabled(monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISABLE", "1")
     with pytest.raises(ConfigError, match="EBBTIDE_DISABLE"):
         measure(make(), batch(0), **SETTINGS)

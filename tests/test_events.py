@@ -1,4 +1,4 @@
-"""Events: what is told is what was counted, in an order that makes sense, and listening can end."""
+"""Events equal the counts, come in a sensible order, and subscriptions can end."""
 
 from collections import Counter
 
@@ -19,35 +19,35 @@ def _step(rig: Rig) -> None:
 
 
 def test_events_add_up_to_the_stats():
-    rig, told = Rig(window=100, prefetch=400), list[Event]()
-    rig.context.subscribe(told.append)
+    rig, events = Rig(window=100, prefetch=400), list[Event]()
+    rig.context.subscribe(events.append)
     for _ in range(3):
         _step(rig)
-    counts, stats = Counter(event.what for event in told), rig.stats
+    counts, stats = Counter(event.kind for event in events), rig.stats
     assert counts[EventKind.SENT] == stats.out.count > 0
     assert counts[EventKind.FETCHED] + counts[EventKind.MISSED] == stats.inbound.count > 0
     assert counts[EventKind.FORWARDED] == stats.forwarded.count > 0
-    assert sum(event.nbytes for event in told if event.what is EventKind.SENT) == stats.out.nbytes
+    assert sum(event.nbytes for event in events if event.kind is EventKind.SENT) == stats.out.nbytes
 
 
 def test_a_parcel_is_sent_then_released_then_fetched():
-    rig, told = Rig(window=1), list[Event]()
-    rig.context.subscribe(told.append)
+    rig, events = Rig(window=1), list[Event]()
+    rig.context.subscribe(events.append)
     _step(rig)
-    site = next(event.site for event in told if event.what is EventKind.RELEASED)
-    assert [event.what for event in told if event.site == site] in (
+    site = next(event.site for event in events if event.kind is EventKind.RELEASED)
+    assert [event.kind for event in events if event.site == site] in (
         [EventKind.SENT, EventKind.RELEASED, EventKind.MISSED],
         [EventKind.SENT, EventKind.RELEASED, EventKind.FETCHED],
     )
-    times = [event.seconds for event in told]
+    times = [event.seconds for event in events]
     assert times == sorted(times)
 
 
 def test_listening_ends():
-    rig, told = Rig(window=1), list[Event]()
-    end = rig.context.subscribe(told.append)
+    rig, events = Rig(window=1), list[Event]()
+    end = rig.context.subscribe(events.append)
     _step(rig)
-    heard = len(told)
+    heard = len(events)
     end()
     _step(rig)
-    assert len(told) == heard > 0
+    assert len(events) == heard > 0

@@ -9,11 +9,11 @@ import sys
 import pytest
 from scripts import EXAMPLES, ROOT, arguments_of, check_output, environment
 
-TRAINERS = {path.stem for path in (ROOT / "tests" / "trainers").glob("*.txt")}  # in environments of their own
+TRAINERS = {path.stem for path in (ROOT / "tests" / "trainers").glob("*.txt")}  # in separate environments
 
 
 def packages(path):
-    """That it imports, anywhere in it."""
+    """Packages imported anywhere in the script."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -24,13 +24,13 @@ def packages(path):
 
 
 def apart(path):
-    """Of what it imports, what is in an environment of its own and not here."""
+    """Imported packages of separate environments that are not installed."""
     return [each for each in packages(path) & TRAINERS if importlib.util.find_spec(each) is None]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder that each of them ran in."""
+    """Folder of each run example."""
     folders = {path: tmp_path_factory.mktemp(path.stem) for path in EXAMPLES if not apart(path)}
     lines = [json.dumps([str(folder), str(path), arguments_of(path)]) for path, folder in folders.items()]
     runner = [sys.executable, str(ROOT / "tests" / "run_examples.py")]

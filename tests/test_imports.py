@@ -1,4 +1,4 @@
-"""`import ebbtide` needs torch, numpy, psutil and rich. Everything else is imported by who uses it."""
+"""`import ebbtide` imports no package but torch, numpy and psutil, and the command line parses without torch."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 import ebbtide
 
-OPTIONAL = ["matplotlib", "scipy", "transformers", "tyro"]
+OPTIONAL = ["matplotlib", "rich", "scipy", "transformers", "tyro"]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def loaded() -> dict[str, list[str]]:
         "import json, sys, torch\n"
         "tops = lambda: sorted({name.partition('.')[0] for name in sys.modules})\n"
         "before = tops()\n"
-        "import ebbtide, ebbtide._reports.stats_text, ebbtide._cli\n"
+        "import ebbtide, ebbtide._cli; ebbtide.offload, ebbtide.offload_activations, ebbtide.Stats().metrics()\n"
         "print(json.dumps({'before': before, 'after': tops()}))"
     )
     return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -29,15 +29,30 @@ def test_import_brings_no_optional_package(loaded, package):
     assert package not in set(loaded["after"]) - set(loaded["before"])
 
 
+@pytest.mark.parametrize("command", [[], ["plan"], ["demo"]], ids=lambda command: " ".join(["ebbtide", *command]))
+def test_help_needs_no_torch(command):
+    code = (
+        "import sys\n"
+        "from ebbtide._cli import main\n"
+        "try:\n"
+        f"    main([*{command}, '--help'])\n"
+        "finally:\n"
+        "    sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ebbtide" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["compat", "integrations"])
-def test_what_is_imported_by_its_users_is_found_by_name(name):
-    """In a process of its own: nobody else has imported it."""
+def test_packages_are_found_by_name_before_their_import(name):
+    """In a process of its own, where no test has imported the package."""
     code = f"import sys, ebbtide; print('ebbtide.{name}' in sys.modules, ebbtide.{name}.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", f"ebbtide.{name}"]
 
 
-def test_other_names_are_not_found():
+def test_unknown_names_are_not_found():
     with pytest.raises(AttributeError, match="has no attribute 'offlaod'"):
         _ = ebbtide.offlaod
 

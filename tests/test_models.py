@@ -1,4 +1,4 @@
-"""Whole models with random weights: three steps under each door equal three plain ones, bit for bit."""
+"""Whole models with random weights: three steps under each entry point equal three plain steps, bit for bit."""
 
 import contextlib
 from collections.abc import Callable
@@ -159,14 +159,14 @@ WORKLOADS = {
 }
 
 
-def three_steps(work, model, door=None):
+def three_steps(work, model, context=None):
     torch.manual_seed(1)  # of dropout
     generator = torch.Generator().manual_seed(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.train()
     results = []
     for _ in range(3):
-        with door or contextlib.nullcontext():
+        with context or contextlib.nullcontext():
             loss = work.loss(model, generator)
         loss.backward()
         results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -212,7 +212,7 @@ def test_module(name, plain):
 
 @pytest.mark.parametrize("name", ["Llama", "T5"])
 def test_module_with_gradient_checkpointing(name, plain):
-    """The model's own checkpointing inside: its inputs travel, the rest is recomputed."""
+    """The checkpointing of the model itself: inputs of blocks move, the rest is recomputed."""
     work = WORKLOADS[name]
     model = make(work.make, CPU)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -228,7 +228,7 @@ def test_module_with_gradient_checkpointing(name, plain):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_norm_behind_the_blocks(name):
+def test_the_norm_after_the_blocks(name):
     model = make(WORKLOADS[name].make, CPU)
     norm = WORKLOADS[name].norm
     assert list(find_norm(model, find_regions(model))) == ([] if norm is None else [norm])
@@ -236,18 +236,18 @@ def test_the_norm_behind_the_blocks(name):
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
 @pytest.mark.parametrize("name", [name for name, work in WORKLOADS.items() if work.norm])
-def test_planned_with_the_norm_behind_the_blocks(name, settings):
+def test_planned_with_the_norm_after_the_blocks(name, settings):
     work = WORKLOADS[name]
     model, twin = make(work.make, CPU), make(work.make, CPU)
     handle = ebbtide.offload(model, store="disk", min_bytes=256, **settings)
     for _ in range(2):
         assert_equal(three_steps(work, model), three_steps(work, twin))
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert work.norm in handle.plan.regions
     assert len(handle.plan.regions) == work.regions + 1
 
 
-def test_llama_with_its_last_norm_run_again(plain):
+def test_llama_with_its_last_norm_recomputed(plain):
     work = WORKLOADS["Llama"]
     model = make(work.make, CPU)
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(2))

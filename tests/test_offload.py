@@ -1,4 +1,4 @@
-"""The door with a model: who moves, what stays as it was, and what it refuses."""
+"""`offload` on models: moved tensors, unchanged properties of the module, refused settings."""
 
 import contextlib
 import copy
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide._dry_run import measure
-from ebbtide.types import Reason
+from ebbtide._offload import handle_of
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ WALKS = [
 
 
 class Wrapper(nn.Module):
-    """Keeps lists under the names of methods, as Megatron's DistributedDataParallel does with `buffers`."""
+    """Has lists under the names of methods, like `buffers` of Megatron's DistributedDataParallel."""
 
     def __init__(self, module, names):
         super().__init__()
@@ -79,7 +80,7 @@ class Wrapper(nn.Module):
     ],
     ids=str,
 )
-def test_data_of_a_wrapper_under_the_name_of_a_method_is_no_method(names, settings):
+def test_lists_of_a_wrapper_under_names_of_methods_are_not_called(names, settings):
     inner, twin = make(Transformer, CPU), make(Transformer, CPU)
     wrapper = Wrapper(inner, names)
     handle = ebbtide.offload(wrapper, min_bytes=1, **settings)
@@ -96,12 +97,12 @@ def test_data_of_a_wrapper_under_the_name_of_a_method_is_no_method(names, settin
     assert handle.stats().kept[Reason.PARAMETER].count > 0
 
 
-def test_such_a_wrapper_is_measured_and_its_weights_are_known():
+def test_a_wrapper_with_lists_is_measured_and_its_weights_are_known():
     wrapper = Wrapper(make(Transformer, CPU), WALKS)
     profile = measure(wrapper, tokens(CPU, 0), store="disk", min_bytes=1)
     assert len(profile.regions) >= 3
     context = ebbtide.offload_activations(store="mock", min_bytes=1, window=1)
-    context.know_weights(wrapper)
+    context.register_weights(wrapper)
     with context:
         wrapper(tokens(CPU, 0)).backward()
 
@@ -111,7 +112,7 @@ def test_three_steps_equal_the_plain_run_and_report_says_what_moved():
     handle = offload(model)
     check_three_steps(handle, model)
     stats = handle.stats()
-    assert f"{stats.saves} saves" in handle.report()
+    assert str(stats.saved_tensors) in handle.report()
     assert Reason.PARAMETER.value in handle.report()
     assert Reason.BUFFER.value in handle.report()
     assert stats.kept[Reason.BUFFER].count == 3  # the scale, once a step
@@ -122,8 +123,8 @@ def test_three_steps_equal_the_plain_run_and_report_says_what_moved():
 # -- include, exclude, keep_last ---------------------------------------------------------------------------------------
 
 
-def saves_of(**settings):
-    """Saves that travelled and saves that `include` or `exclude` kept, in one forward; backward equals the twin's."""
+def saved_tensors_of(**settings):
+    """Counts of moved tensors, and of tensors kept by `include` or `exclude` and by `keep_last`, in one forward."""
     model = make(Transformer, CPU)
     handle = offload(model, **settings)
     loss = model(tokens(CPU))
@@ -135,37 +136,37 @@ def saves_of(**settings):
 
 
 @pytest.mark.parametrize("names", ["layers.*.mlp", ["layers.0.mlp", "layers.[12].mlp"], "mlp", ["mlp", "*.mlp.1"]])
-def test_include_moves_these_and_exclude_the_others(names):
-    total, none, _ = saves_of()
-    inside, outside, _ = saves_of(include=names)
+def test_include_moves_matches_and_exclude_the_rest(names):
+    total, none, _ = saved_tensors_of()
+    inside, outside, _ = saved_tensors_of(include=names)
     assert none == 0
     assert 0 < inside < total
     assert outside == total - inside
-    assert saves_of(exclude=names)[:2] == (total - inside, inside)
+    assert saved_tensors_of(exclude=names)[:2] == (total - inside, inside)
 
 
-def test_classes_choose_too():
-    total, _, _ = saves_of()
-    linear, _, _ = saves_of(include=nn.Linear)
-    gelu, _, _ = saves_of(include=[nn.GELU])
+def test_classes_are_names():
+    total, _, _ = saved_tensors_of()
+    linear, _, _ = saved_tensors_of(include=nn.Linear)
+    gelu, _, _ = saved_tensors_of(include=[nn.GELU])
     assert 0 < gelu < linear < total
-    assert saves_of(include=(nn.GELU, nn.Linear))[0] == gelu + linear
-    assert saves_of(exclude=Block)[0] < total
+    assert saved_tensors_of(include=(nn.GELU, nn.Linear))[0] == gelu + linear
+    assert saved_tensors_of(exclude=Block)[0] < total
 
 
 def test_of_nested_choices_the_innermost_decides():
-    total, _, _ = saves_of()
-    blocks, _, _ = saves_of(include="layers.*")  # the blocks, not all there is inside
-    mlp, _, _ = saves_of(include="layers.*.mlp")
-    gelu, _, _ = saves_of(include="layers.*.mlp.2")
-    assert saves_of(include="layers.*", exclude="layers.*.mlp")[0] == blocks - mlp
-    assert saves_of(exclude="layers.*.mlp", include=["layers.*.mlp.2"])[0] == gelu
-    assert saves_of(include=["layers.*", "layers.*.mlp.2"], exclude="layers.*.mlp")[0] == blocks - mlp + gelu
+    total, _, _ = saved_tensors_of()
+    blocks, _, _ = saved_tensors_of(include="layers.*")  # the blocks, not the modules inside
+    mlp, _, _ = saved_tensors_of(include="layers.*.mlp")
+    gelu, _, _ = saved_tensors_of(include="layers.*.mlp.2")
+    assert saved_tensors_of(include="layers.*", exclude="layers.*.mlp")[0] == blocks - mlp
+    assert saved_tensors_of(exclude="layers.*.mlp", include=["layers.*.mlp.2"])[0] == gelu
+    assert saved_tensors_of(include=["layers.*", "layers.*.mlp.2"], exclude="layers.*.mlp")[0] == blocks - mlp + gelu
     assert blocks < total
 
 
 def test_keep_last_keeps_the_last_blocks():
-    moved = [saves_of(keep_last=count) for count in range(4)]
+    moved = [saved_tensors_of(keep_last=count) for count in range(4)]
     total = moved[0][0]
     assert moved[0][2] == 0
     assert [travelled + stayed for travelled, _, stayed in moved] == [total] * 4
@@ -173,11 +174,11 @@ def test_keep_last_keeps_the_last_blocks():
 
 
 def test_include_does_not_reach_into_the_last_blocks():
-    two, _, _ = saves_of(include="layers.[01].mlp")
-    assert saves_of(include="layers.*.mlp", keep_last=1)[0] == two
+    two, _, _ = saved_tensors_of(include="layers.[01].mlp")
+    assert saved_tensors_of(include="layers.*.mlp", keep_last=1)[0] == two
 
 
-def test_names_that_match_nothing_list_near_names():
+def test_names_without_a_match_list_near_names():
     model = make(Transformer, CPU)
     with pytest.raises(
         ebbtide.ModuleError, match=r"include='layer\.\*\.mpl' matches no module of T.*'layers\.\*\.mlp'"
@@ -191,7 +192,7 @@ def test_names_that_match_nothing_list_near_names():
         offload(model, keep_last=4)
     with pytest.raises(ebbtide.ModuleError, match="means Transformer itself"):
         offload(model, include=Transformer)
-    check_three_steps(offload(model), model)  # nothing was left half applied
+    check_three_steps(offload(model), model)  # nothing stays half applied
 
 
 @pytest.mark.parametrize(
@@ -210,12 +211,12 @@ def test_names_that_match_nothing_list_near_names():
         ({"exclude": ["layers.0", nn.Linear(1, 1)]}, "exclude=Linear.*expected names or patterns of modules"),
     ],
 )
-def test_bad_settings_are_refused_at_the_door(settings, message):
+def test_bad_settings_are_refused(settings, message):
     with pytest.raises((ebbtide.ConfigError, ebbtide.ModuleError), match=message):
         offload(make(Transformer, CPU), **settings)
 
 
-def test_what_is_no_module_is_refused():
+def test_a_function_is_refused():
     with pytest.raises(ebbtide.ModuleError, match=r"offload\(function\): expected a torch.nn.Module"):
         ebbtide.offload(lambda x: x)
 
@@ -225,7 +226,7 @@ def test_none_names_no_module():
     check_three_steps(offload(model, include=None, exclude=None, regions=None), model)
 
 
-# -- the module stays what it was --------------------------------------------------------------------------------------
+# -- the module stays unchanged ---------------------------------------------------------------------------------------
 
 
 def test_names_and_state_dict_are_unchanged():
@@ -264,14 +265,14 @@ def test_remove_undoes_everything():
     handle.remove()
     assert (hooks(), set(model.__dict__)) == before
     twin = make(Transformer, CPU)
-    assert_equal(finish(loss, model), finish(twin(tokens(CPU)), twin))  # the graph under way still runs
-    saves = handle.stats().saves
+    assert_equal(finish(loss, model), finish(twin(tokens(CPU)), twin))  # the graph in flight still runs
+    count = handle.stats().saved_tensors
     model(tokens(CPU))
-    assert handle.stats().saves == saves
+    assert handle.stats().saved_tensors == count
 
 
 def materialised(model):
-    """With the weights that `make` gives."""
+    """With the weights of `make`."""
     model.to_empty(device=CPU)
     model.load_state_dict(make(Transformer, CPU).state_dict())
     return model
@@ -280,29 +281,29 @@ def materialised(model):
 @pytest.mark.parametrize(
     "settings", [{}, {"recipe": "recompute"}, {"window": None, "budget": "64GiB"}], ids=["all", "recipe", "budget"]
 )
-def test_a_model_on_the_meta_device_is_planned_for_when_it_is_there(settings):
+def test_a_model_on_the_meta_device_is_planned_for_after_loading(settings):
     model = Transformer().to("meta")
     handle = offload(model, **settings)
     assert list(handle.regions) == ["layers.0", "layers.1", "layers.2"]
     with torch.no_grad():
         model(tokens("meta"))
-    assert handle._control is None  # nothing is known yet of the device that it will be on
+    assert handle._planning is None or handle._planning.controller is None  # the device is unknown so far
     materialised(model)
     assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
     assert handle.stats().out.count > 0
-    assert (handle._control is not None) == ("budget" in settings)
+    assert (handle._planning is not None and handle._planning.controller is not None) == ("budget" in settings)
 
 
-def test_what_is_said_of_a_model_on_the_meta_device_holds_when_it_is_there():
+def test_a_recipe_for_a_model_on_the_meta_device_holds_after_loading():
     model = Transformer().to("meta")
     handle = offload(model, window=None, budget="64GiB")
     handle.set_recipe("recompute")
     assert_equal(three_steps(materialised(model)), three_steps(make(Transformer, CPU)))
     assert set(handle.recipes.values()) == {ebbtide.Recipe("recompute")}
-    assert handle._control is None
+    assert handle._planning is None
 
 
-def test_a_model_that_came_from_the_meta_device_is_checked_then():
+def test_a_model_from_the_meta_device_is_checked_after_loading():
     model = Transformer().to("meta")
     offload(model, store="host")
     with pytest.raises(ebbtide.ModuleError, match="store='host' frees nothing for Transformer"):
@@ -320,7 +321,7 @@ def test_mode_off_leaves_the_module_alone():
     model = make(Transformer, CPU)
     handle = offload(model, mode="off")
     assert_equal(three_steps(model), three_steps(make(Transformer, CPU)))
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
     assert not model._forward_hooks
 
 
@@ -329,7 +330,7 @@ def test_disabled_by_the_environment(monkeypatch):
     handle = offload(model)
     monkeypatch.setenv("EBBTIDE_DISABLE", "1")
     model(tokens(CPU))
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
     monkeypatch.delenv("EBBTIDE_DISABLE")
     check_three_steps(handle, model)
 
@@ -347,10 +348,61 @@ def test_warning_when_nothing_moved_names_the_reasons_once():
     assert handle.stats().out.count == 0
 
 
+# -- the handle --------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_has_ten_public_names():
+    names = {name for name in dir(offload(make(Transformer, CPU))) if not name.startswith("_")}
+    others = {"stats", "report", "plan", "set_plan", "profile", "recipes", "set_recipe", "regions", "subscribe"}
+    assert names == {*others, "remove"}
+
+
+def test_a_handle_is_a_context_manager():
+    model = make(Transformer, CPU)
+    with pytest.raises(ZeroDivisionError), offload(model) as handle:
+        assert handle_of(model) is handle
+        1 / 0  # noqa: B018
+    assert handle_of(model) is None
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "mode all, installed"),
+        ({"mode": "off"}, "mode off, off"),
+        ({"recipe": "recompute"}, "recipe recompute, installed"),
+        ({"recipe": {"layers.0": "keep", "layers.1": "recompute"}}, "recipes of 2 regions, installed"),
+        ({"mode": "auto", "window": None}, "mode auto, measuring step 1 of 3"),
+        ({"budget": "64GiB", "window": None}, "budget 64GiB, measuring step 1 of 3"),
+    ],
+)
+def test_a_handle_prints_goal_and_state(settings, text):
+    handle = offload(make(Transformer, CPU), **settings)
+    assert repr(handle) == f"<OffloadHandle of Transformer, {text}>"
+    handle.remove()
+    assert repr(handle).endswith(", off>" if "off" in settings.values() else ", removed>")
+
+
+def test_a_planned_handle_prints_so():
+    model = make(Transformer, CPU)
+    handle = offload(model, budget="64GiB", window=None)
+    three_steps(model)
+    model(tokens(CPU)).backward()
+    assert repr(handle) == "<OffloadHandle of Transformer, budget 64GiB, planned>"
+
+
+def test_the_plan_of_a_handle_is_a_table_in_notebooks():
+    plan = ebbtide.Plan({"layers.0": ebbtide.RegionPlan("keep", reason="a < b")})
+    html = offload(make(Transformer, CPU), plan=plan)._repr_html_()
+    assert "<td>layers.0</td><td>keep</td>" in html
+    assert "a &lt; b" in html
+
+
 # -- ways to run a model -----------------------------------------------------------------------------------------------
 
 
-def test_exception_in_forward_leaves_no_mark_behind():
+def test_exception_in_forward_leaves_no_hook_behind():
     model = make(Transformer, CPU)
     handle = offload(model, include="layers.*.mlp")
     hook = model.layers[1].mlp[2].register_forward_hook(_fail)
@@ -358,7 +410,7 @@ def test_exception_in_forward_leaves_no_mark_behind():
         model(tokens(CPU))
     hook.remove()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert handle.session() is None
+    assert handle._attachment.session() is None
     check_three_steps(handle, model)
 
 
@@ -424,7 +476,7 @@ def _nothing_may_move():
         yield
 
 
-def test_inside_a_context_the_module_door_is_the_innermost():
+def test_inside_a_context_the_handle_is_the_innermost():
     model = make(Transformer, CPU)
     handle = offload(model)
     context = ebbtide.offload_activations(store="mock", window=1, min_bytes=1, prefetch=12345)
@@ -436,7 +488,7 @@ def test_inside_a_context_the_module_door_is_the_innermost():
                 return model(batch)
 
     check_three_steps(handle, model, call)
-    assert context.stats().saves == 0
+    assert context.stats().saved_tensors == 0
 
 
 def test_two_models_and_a_model_within_a_model():
@@ -467,7 +519,7 @@ def test_a_region_entered_twice_in_one_forward():
         model.zero_grad()
         plain.zero_grad()
         assert_equal(finish(model(tokens(CPU)), model), finish(plain(tokens(CPU)), plain))
-    assert len(handle._scope._slots[0, "layers.0"]._sites) == 2
+    assert len(handle._attachment.context._numbers[0, "layers.0"]._sites) == 2
     assert handle.stats().inbound.count > 0
 
 
@@ -513,8 +565,8 @@ def test_data_parallel(process_group, order):
 
 
 @pytest.mark.filterwarnings("ignore:offload.Detached. moved nothing")
-def test_weights_that_have_moved_are_known_again():
-    """What is detached from one is no activation."""
+def test_moved_weights_are_known_again():
+    """A tensor detached from a weight is no activation."""
 
     class Detached(nn.Module):
         def __init__(self):

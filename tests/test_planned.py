@@ -1,4 +1,4 @@
-"""The door with a plan: what it means for each module, what it refuses, and how plans follow each other."""
+"""`offload` with a plan: effect on each module, refused plans, and changes of the plan."""
 
 import functools
 import re
@@ -7,13 +7,13 @@ import pytest
 import torch
 from cases import Block, Transformer, finish, make, tokens
 from support import assert_equal
-from test_offload import offload, saves_of, three_steps
+from test_offload import offload, saved_tensors_of, three_steps
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ModuleError, Plan, Prediction, Recipe, RegionPlan
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 LAYERS = ["layers.0", "layers.1", "layers.2"]
@@ -62,7 +62,7 @@ def test_three_steps_equal_the_plain_run(name):
     assert (stats.host_bytes, stats.unable) == (0, {})
 
 
-def test_plans_change_between_steps_without_applying_anything_again():
+def test_plans_change_between_steps():
     model, plain = make(Transformer, CPU), make(Transformer, CPU)
     handle = offload(model)
     assert handle.plan == Plan({})
@@ -106,7 +106,7 @@ def called_transformer():
 
 @pytest.mark.parametrize("then", PLANS)
 @pytest.mark.parametrize("first", PLANS)
-def test_a_graph_under_way_goes_by_the_plan_of_its_forward(first, then):
+def test_a_graph_in_flight_follows_the_plan_of_its_forward(first, then):
     model, twin = make(called_transformer, CPU), make(called_transformer, CPU)
     handle = offload(model, plan=PLANS[first])
     recipes = [PLANS[first].recipe_of(name) for name in LAYERS]
@@ -124,7 +124,7 @@ def test_a_graph_under_way_goes_by_the_plan_of_its_forward(first, then):
     assert handle.stats().host_bytes == 0
 
 
-def test_a_graph_under_way_runs_backward_when_its_plan_was_removed():
+def test_a_graph_in_flight_runs_backward_after_remove():
     model, twin = make(Transformer, CPU), make(Transformer, CPU)
     handle = offload(model, plan=PLANS["nested"])
     loss = model(tokens(CPU))
@@ -132,7 +132,7 @@ def test_a_graph_under_way_runs_backward_when_its_plan_was_removed():
     assert_equal(finish(loss, model), finish(twin(tokens(CPU)), twin))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused plans -----------------------------------------------------------------------------------------------------
 
 
 BAD = [
@@ -176,14 +176,14 @@ def test_set_plan_refuses_and_changes_nothing(plan, kind, message):
     assert handle.stats().recomputed.count > 0
 
 
-def test_not_together_with_a_recipe():
+def test_a_plan_and_a_recipe_are_refused():
     model = make(Transformer, CPU)
     with pytest.raises(ConfigError, match="recipe= and plan= both say what is done with the regions: write one"):
         offload(model, recipe="keep", plan=Plan({}))
     assert not model._forward_hooks
 
 
-def test_not_together_with_keep_last():
+def test_a_plan_and_keep_last_are_refused():
     model = make(Transformer, CPU)
     with pytest.raises(ConfigError, match="keep_last= and plan= both say what the last blocks do"):
         offload(model, plan=Plan({}), keep_last=1)
@@ -198,7 +198,7 @@ def test_not_together_with_keep_last():
 
 
 @pytest.mark.parametrize("mode", ["all", "off"])
-def test_not_on_a_handle_that_does_nothing(mode):
+def test_a_plan_on_a_handle_that_is_off_is_refused(mode):
     model = make(Transformer, CPU)
     handle = offload(model, mode=mode)
     handle.remove()
@@ -207,11 +207,11 @@ def test_not_on_a_handle_that_does_nothing(mode):
     assert "forward" not in model.layers[0].__dict__
 
 
-# -- what it means for each module -------------------------------------------------------------------------------------
+# -- effect on each module ---------------------------------------------------------------------------------------------
 
 
 def moved_by(plan, **settings):
-    """Saves that travelled in one forward, and those that a recipe kept; backward equals the twin's."""
+    """Counts of moved tensors and of tensors kept by a recipe in one forward; backward equals the twin's."""
     model, twin = make(Transformer, CPU), make(Transformer, CPU)
     handle = offload(model, plan=plan, **settings)
     assert_equal(finish(model(tokens(CPU)), model), finish(twin(tokens(CPU)), twin))
@@ -226,12 +226,12 @@ def counts(handle):
 
 @pytest.fixture(scope="module")
 def all_and_inside():
-    """How many saves may travel, and how many of them are made inside of the blocks."""
-    return saves_of()[0], saves_of(include="layers.*")[0]
+    """Counts of movable saved tensors: all, and inside the blocks."""
+    return saved_tensors_of()[0], saved_tensors_of(include="layers.*")[0]
 
 
 @pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # one plan keeps all
-def test_what_is_outside_stays_or_travels(all_and_inside):
+def test_tensors_outside_stay_or_move(all_and_inside):
     total, inside = all_and_inside
     keep, move = RegionPlan("keep"), RegionPlan("offload")
     assert moved_by(Plan(regions("offload"), outside=keep)) == (inside, total - inside)
@@ -241,7 +241,7 @@ def test_what_is_outside_stays_or_travels(all_and_inside):
     assert moved_by(Plan(regions("keep"))) == (total - inside, inside)
 
 
-def test_of_what_is_outside_some_saves_may_travel(all_and_inside):
+def test_some_tensors_outside_may_move(all_and_inside):
     total, inside = all_and_inside
     several = range(100)
     blocks = regions("offload")
@@ -249,13 +249,13 @@ def test_of_what_is_outside_some_saves_may_travel(all_and_inside):
     moved, kept = zip(
         *(moved_by(Plan(blocks, RegionPlan(Recipe("offload", sites=(k,))))) for k in range(12)), strict=True
     )
-    assert sum(moved) == (total - inside) + 12 * inside  # each of them once
+    assert sum(moved) == (total - inside) + 12 * inside  # each once
     assert [m + k for m, k in zip(moved, kept, strict=True)] == [total] * 12
     assert moved_by(Plan(blocks, RegionPlan(Recipe("offload", sites=())))) == (inside, total - inside)
 
 
 @pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # one plan keeps all
-def test_a_block_that_the_plan_does_not_name_is_outside_if_the_plan_says_what_that_means(all_and_inside):
+def test_a_block_missing_from_a_plan_with_outside_is_outside(all_and_inside):
     total, inside = all_and_inside
     keep, move = RegionPlan("keep"), RegionPlan("offload")
     one = inside // 3
@@ -264,15 +264,15 @@ def test_a_block_that_the_plan_does_not_name_is_outside_if_the_plan_says_what_th
     assert moved_by(Plan({}, outside=move)) == (total, 0)
     assert moved_by(Plan(regions("offload", "layers.1"), outside=keep)) == (one, total - one)
     assert moved_by(Plan(regions("offload", "layers.0"), outside=keep), include="layers.1")[0] == 2 * one
-    assert moved_by(Plan({}, outside=keep), include="layers.*.mlp")[0] == saves_of(include="layers.*.mlp")[0]
+    assert moved_by(Plan({}, outside=keep), include="layers.*.mlp")[0] == saved_tensors_of(include="layers.*.mlp")[0]
 
 
-def test_a_planned_part_of_a_block_leaves_the_rest_of_it_outside(all_and_inside):
+def test_a_planned_part_of_a_block_leaves_the_rest_outside(all_and_inside):
     parts = Plan(regions("offload", "layers.1.mlp"), outside=RegionPlan("keep"))
-    assert moved_by(parts)[0] == saves_of(include="layers.1.mlp")[0]
+    assert moved_by(parts)[0] == saved_tensors_of(include="layers.1.mlp")[0]
 
 
-def test_with_what_is_outside_the_plan_says_it_all_but_what_is_excluded(all_and_inside):
+def test_exclude_overrides_a_plan_with_outside(all_and_inside):
     total, inside = all_and_inside
     one = inside // 3
     plan = Plan(regions("offload"), outside=RegionPlan("offload"))
@@ -283,12 +283,12 @@ def test_with_what_is_outside_the_plan_says_it_all_but_what_is_excluded(all_and_
 @pytest.mark.parametrize(
     "way", [{"recipe": {"layers.1": "keep"}}, {"plan": Plan(regions("keep", "layers.1"))}], ids=["recipe", "plan"]
 )
-def test_include_does_not_move_a_region_that_is_kept(way, all_and_inside):
+def test_include_does_not_move_a_kept_region(way, all_and_inside):
     _, inside = all_and_inside
-    assert saves_of(include="layers.*", **way)[0] == inside - inside // 3
+    assert saved_tensors_of(include="layers.*", **way)[0] == inside - inside // 3
 
 
-def test_a_plan_makes_regions_of_modules_that_are_no_block():
+def test_a_plan_makes_regions_of_modules_that_are_no_blocks():
     model = make(Transformer, CPU)
     handle = offload(model, plan=PLANS["no blocks"])
     assert handle.regions["head"] is model.head
@@ -296,13 +296,13 @@ def test_a_plan_makes_regions_of_modules_that_are_no_block():
     seen = set()
     handle.subscribe(lambda event: seen.add(event.site.split("#")[0]))
     three_steps(model)
-    assert seen == {"<root>", *LAYERS, "layers.1.mlp", "head"}  # an embedding's saves are token ids, and kept
+    assert seen == {"<root>", *LAYERS, "layers.1.mlp", "head"}  # an embedding saves token ids, which stay
     handle.set_plan(Plan({}))
     assert list(handle.regions) == LAYERS
 
 
-def test_regions_of_former_plans_are_none_any_more():
-    """Or the saves of the region around them would have other numbers than in a fresh start."""
+def test_regions_of_former_plans_are_no_regions():
+    """Otherwise saved tensors of the region around would have other numbers than after a fresh start."""
     plan = Plan({"layers.0": RegionPlan(Recipe("offload", sites=tuple(range(0, 40, 2))))}, outside=RegionPlan("keep"))
     fresh = moved_by(plan)
     model = make(Transformer, CPU)
@@ -318,7 +318,7 @@ def test_regions_of_former_plans_are_none_any_more():
 
 
 @pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # one plan keeps all
-def test_saves_after_a_backward_in_the_midst_of_a_region_go_by_its_plan_too():
+def test_tensors_saved_after_a_backward_inside_a_region_follow_its_plan():
     class Forces(nn.Module):
         def forward(self, x):
             y = x.sin().cos()
@@ -344,7 +344,7 @@ def test_saves_after_a_backward_in_the_midst_of_a_region_go_by_its_plan_too():
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_wrapper_and_what_it_wraps_the_wrapper_is_the_region():
+def test_a_wrapper_is_the_region_not_the_wrapped_module():
     model = make(Transformer, CPU)
     for number, layer in enumerate(model.layers):
         model.layers[number] = checkpoint_wrapper(layer)
@@ -378,8 +378,8 @@ class Feed(nn.Module):
 
 
 @pytest.mark.parametrize(("sizes", "are_apart"), [((32, 16), True), ((0, 0), False)])
-def test_plans_that_take_turns_learn_their_order_apart(sizes, are_apart):
-    """What was learned of one plan's order is not overwritten by that of the plan for batches of another size."""
+def test_alternating_plans_learn_separate_orders(sizes, are_apart):
+    """The order learned under one plan is not overwritten by the plan for another batch size."""
     model = nn.Sequential(nn.ModuleList(Feed() for _ in range(6)))
     model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), model[0], x).square().mean()
     moved = ((0, 1, 3), (0, 2, 3, 4))
@@ -399,18 +399,18 @@ def test_plans_that_take_turns_learn_their_order_apart(sizes, are_apart):
     missed = []
     for step in range(8):
         before = handle.stats().misses.count
-        handle.apply_plan(plans[step % 2], sizes[step % 2])
+        handle._attachment.apply_plan(plans[step % 2], sizes[step % 2])
         model(torch.randn((32, 16)[step % 2], 64, requires_grad=True)).backward()
         missed.append(handle.stats().misses.count - before)
     assert (missed[-2:] == [0, 0]) == are_apart
 
 
-# -- what a planner's plan was made for --------------------------------------------------------------------------------
+# -- plans for another model -------------------------------------------------------------------------------------------
 
-PREDICTED = Prediction(0.1, 0.1, 0.0, 0.0, 2**30, 0, 0)
+PREDICTED = Prediction(0.1, 0.0, 0.0, 2**30, 0, 0)
 
 
-def test_a_plan_that_says_nothing_of_some_blocks_was_made_for_another_model():
+def test_a_plan_without_some_blocks_warns_of_another_model():
     made = Plan(regions("offload", "layers.0"), outside=RegionPlan("keep"), predicted=PREDICTED)
     with pytest.warns(EbbtideWarning, match=r"nothing of 2 of 3 repeated blocks of Transformer \(layers.1, layers.2"):
         offload(make(Transformer, CPU), plan=made)
@@ -418,11 +418,11 @@ def test_a_plan_that_says_nothing_of_some_blocks_was_made_for_another_model():
 
 @pytest.mark.parametrize("names", [LAYERS, ["layers.0.mlp", "layers.1", "layers.2.mlp"], ["layers"]])
 @pytest.mark.parametrize("predicted", [PREDICTED, None])
-def test_a_plan_of_all_blocks_or_of_their_parts_says_nothing(names, predicted, recwarn):
+def test_a_plan_of_all_blocks_or_of_parts_does_not_warn(names, predicted, recwarn):
     offload(make(Transformer, CPU), plan=Plan(regions("offload", *names), RegionPlan("keep"), predicted=predicted))
     assert not recwarn.list
 
 
-def test_a_plan_written_by_hand_may_leave_blocks_out(recwarn):
+def test_a_plan_by_hand_may_leave_blocks_out(recwarn):
     offload(make(Transformer, CPU), plan=Plan(regions("offload", "layers.0"), outside=RegionPlan("keep")))
     assert not recwarn.list

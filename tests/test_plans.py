@@ -1,4 +1,4 @@
-"""Plans as data: what cannot be is refused in words, and what was given cannot change under a handle."""
+"""Plans as data: wrong values are refused with a remedy, and a plan never changes."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ OFFLOAD = Recipe("offload")
     ("make", "message"),
     [
         (lambda: RegionPlan("recomput"), "action='recomput': write one of 'keep', 'offload', 'recompute', 'selective'"),
-        (lambda: RegionPlan(None), r"None is no recipe: .*ebbtide\.Recipe\(\.\.\.\)"),
+        (lambda: RegionPlan(None), r"None is not a recipe: .*ebbtide\.Recipe\(\.\.\.\)"),
         (lambda: RegionPlan(OFFLOAD, prefetch_bytes=0), "prefetch_bytes=0: expected more than zero bytes, or None"),
         (lambda: RegionPlan(OFFLOAD, prefetch_bytes=-1), "prefetch_bytes=-1: expected"),
         (lambda: RegionPlan(OFFLOAD, prefetch_bytes="1GiB"), "prefetch_bytes='1GiB': expected"),
@@ -41,21 +41,23 @@ def test_plans_that_cannot_be(make, message):
 )  # fmt: skip
 def test_release_points_that_cannot_be(points):
     with pytest.raises(
-        ConfigError, match=r"release=.*: expected \(\(index of a save, bytes\), \.\.\.\), whole numbers"
+        ConfigError, match=r"release=.*: expected \(\(index of a saved tensor, bytes\), \.\.\.\), whole numbers"
     ):
         RegionPlan(OFFLOAD, release=points)
 
 
 @pytest.mark.parametrize("points", [((2, 0), (1, 0)), ((1, 5), (1, 0)), ((1, 0), (1, 5)), ((1, 5), (1, 5))], ids=repr)
-def test_release_points_come_in_the_order_of_saves_each_once(points):
-    with pytest.raises(ConfigError, match=r"release=.*: expected one point at most for each save, in the order"):
+def test_release_points_ascend(points):
+    with pytest.raises(
+        ConfigError, match=r"release=.*: expected at most one point per saved tensor, in ascending order"
+    ):
         RegionPlan(OFFLOAD, release=points)
 
 
 def test_release_points_may_be_written_as_pairs():
     region = RegionPlan(OFFLOAD, release=[(0, 100), [3, 0], ReleasePoint(4, 7)])
     assert region.release == (ReleasePoint(0, 100), ReleasePoint(3, 0), ReleasePoint(4, 7))
-    assert [(point.save, point.window_bytes) for point in region.release] == [(0, 100), (3, 0), (4, 7)]
+    assert [(point.tensor_index, point.window_bytes) for point in region.release] == [(0, 100), (3, 0), (4, 7)]
     assert all(type(point) is ReleasePoint for point in region.release)
 
 
@@ -64,16 +66,22 @@ def test_a_recipe_may_be_written_as_a_word():
 
 
 @pytest.mark.parametrize("action", ["recompute", "selective"])
-def test_what_is_outside_cannot_run_again(action):
-    with pytest.raises(
-        ConfigError, match=rf"outside={action}.*cannot run again: write Recipe\('keep'\) or Recipe\('of"
-    ):
+def test_tensors_outside_of_regions_cannot_be_recomputed(action):
+    with pytest.raises(ConfigError, match=rf"outside={action}.*cannot be recomputed: write Recipe\('keep'\) or "):
         Plan({}, outside=RegionPlan(Recipe(action)))
 
 
 @pytest.mark.parametrize("action", ["keep", "offload"])
-def test_what_is_outside_may_stay_or_travel(action):
+def test_tensors_outside_of_regions_stay_or_move(action):
     assert Plan({}, outside=RegionPlan(action)).outside == RegionPlan(Recipe(action))
+
+
+def test_the_old_name_of_prune_warns():
+    with pytest.warns(FutureWarning, match="write `prune`"):
+        recipe = Recipe("selective", sites=(0, 1), beyond=(1,))
+    assert recipe == Recipe("selective", sites=(0, 1), prune=(1,)) == dataclasses.replace(recipe)
+    with pytest.warns(FutureWarning, match="write `prune`"):
+        assert getattr(recipe, "beyond") == (1,)  # noqa: B009
 
 
 def test_defaults_say_nothing():
@@ -93,7 +101,7 @@ def test_recipe_of():
 PLANS = [
     Plan({}),
     Plan({"a": RegionPlan("selective", ((1, 2),), 3, "the link is busy")}, RegionPlan("keep", ((0, 0),)), 2**30),
-    Plan({"a": RegionPlan("keep")}, predicted=Prediction(1.0, 0.9, 0.0, 0.1, 4, 3, 2)),
+    Plan({"a": RegionPlan("keep")}, predicted=Prediction(1.0, 0.0, 0.1, 4, 3, 2)),
 ]
 
 
@@ -112,7 +120,7 @@ def test_plans_are_compared_copied_and_sent_by_what_they_say(plan):
     assert [other for other in PLANS if other == plan] == [plan]
 
 
-def test_what_was_given_may_change_afterwards():
+def test_arguments_may_change_afterwards():
     points, regions = [(0, 0)], {}
     regions["a"] = RegionPlan(OFFLOAD, release=points)
     plan = Plan(regions)

@@ -1,4 +1,4 @@
-"""What users may lean on."""
+"""The public names."""
 
 import inspect
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_public_names_are_sorted_and_there():
 
 
 def test_no_other_name_is_public():
-    """Besides submodules, which importing leaves behind, and underscored ones."""
+    """Besides submodules, left behind by imports, and underscored names."""
     others = {name for name in vars(ebbtide) if not name.startswith("_")} - set(ebbtide.__all__)
     assert {name for name in others if not inspect.ismodule(getattr(ebbtide, name))} == set()
 
@@ -27,7 +27,7 @@ def test_public_names_are_documented(name):
     assert "__doc__" in vars(thing) or inspect.isfunction(thing)
 
 
-def test_what_users_call_is_documented():
+def test_public_methods_are_documented():
     for function in (
         ebbtide.OffloadHandle.stats,
         ebbtide.OffloadHandle.report,
@@ -37,21 +37,21 @@ def test_what_users_call_is_documented():
         assert inspect.getdoc(function), function
 
 
-DOORS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure)
+ENTRY_POINTS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_doors_explain_every_argument(door):
-    documentation = inspect.getdoc(door)
-    for name in inspect.signature(door).parameters:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_entry_points_explain_every_argument(entry_point):
+    documentation = inspect.getdoc(entry_point)
+    for name in inspect.signature(entry_point).parameters:
         assert f"{name}:" in documentation or f"{name}, " in documentation or f", {name}" in documentation, name
 
 
 def test_all_but_the_module_and_its_batch_are_keywords():
     positional = [
-        (door.__name__, name)
-        for door in DOORS
-        for name, parameter in inspect.signature(door).parameters.items()
+        (entry_point.__name__, name)
+        for entry_point in ENTRY_POINTS
+        for name, parameter in inspect.signature(entry_point).parameters.items()
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     batch = [(name, argument) for name in ("plan", "measure") for argument in ("model", "example_batch")]
@@ -65,5 +65,5 @@ def test_errors_are_one_tree():
     assert issubclass(ebbtide.EbbtideWarning, UserWarning)
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (Path(ebbtide.__file__).parent / "py.typed").is_file()

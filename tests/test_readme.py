@@ -120,7 +120,7 @@ def test_the_readme_runs_from_top_to_bottom(capsys):
     assert "plan within 40GiB: step" in printed
     assert re.search(r"budget +40.00 GiB", printed)
     assert "'ebbtide/predicted_peak_gib': " in printed
-    assert re.search(r"ebbtide: \d+ saves, [1-9][\d.]* \w+ moved out", printed)
+    assert re.search(r"ebbtide: \d+ saved tensors, [1-9][\d.]* \w+ moved out", printed)
 
 
 def test_the_options_run_from_top_to_bottom(caplog):

@@ -1,4 +1,4 @@
-"""What `stats()` gives: figures for people, JSON for files, one flat dict for loggers."""
+"""`stats()`: figures for people, JSON for files, a flat dict for loggers."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from torch import nn
 import ebbtide
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.stats import TOTALS, CopyTiming, Count, Stats
+from ebbtide._types import Memory, Reason, Unable
 from ebbtide._utils.sizes import GIB
-from ebbtide.integrations._figures import Figures
-from ebbtide.types import Memory, Reason, Unable
+from ebbtide.integrations._results import Metrics
 
 SETTINGS = {"store": "disk", "min_bytes": 1}
 
@@ -70,7 +70,7 @@ def test_stats_are_json():
     assert data["out"] == {"count": 4, "nbytes": 3 * GIB}
     assert data["kept"]["PARAMETER"] == {"count": 9, "nbytes": 7 * GIB}
     assert data["unable"] == {"NO_GRAD": 3}
-    assert (data["stall_forward_s"], data["budget_bytes"], data["saves"]) == (0.25, 40 * GIB, 17)
+    assert (data["stall_forward_s"], data["budget_bytes"], data["saved_tensors"]) == (0.25, 40 * GIB, 17)
     assert data["out_gb_per_s"] == 4.0
     assert json.loads(json.dumps(Stats().to_dict()))["measured_step_s"] is None
 
@@ -115,13 +115,13 @@ def test_a_handle_knows_budget_prediction_and_measurement():
         assert_equal(step(model, seed), step(twin, seed))
     stats, predicted = handle.stats(), handle.plan.predicted
     assert (stats.predicted_step_s, stats.predicted_peak_bytes) == (predicted.step_s, predicted.peak_bytes)
-    follow = handle._control.upkeep._size.follow
-    follow.goes_by(follow.plan)
+    plan_stats = handle._planning.controller.tuner._size.stats
+    plan_stats.start_plan(plan_stats.plan)
     assert handle.stats().measured_step_s is None
     assert "measured" not in handle.report()
     for _ in range(5):
-        follow.saw(0.25)
-        follow.saw_peak(5 * GIB, 1.0)
+        plan_stats.add_step(0.25)
+        plan_stats.add_peak(5 * GIB, 1.0)
     stats = handle.stats()
     assert (stats.measured_step_s, stats.measured_peak_bytes) == (0.25, 5 * GIB)
     handle.remove()
@@ -143,10 +143,10 @@ def test_without_a_plan_nothing_is_promised():
     assert handle.stats().metrics()["ebbtide/moved_gib"] > 0
 
 
-@pytest.mark.parametrize(("remembers", "peak"), [(True, 3 * GIB), (False, None)])
-def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(remembers, peak):
+@pytest.mark.parametrize(("tracks", "peak"), [(True, 3 * GIB), (False, None)])
+def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(tracks, peak):
     class Device(CpuDevice):
-        tracks_peak = remembers
+        tracks_peak = tracks
 
         def memory(self):
             return Memory(1, 3 * GIB)
@@ -161,7 +161,7 @@ def test_the_record_of_a_device_is_the_peak_while_no_step_by_a_plan_is_known(rem
 
 def test_trainers_with_several_models_add_totals_up_and_take_the_largest_states():
     handles = [SimpleNamespace(stats=all_known), SimpleNamespace(stats=lambda: Stats(out=Count(1, GIB)))]
-    figures = Figures(handles)
+    figures = Metrics(handles)
     handles[1].stats = lambda: Stats(out=Count(3, 6 * GIB), host_bytes=4 * GIB)
     handles[0].stats = lambda: Stats(out=Count(9, 5 * GIB), budget_bytes=40 * GIB)
     metrics = figures.read()

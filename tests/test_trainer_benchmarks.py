@@ -1,4 +1,4 @@
-"""The scripts that measure what trainers train, tried at a tiny size; and the bars that are judged from their files."""
+"""Benchmarks of trainers at a tiny size, and the bars judged from their files."""
 
 import json
 

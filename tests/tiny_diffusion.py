@@ -1,4 +1,4 @@
-"""Tiny diffusion transformers of diffusers with random weights, and a training as its scripts do it."""
+"""Tiny diffusion transformers of diffusers with random weights, and a training loop like the scripts of diffusers."""
 
 import diffusers
 import torch
@@ -62,7 +62,7 @@ def seeded(kind):
 
 
 def batch(kind, seed):
-    """What the transformer is called with; the first is the noisy latents."""
+    """Return keyword arguments of the transformer; the first is the noisy latents."""
     torch.manual_seed(seed)
     text, timestep = torch.randn(2, 6, 16), torch.rand(2)
     if kind == "flux":
@@ -78,7 +78,7 @@ def batch(kind, seed):
         size = {"num_frames": 2, "height": 4, "width": 4, "encoder_attention_mask": torch.ones(2, 6)}
         latents = torch.randn(2, 32, 4)
         return {"hidden_states": latents, "encoder_hidden_states": text, "timestep": timestep * 1000, **size}
-    frames = (2, 4) if kind == "cogvideox" else (4, 2)  # and channels
+    frames = (2, 4) if kind == "cogvideox" else (4, 2)  # frames and channels, in the order of the model
     return {
         "hidden_states": torch.randn(2, *frames, 8, 8),
         "encoder_hidden_states": text,
@@ -87,14 +87,14 @@ def batch(kind, seed):
 
 
 def train(model, kind, steps=5, transformer=None):
-    """Losses of a few steps of flow matching. `transformer`: what is called, where that is a wrapper of `model`."""
+    """Return losses of a few steps of flow matching. `transformer`: a wrapper to call instead of `model`."""
     call = transformer or model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for seed in range(steps):
-        given = batch(kind, seed)
-        prediction = call(**given, return_dict=False)[0]
-        loss = torch.nn.functional.mse_loss(prediction.float(), torch.ones_like(given["hidden_states"]))
+        inputs = batch(kind, seed)
+        prediction = call(**inputs, return_dict=False)[0]
+        loss = torch.nn.functional.mse_loss(prediction.float(), torch.ones_like(inputs["hidden_states"]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert all(p.grad.device == p.device for p in model.parameters() if p.grad is not None)

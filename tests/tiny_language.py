@@ -1,4 +1,4 @@
-"""A tiny language model with random weights, a tokenizer and rows, all made here: there is no network in tests."""
+"""A tiny language model with random weights, a tokenizer and rows, made without network."""
 
 import torch
 from datasets import Dataset
@@ -43,7 +43,7 @@ def language_model(scores=False):
 
 
 def rows(kind):
-    """ "text", "pairs" (prompt, chosen, rejected) or "labels" (prompt, completion, label)."""
+    """Make a data set of `kind` "text", "pairs" (prompt, chosen, rejected) or "labels" (prompt, completion, label)."""
     made = {
         "text": lambda name: {"text": f"{name} is a language for people"},
         "pairs": lambda name: {"prompt": f"{name} is", "chosen": "a language for people", "rejected": "for machines"},
@@ -53,7 +53,7 @@ def rows(kind):
 
 
 def few_steps(folder):
-    """Arguments of a training of a few steps on the CPU that writes nothing."""
+    """Return trainer arguments for three steps on the CPU without files."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -66,5 +66,4 @@ def few_steps(folder):
 
 
 def losses_of(trainer):
-    """Of its steps, as logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,4 +1,7 @@
-"""Moves the activations of PyTorch training out of device memory and back before backward needs them, bit for bit."""
+"""Moves the activations of PyTorch training out of device memory and back before backward needs them, bit for bit.
+
+No public name is imported before its first use, so that `ebbtide --help` and the planner run without torch.
+"""
 
 import importlib
 import typing
@@ -28,34 +31,17 @@ if typing.TYPE_CHECKING:
     from ebbtide._plans import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
     from ebbtide._profiling.profile import Profile
 
-_HOMES: dict[str, tuple[str, ...]] = {
-    "ebbtide._errors": (
-        "CaptureError",
-        "ConfigError",
-        "DeviceError",
-        "EbbtideError",
-        "EbbtideWarning",
-        "ForeignAttributeError",
-        "MissingPackageError",
-        "ModifiedError",
-        "ModuleError",
-        "PlanError",
-        "RecomputeError",
-        "StoreError",
-        "StoreFullError",
-    ),
-    "ebbtide._events": ("Event", "EventKind"),
+_MODULES = {
     "ebbtide._context": ("OffloadActivations", "offload_activations"),
     "ebbtide._dry_run": ("measure", "plan"),
     "ebbtide._engine.process": ("release_memory",),
-    "ebbtide._engine.stats": ("Stats", "Count"),
+    "ebbtide._engine.stats": ("Count", "Stats"),
+    "ebbtide._events": ("Event", "EventKind"),
     "ebbtide._offload": ("OffloadHandle", "offload"),
     "ebbtide._plans": ("Plan", "Prediction", "Recipe", "RegionPlan", "ReleasePoint"),
     "ebbtide._profiling.profile": ("Profile",),
 }
-"""Module of each public name: `import ebbtide` imports none, so that `ebbtide --help` and the planner need no torch."""
-
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+"""Public names by module; all errors are in `ebbtide._errors`."""
 
 __all__ = [
     "CaptureError",
@@ -91,14 +77,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> typing.Any:
-    """Import a public name, or one of the packages `ebbtide.compat` and `ebbtide.integrations`, at its first use."""
-    if name in _MODULE_OF:
-        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        return value
+def __getattr__(name: str) -> object:
     if name in ("compat", "integrations"):
         return importlib.import_module(f"ebbtide.{name}")
-    raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")
+    module = next((module for module, names in _MODULES.items() if name in names), "ebbtide._errors")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,9 @@
-"""The door that needs no model: a context around forward, or around the whole step."""
+"""`offload_activations`: a context around the forward or the whole step, without a model."""
 
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -16,30 +17,29 @@ from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._reports.stats_text import stats_text
+from ebbtide._types import StoreFactory
 from ebbtide._utils import env
 from ebbtide._utils.torch_private import parameters_of
-from ebbtide.types import StoreFactory
 
 
 class OffloadActivations:
-    """A context in which what autograd saves goes out with the forward and is back before backward needs it.
+    """Context that offloads saved tensors during forward and brings them back before backward needs them.
 
     Re-enterable and nestable (the innermost applies, as with all saved-tensor hooks). Backward may run inside or
-    outside. Threads enter it for themselves.
+    outside. Every thread has to enter for itself.
     """
 
-    def __init__(self, config: OffloadConfig, engines: Engines, scope: HookContext) -> None:
+    def __init__(self, config: OffloadConfig, engines: Any, context: Any) -> None:
         self._config = config
-        self._engines = engines
-        self._scope = scope
+        self._engines: Engines = engines
+        self._context: HookContext = context
         self._entered = threading.local()
 
     def __enter__(self) -> "OffloadActivations":
         hooks = None
         if self._config.mode != "off" and not env.is_disabled():
             torch_checkpoint.install()
-            desk = SavedTensorHooks(self._engines, self._scope.visit(""))
-            hooks = desk.hooks()
+            hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
             hooks.__enter__()
         self._stack().append(hooks)
         return self
@@ -52,26 +52,26 @@ class OffloadActivations:
             return
         hooks.__exit__(kind, error, trace)
         if error is None and torch.is_grad_enabled():
-            self._scope.ledger.warn_if_nothing_moved("offload_activations()")
+            self._context.recorder.warn_if_nothing_moved("offload_activations()")
 
-    def know_weights(self, model: torch.nn.Module) -> None:
-        """Have the weights of `model` stay however they are saved: detached, or what quantised ones are made of."""
-        self._scope.know_weights(parameters_of(model))
+    def register_weights(self, model: torch.nn.Module) -> None:
+        """Keep the weights of `model` on the device, also as detached aliases or as parts of quantised weights."""
+        self._context.register_weights(parameters_of(model))
 
     def stats(self) -> Stats:
-        """Totals of all contexts with these settings since the first was entered."""
-        return self._scope.ledger.read(self._engines)
+        """Totals of all contexts with equal settings since the first was entered."""
+        return self._context.recorder.read(self._engines)
 
     def report(self) -> str:
-        """The figures of `stats` as a table."""
+        """`stats` as a table."""
         return stats_text(self.stats())
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called with an Event for whatever happens to parcels; what is returned ends it.
+        """Call `listener` with an Event for everything that happens to parcels of contexts with equal settings.
 
-        Of all contexts with these settings.
+        The returned function ends the subscription.
         """
-        return self._scope.ledger.listeners.add(listener)
+        return self._context.recorder.listeners.add(listener)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
         stack: list[torch.autograd.graph.saved_tensors_hooks | None] | None = getattr(self._entered, "stack", None)
@@ -89,32 +89,34 @@ def offload_activations(
     min_bytes: int | str = "1MiB",
     host_limit: int | str | None = None,
 ) -> OffloadActivations:
-    """Move what autograd saves inside the context out of device memory until backward needs it.
+    """Move tensors that autograd saves inside the context out of device memory until backward needs them.
 
-    Loss and gradients are those of the plain run, bit for bit. Needs no model and no change to one::
+    Loss and gradients equal the plain run's, bit for bit. No change to the model is needed::
 
         with ebbtide.offload_activations():
             loss = model(batch).loss
         loss.backward()
 
-    Making a new context each step costs nothing: memory, streams and what was learned are found again by settings.
+    A new context in each step costs nothing: memory, streams and learned order are found again by the settings.
 
     Args:
         mode: "all", or "off" for a context that does nothing.
-        store: "host" (pinned memory), "disk" or "disk:/folder", "mock", or a function that makes a store for a
-            device. Default: host for accelerators; disk where the model is on the CPU of a machine without one.
-        window: most bytes on their way out whose device memory is not yet released; beyond it compute waits.
-        prefetch: most bytes brought back before backward asks for them.
-        min_bytes: saves of smaller storages stay where they are.
-        host_limit: most host memory to take; what does not fit stays on the device, counted. Default: 80 % of free
-            memory, divided among the processes of this host.
+        store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
+            accelerators, "disk" for a model on the CPU of a machine without an accelerator. Also a function that makes
+            a store for a device.
+        window: Most bytes on their way out whose device memory is not released yet; beyond the limit compute waits.
+            Default: 512MiB.
+        prefetch: Most bytes brought back before backward needs them. Default: 512MiB.
+        min_bytes: Saved tensors of smaller storages stay on the device. Default: 1MiB.
+        host_limit: Most host memory to take; tensors beyond the limit stay on the device. Default: 80 % of free memory,
+            divided among the processes of the host.
 
     Raises:
-        ConfigError: a setting that cannot be; says what was found and what to write.
+        ConfigError: an invalid setting; the message says what to write instead.
 
     Traps:
-        torch.func transforms refuse to run under any saved-tensor hooks, these included.
-        Entered inside a compiled function it breaks the graph: enter it outside.
+        torch.func transforms refuse to run under any saved-tensor hooks.
+        Entered inside a compiled function the context breaks the graph: enter outside.
         A tensor changed in place between its save and backward raises ModifiedError, as it does without hooks.
     """
     if mode == "auto":
@@ -125,4 +127,4 @@ def offload_activations(
     config = make_config(
         mode=mode, store=store, window=window, prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit
     )
-    return OffloadActivations(config, PROCESS.engines(config), PROCESS.scope_of(config))
+    return OffloadActivations(config, PROCESS.engines(config), PROCESS.context_of(config))

@@ -1,4 +1,4 @@
-"""The door before training: a few steps on an example batch are measured and planned, and leave no trace."""
+"""Plans and measurements before training: a few steps on an example batch, which leave no trace."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -6,48 +6,33 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ebbtide._config import Names
+from ebbtide._config import Budget, Names
 from ebbtide._devices import device_for
 from ebbtide._errors import ConfigError, ModuleError, PlanError
 from ebbtide._model.batches import tensors_in, tokens_of
 from ebbtide._model.placement import device_of, made_for
 from ebbtide._model.preserve_state import drop_gradients, restored
-from ebbtide._offload import OffloadHandle, offload
+from ebbtide._offload import offload
 from ebbtide._planner.solve import Solver
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
-from ebbtide._settings import Budget
+from ebbtide._types import StoreFactory
 from ebbtide._utils import env
 from ebbtide._utils.distributed import gather
 from ebbtide._utils.sizes import parse_bytes
 from ebbtide._utils.torch_private import buffers_of, parameters_of
-from ebbtide.types import StoreFactory
 
 LossOf = Callable[[Any], torch.Tensor]
-"""Gives the loss of a model's output."""
-
-_MOST_STEPS = 5  # one to warm up, two that are watched, and those again if they were of different kinds
-_ANY_BUDGET = 2**60  # more than any device has: regions run again while they are measured, whatever is planned then
+"""Takes the output of a model, returns the loss."""
 
 
 class _Batch(NamedTuple):
-    """What the model is called with."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return list(tensors_in((*self.args, *self.kwargs.values())))
-
-
-class _Settings(NamedTuple):
-    """What `offload` is asked for besides the budget."""
-
-    store: str | StoreFactory | None
-    min_bytes: int | str
-    host_limit: int | str | None
-    regions: Names | list[Names] | tuple[Names, ...]
 
 
 def plan(
@@ -63,52 +48,59 @@ def plan(
     reserve: int | str = 0,
     profile: Profile | None = None,
 ) -> Plan:
-    """The plan that `offload(model, budget=...)` would come to in its first steps, before any training.
+    """The plan that `offload(model, budget=...)` would make in the first steps, before any training.
 
-    Runs a few steps, forward and backward, on `example_batch` and leaves the model as it found it: gradients, buffers,
-    attributes that carry state from step to step, random numbers and hooks, also after an error::
+    A few steps, forward and backward, run on `example_batch`. Gradients, buffers, attributes with state, random numbers
+    and hooks of the model are restored, also after an error::
 
         planned = plan(model, batch, budget="40GiB", reserve="9GiB")
         print(planned)
         ebbtide.offload(model, plan=planned)
 
     Args:
-        model: in training mode, on its device, compiled or wrapped as it will be trained.
-        example_batch: what the model is called with: a mapping (by keyword), a tuple or list (by position) or one
-            tensor; as large as batches get. Call within the autocast context of your training, if it has one.
-        budget: the peak of device memory to stay under: bytes, "40GiB", or a share of the device's memory such as 0.8.
-            None: move what makes the step no slower.
-        loss: what backward begins with, of the model's output. Default: its `loss`, or the output itself if that is one
-            number, else the sum of all floating-point tensors in it.
-        store, min_bytes, host_limit, regions: as for `offload`, and the same there if the plan is to hold.
-        reserve: bytes ("9GiB") of device memory for what is not there yet, such as the state of the optimizer.
-        profile: of this model on this device, measured before: nothing is run then, `example_batch` only says how
-            large batches are, and `loss`, `store`, `min_bytes` and `regions` do not matter. For a budget it has to be
-            measured with one, or by `measure`.
+        model: in training mode, on its device, compiled or wrapped as for training.
+        example_batch: arguments of the model: a mapping (by keyword), a tuple or list (by position) or one tensor; as
+            large as batches get. Call within the autocast context of the training, if any.
+        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory such as
+            0.8. None: move what slows no step.
+        loss: function of the model's output that backward begins with. Default: the output's `loss`, or the output if
+            that is one number, else the sum of all floating-point tensors in the output.
+        store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
+            accelerators, "disk" for a model on the CPU of a machine without an accelerator.
+        min_bytes: Saved tensors of smaller storages stay on the device. Default: 1MiB.
+        host_limit: Most host memory to take; tensors beyond the limit stay on the device. Default: 80 % of free memory,
+            divided among the processes of the host.
+        regions: Names, patterns or classes of the modules to plan for. Default: the repeated blocks and the norm
+            behind. Equal settings for `offload` keep the plan valid.
+        reserve: bytes ("9GiB") of device memory for what comes later, such as the state of the optimizer.
+        profile: of this model on this device: no step runs. `example_batch` says how large batches are, and `loss`,
+            `store`, `min_bytes` and `regions` have no effect. For a budget, the profile must be measured with a budget,
+            or by `measure`.
 
     Raises:
-        ConfigError: a setting that cannot be, an output without a loss, a batch without tensors.
+        ConfigError: an impossible setting, an output without a loss, a batch without tensors.
         ModuleError: the model is not in training mode, has nothing to train, trains in backward, has a handle already,
-            or carries a tensor that cannot be copied.
-        PlanError: no plan fits the budget (the text names the smallest that does), no regions are found, or the batch
-            comes by none of them.
+            or holds a tensor that cannot be copied.
+        PlanError: no plan fits the budget (the text names the smallest budget with a plan), no regions are found, or
+            the batch enters none.
 
-    Traps: the state of an optimizer is allocated by its first step and not counted here: write `reserve`, or plan after
-    that step. Gradients that are there stay allocated beside those of the measured steps: zero_grad() first. Effects
-    of hooks, and of forward on objects that modules hold, are not undone. The device's record of its peak memory begins
-    anew. Host memory that was taken stays taken for the training: `release_memory()` gives it back. Where a job has
-    several ranks, all of them have to call it.
+    Traps:
+        The first step of an optimizer allocates the optimizer state, which is not counted: write `reserve`, or plan
+        after that step. Present gradients stay allocated beside those of the measured steps: call zero_grad() first.
+        Effects of hooks, and of forward on objects held by modules, are not undone. The peak memory statistics of the
+        device are reset. Host memory stays allocated for the training: `release_memory()` frees it. In a job of several
+        ranks all ranks have to call.
     """
     batch = _batch_of(example_batch)
     reserved_bytes = _reserved(reserve)
     budget_of = None if budget is None else Budget(budget)
     if profile is None:
-        settings = _Settings(store, min_bytes, host_limit, regions)
-        profile = _measured(model, batch, loss, None if budget is None else _ANY_BUDGET, settings)
+        settings = {"store": store, "min_bytes": min_bytes, "host_limit": host_limit, "regions": regions}
+        profile = _measured(model, batch, loss, settings, recomputes=budget is not None)
     else:
         profile = _for_batch(profile, model, batch, host_limit)
         if budget is not None:
-            profile.check_second_runs()
+            profile.check_has_recomputation()
     budget_bytes = None
     if budget_of is not None:
         budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
@@ -127,45 +119,52 @@ def measure(
     regions: Names | list[Names] | tuple[Names, ...] = (),
     reserve: int | str = 0,
 ) -> Profile:
-    """What a step does, measured in a few of them: bytes and seconds of each region, for plans of any budget.
+    """Bytes and seconds of each region, measured in a few steps, for plans of any budget.
 
-    Every region runs again meanwhile and its inputs wait in the store, so that the steps need the least memory there
-    is. The model is left as `plan` leaves it::
+    Every region recomputes meanwhile and inputs wait in the store: the steps take the least possible memory. The model
+    is restored, as by `plan`::
 
         profile = measure(model, batch)
         profile.save("profile.json")                     # `ebbtide plan profile.json` needs no GPU
         ebbtide.offload(model, profile=profile, budget="40GiB")
 
     Args:
-        model, example_batch, loss, store, min_bytes, host_limit, regions, reserve: as for `plan`.
+        model, example_batch, loss, reserve: as for `plan`.
+        store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
+            accelerators, "disk" for a model on the CPU of a machine without an accelerator.
+        min_bytes: Saved tensors of smaller storages stay on the device. Default: 1MiB.
+        host_limit: Most host memory to take; tensors beyond the limit stay on the device. Default: 80 % of free memory,
+            divided among the processes of the host.
+        regions: Names, patterns or classes of the modules to plan for. Default: the repeated blocks and the norm
+            behind.
 
     Raises:
         ConfigError, ModuleError: as `plan` does.
-        PlanError: no regions are found, or the batch comes by none of them.
-        RecomputeError: a region cannot run again: `handle.profile` of `offload(model)` without a budget can do without.
+        PlanError: no regions are found, or the batch enters none.
+        RecomputeError: a region cannot recompute. `offload(model).profile` without a budget needs no recomputation.
     """
     batch, reserved_bytes = _batch_of(example_batch), _reserved(reserve)
-    settings = _Settings(store, min_bytes, host_limit, regions)
-    return _measured(model, batch, loss, _ANY_BUDGET, settings).with_reserved(reserved_bytes)
+    settings = {"store": store, "min_bytes": min_bytes, "host_limit": host_limit, "regions": regions}
+    return _measured(model, batch, loss, settings, recomputes=True).with_reserved(reserved_bytes)
 
 
-# -- what was given --------------------------------------------------------------------------------------------------
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def _batch_of(given: Any) -> _Batch:
-    if isinstance(given, torch.Tensor):
-        batch = _Batch((given,), {})
-    elif isinstance(given, Mapping):
-        batch = _Batch((), cast("Mapping[str, Any]", given))
-    elif isinstance(given, tuple | list):
-        batch = _Batch(tuple(cast("list[Any]", given)), {})
+def _batch_of(example: Any) -> _Batch:
+    if isinstance(example, torch.Tensor):
+        batch = _Batch((example,), {})
+    elif isinstance(example, Mapping):
+        batch = _Batch((), cast("Mapping[str, Any]", example))
+    elif isinstance(example, tuple | list):
+        batch = _Batch(tuple(cast("list[Any]", example)), {})
     else:
         raise ConfigError(
-            f"example_batch is of type {type(given).__name__}: expected what the model is called with, as a mapping "
-            "(by keyword), a tuple or list (by position) or one tensor"
+            f"example_batch is of type {type(example).__name__}: expected the arguments of the model, as a mapping "
+            "(keywords), a tuple or list (positions) or one tensor"
         )
     if not batch.tensors:
-        raise ConfigError("example_batch has no tensor in it: expected what the model is called with in training")
+        raise ConfigError("example_batch has no tensor in it: expected the arguments of the model in training")
     if any(t.requires_grad and not t.is_leaf for t in batch.tensors):
         raise ConfigError("example_batch has a tensor with a graph of its own, good for one backward only: detach() it")
     return batch
@@ -178,18 +177,18 @@ def _reserved(reserve: int | str) -> int:
 def _check(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if not model.training:
-        raise ModuleError(f"{name} is not in training mode, where it saves other things: call train() first")
+        raise ModuleError(f"{name} is in evaluation mode, which saves other tensors than training: call train() first")
     if any(map(torch.nn.parameter.is_lazy, (*parameters_of(model), *buffers_of(model)))):
-        raise ModuleError(f"{name} has parameters or buffers that its first forward makes: run one forward before")
+        raise ModuleError(f"{name} has parameters or buffers that the first forward makes: run one forward before")
     if not any(p.requires_grad for p in parameters_of(model)):
         raise ModuleError(f"{name} has no parameter that requires a gradient: there is nothing to plan for")
     if any(p._post_accumulate_grad_hooks for p in parameters_of(model)):
         raise ModuleError(
-            f"{name} has hooks that run once a gradient is there (an optimizer inside backward?), and these would "
-            "train it while it is measured: plan before they are registered"
+            f"{name} has hooks on finished gradients (an optimizer inside backward?), which would train the model "
+            "during the measurement: plan before registering the hooks"
         )
     if env.is_disabled():
-        raise ConfigError("EBBTIDE_DISABLE switches ebbtide off, so that nothing can be measured: write 0 there")
+        raise ConfigError("EBBTIDE_DISABLE switches ebbtide off, and nothing can be measured: set EBBTIDE_DISABLE=0")
 
 
 def _for_batch(profile: Profile, model: torch.nn.Module, batch: _Batch, host_limit: int | str | None) -> Profile:
@@ -207,54 +206,48 @@ def _device_bytes(profile: Profile, model: torch.nn.Module) -> int:
     return device_for(device).total_bytes()
 
 
-# -- the steps -------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def _measured(
-    model: torch.nn.Module, batch: _Batch, loss: LossOf | None, budget: int | None, settings: _Settings
+    model: torch.nn.Module, batch: _Batch, loss: LossOf | None, settings: dict[str, Any], recomputes: bool
 ) -> Profile:
     _check(model)
-    others = (t for t in (*buffers_of(model), *batch.tensors) if t.requires_grad and t.is_leaf)
-    leaves = [*parameters_of(model), *others]
-    with restored(model, leaves):
-        handle = offload(model, mode="auto", budget=budget, **settings._asdict())
-        try:
-            return _profile_of(handle, lambda: _step(model, batch, loss, leaves))
-        finally:
-            handle.remove()
-
-
-def _profile_of(handle: OffloadHandle, step: Callable[[], None]) -> Profile:
-    """Raises PlanError if steps make none."""
-    for _ in range(_MOST_STEPS):
-        step()
-        profile = handle.conclude()
-        if profile is not None:
-            return profile
-    names = list(handle.plan.regions)
-    raise PlanError(
-        f"the batch makes no profile: in {_MOST_STEPS} steps it came by none of the {len(names)} regions "
-        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), by others each time, or by one inside of "
-        "another. Name some that every step comes by one after the other: regions=[...]"
-    )
+    budget = 2**60 if recomputes else None  # more than any device has: all regions recompute in the measured steps
+    inputs = (t for t in (*buffers_of(model), *batch.tensors) if t.requires_grad and t.is_leaf)
+    leaves = [*parameters_of(model), *inputs]
+    with restored(model, leaves), offload(model, mode="auto", budget=budget, **settings) as handle:
+        planning = handle._planning
+        assert planning is not None
+        for _ in range(5):  # one warms up, two are measured, and two more if the first two were of different kinds
+            _step(model, batch, loss, leaves)
+            profile = planning.conclude()
+            if profile is not None:
+                return profile
+        names = list(handle.plan.regions)
+        raise PlanError(
+            f"the batch makes no profile: in 5 steps forward entered none of the {len(names)} regions "
+            f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), or changing or nested regions. Name regions "
+            "that every step enters one after the other: regions=[...]"
+        )
 
 
 def _step(model: torch.nn.Module, batch: _Batch, loss: LossOf | None, leaves: list[torch.Tensor]) -> None:
     with torch.inference_mode(False), torch.enable_grad():
-        output = model(*batch.args, **batch.kwargs)  # held during backward, as most training loops do
+        output = model(*batch.args, **batch.kwargs)  # alive during backward, as in most training loops
         _loss_of(output, loss).backward()
     drop_gradients(leaves)
-    torch.clear_autocast_cache()  # as leaving autocast does between two steps
+    torch.clear_autocast_cache()  # as at the end of an autocast context between two steps
 
 
 def _loss_of(output: Any, loss: LossOf | None) -> torch.Tensor:
     found = _default_loss(output) if loss is None else loss(output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"loss= gives {_described(found)}: expected a tensor with one element")
+        raise ConfigError(f"loss= returns {_described(found)}: expected a tensor with one element")
     if not found.requires_grad:
         raise ConfigError(
-            "the loss does not depend on any parameter that requires a gradient: give a batch with labels, or loss=, a "
-            "function of the model's output"
+            "the loss does not depend on any parameter that requires a gradient: pass a batch with labels, or loss=, a "
+            "function from the output of the model to the loss"
         )
     return found
 
@@ -268,8 +261,8 @@ def _default_loss(output: Any) -> torch.Tensor:
         return output
     sums = [t.sum(dtype=torch.float32) for t in _floating_in(output)]
     if not sums:
-        raise ConfigError(f"the model returns {_described(output)}, in which no loss is found: give loss=")
-    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
+        raise ConfigError(f"the model returns {_described(output)}, in which no loss is found: pass loss=")
+    return torch.stack([t.to(sums[0].device) for t in sums]).sum()
 
 
 def _floating_in(output: Any) -> Iterator[torch.Tensor]:
@@ -278,5 +271,5 @@ def _floating_in(output: Any) -> Iterator[torch.Tensor]:
     return (t for t in tensors_in((output,)) if t.requires_grad and t.is_floating_point())
 
 
-def _described(found: object) -> str:
-    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

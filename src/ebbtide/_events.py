@@ -1,4 +1,4 @@
-"""What happens to parcels, as it happens: one Event, and those who listen."""
+"""Events of parcels, and their listeners."""
 
 import enum
 import time
@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 
 
 class EventKind(enum.Enum):
-    """What happened to a parcel, from the host's point of view: copies run behind it."""
+    """Kinds of events, seen from the host: copies run later."""
 
     SENT = "its copy out was queued"
     RELEASED = "compute was told to wait for the copy out, and the device memory was dropped"
-    STUCK = "the store could not take it: it stays on the device"
-    FETCHED = "its copy in was queued before anybody asked"
-    MISSED = "backward asked for it and its copy in was queued only then"
+    NOT_MOVABLE = "the store could not take it: it stays on the device"
+    FETCHED = "its copy in was queued before backward needed it"
+    MISSED = "backward needed it and its copy in was queued only then"
     FORWARDED = "backward used it from the device: it had not been released"
-    UNFREED = "backward asked for it and its storage had never died: moving it freed nothing"
+    NO_MEMORY_FREED = "backward needed it and its storage was still alive: moving it freed no memory"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """An event of a parcel.
 
     Attributes:
-        what: the thing.
-        site: name of the save, "region#visit.index".
-        nbytes: of the parcel.
-        seconds: when, on the clock of time.perf_counter().
+        kind: see EventKind.
+        site: name of the saved tensor, "region#call.index".
+        nbytes: bytes of the parcel.
+        seconds: time of the event by `time.perf_counter()`.
     """
 
-    what: EventKind
+    kind: EventKind
     site: str
     nbytes: int
     seconds: float = field(default_factory=time.perf_counter)
@@ -39,20 +39,23 @@ Listener = Callable[[Event], None]
 
 
 class Listeners:
-    """Called in order, on the thread where it happens, under the engine's lock: be quick, and call nothing of ours."""
+    """Subscribers of events, called in order, on the thread of the event and under the engine's lock.
+
+    A listener has to be quick and must not call ebbtide.
+    """
 
     def __init__(self) -> None:
         self.all: tuple[Listener, ...] = ()
 
     def add(self, listener: Listener) -> Callable[[], None]:
-        """Listen from now on; what is returned ends it."""
+        """Subscribe. The returned function ends the subscription."""
         self.all += (listener,)
         return lambda: self._remove(listener)
 
-    def tell(self, what: EventKind, site: object, nbytes: int) -> None:
-        event = Event(what, str(site), nbytes)
+    def tell(self, kind: EventKind, site: object, nbytes: int) -> None:
+        event = Event(kind, str(site), nbytes)
         for listener in self.all:
             listener(event)
 
     def _remove(self, listener: Listener) -> None:
-        self.all = tuple(other for other in self.all if other is not listener)
+        self.all = tuple(known for known in self.all if known is not listener)

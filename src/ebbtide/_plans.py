@@ -1,26 +1,26 @@
-"""What is to be done with each region: plain data."""
+"""Plans as plain data: a recipe for every region, and the points at which copies leave and may come back."""
 
 import dataclasses
-import json
+import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from ebbtide._errors import ConfigError, PlanError
-from ebbtide._utils.serialize import check_fields, reading
+from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import format_bytes
-from ebbtide._utils.text import as_range, counts_up, plain_table
+from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 1
-"""Of a plan in a file."""
+FORMAT = 2
 
 Action = Literal["keep", "offload", "recompute", "selective"]
 Place = Literal["keep", "offload"]
 
 Predicate: TypeAlias = Callable[..., bool]
-"""`predicate(op, *args, **kwargs)`: whether the output of this call of an operator is dear."""
+"""`predicate(op, *args, **kwargs)`: whether the output of this call of an operator is expensive."""
 
 OpChoice: TypeAlias = str | Predicate
 
@@ -31,33 +31,34 @@ OP_CLASSES: Mapping[str, str] = {
     "grouped_matmul": "grouped matrix products of mixtures of experts",
     "collective": "functional collectives: gathers, reductions, all-to-all",
 }
-"""The classes of operators that a selective recipe may name, and what they stand for."""
-
-_SHOWN_S = 5e-5  # less is 0.0 ms
+"""Classes of operators that a selective recipe may name, each with a description."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done with the activations of a region.
+    """How a region treats its activations.
+
+    Example: `Recipe("selective", ops="attention")` recomputes a region from its inputs, but saves the outputs of
+    attention.
 
     Attributes:
-        action: "keep" leaves what is saved on the device. "offload" moves it. "recompute" keeps the region's inputs
-            only and runs its forward again in backward. "selective" does that too, but holds the outputs of dear
-            operators and runs only the rest again.
-        inputs: for recompute and selective: whether tensors passed to the region are moved or stay on the device.
-        outputs: for selective: the same for the outputs of dear operators.
-        ops: for selective: which operators are dear. A class of OP_CLASSES ("matmul"), a class inside some of the
-            region's modules ("matmul@self_attn", with a name or pattern as in `include`), or a function
-            `predicate(op, *args, **kwargs) -> bool`. Casts are never dear, nor are operators that change an argument
-            or return a view of one.
-        sites: for offload: the indices of the saves in the region that travel, the others stay; None: all that may.
-            For selective: the same of the dear outputs, the others are computed again.
-        beyond: for selective: those of `sites` of which not the outputs are held, but the saves that these lead to:
-            attention's q and k where it saves them, and not where they were projected. What lies between is not run
-            again, where that can be.
+        action: "keep" leaves saved tensors on the device. "offload" moves saved tensors to the store. "recompute"
+            saves only the inputs of the region and runs its forward once more in backward. "selective" recomputes too,
+            but saves the outputs of expensive operators and runs only the rest.
+        inputs: for recompute and selective: whether tensors passed to the region move or stay on the device.
+        outputs: for selective: whether the outputs of expensive operators move or stay on the device.
+        ops: for selective: the expensive operators. A class of OP_CLASSES ("matmul"), a class inside some modules of
+            the region ("matmul@self_attn", with a name or pattern as in `include`), or a function
+            `predicate(op, *args, **kwargs) -> bool`. Casts never count as expensive, nor do operators that change an
+            argument or return a view of an argument.
+        sites: for offload: indices of the region's saved tensors that move; None: all. For selective: indices of the
+            expensive calls whose outputs are saved; None: all.
+        prune: for selective: members of `sites` whose outputs are replaced by the saved tensors computed from them.
+            Example: attention's rotated q and k are saved, and the projections before the rotation are not.
+            Recomputation skips the operators in between where possible.
 
     Raises:
-        ConfigError: a word that means nothing, or a setting that the action does not have.
+        ConfigError: an unknown word, or a setting that the action does not have.
     """
 
     action: Action = "offload"
@@ -65,7 +66,7 @@ class Recipe:
     outputs: Place = "offload"
     ops: tuple[OpChoice, ...] = ("attention", "matmul")
     sites: tuple[int, ...] | None = None
-    beyond: tuple[int, ...] = ()
+    prune: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_word("action", self.action, get_args(Action))
@@ -75,20 +76,26 @@ class Recipe:
         for choice in self.ops:
             _check_op_choice(choice)
         if not self.ops:
-            raise ConfigError("ops=() makes a selective recipe hold nothing: write Recipe('recompute')")
+            raise ConfigError("ops=() makes a selective recipe save nothing: write Recipe('recompute')")
         self._check_action_has_all()
         if self.sites is not None:
             self._check_sites()
-        object.__setattr__(self, "beyond", _listed("beyond", self.beyond))
-        if self.beyond and (self.action != "selective" or not set(self.beyond) <= set(self.sites or ())):
+        object.__setattr__(self, "prune", _listed("prune", self.prune))
+        if self.prune and (self.action != "selective" or not set(self.prune) <= set(self.sites or ())):
             raise ConfigError(
-                f"beyond={self.beyond!r} with action={self.action!r} and sites={self.sites!r}: expected some of the "
+                f"prune={self.prune!r} with action={self.action!r} and sites={self.sites!r}: expected some of the "
                 "sites of a 'selective' recipe"
             )
 
     @property
+    def beyond(self) -> tuple[int, ...]:
+        """Deprecated name of `prune`."""
+        warnings.warn(_BEYOND, FutureWarning, stacklevel=2)
+        return self.prune
+
+    @property
     def recomputes(self) -> bool:
-        """Whether the region's forward runs again in backward."""
+        """Whether backward runs the region's forward once more."""
         return self.action in ("recompute", "selective")
 
     def __str__(self) -> str:
@@ -100,60 +107,81 @@ class Recipe:
         return self.action
 
     def _check_action_has_all(self) -> None:
-        """Settings that the action does not have would be ignored."""
         has = {"inputs": self.recomputes, "outputs": self.action == "selective", "ops": self.action == "selective"}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not has.get(field.name, True) and value != field.default:
-                raise ConfigError(f"{field.name}={value!r} means nothing to the recipe {self.action!r}: leave it out")
+                raise ConfigError(f"{field.name}={value!r} means nothing to the recipe {self.action!r}: omit it")
 
     def _check_sites(self) -> None:
         assert self.sites is not None
         if self.action not in ("offload", "selective"):
-            raise ConfigError(f"sites= chooses what an 'offload' or 'selective' recipe takes; {self.action!r} has none")
+            raise ConfigError(f"sites= belongs to an 'offload' or 'selective' recipe: {self.action!r} has none")
         sites = _listed("sites", self.sites)
-        if any(isinstance(site, bool) or not isinstance(site, int) or site < 0 for site in sites):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"sites={self.sites!r}: expected the indices of saves in the region, such as (0, 3)")
+        if not all(map(_is_count, sites)):
+            raise ConfigError(
+                f"sites={self.sites!r}: expected the indices of saved tensors in the region, such as (0, 3)"
+            )
         object.__setattr__(self, "sites", sites)
 
 
-class ReleasePoint(NamedTuple):
-    """A place in forward: from a region's save with this index on, so many bytes may wait on their way out.
+_BEYOND = "Recipe's `beyond` is deprecated and will be removed in the next release: write `prune`"
 
-    What is more has to leave there: compute waits for it.
+
+def _accept_beyond(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_with_beyond(self: Recipe, *args: Any, beyond: Any = None, **kwargs: Any) -> None:
+        if beyond is not None:
+            warnings.warn(_BEYOND, FutureWarning, stacklevel=2)
+            kwargs["prune"] = beyond
+        init(self, *args, **kwargs)
+
+    return init_with_beyond
+
+
+Recipe.__init__ = _accept_beyond(Recipe.__init__)
+
+
+class ReleasePoint(NamedTuple):
+    """A place in forward: from the region's saved tensor `tensor_index` on, at most `window_bytes` wait to leave.
+
+    At that place compute waits until the excess has landed in the store.
     """
 
-    save: int
+    tensor_index: int
     window_bytes: int
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe is expected to mean for one pass through a region. Bytes, seconds.
+    """Expected cost of a recipe for one pass through a region. Bytes, seconds.
 
     Attributes:
-        kept_bytes: stay on the device until its backward, also what the recipe sends and backward needs before it
-            could leave.
-        moved_bytes: go out, and come back.
-        again_s: what its second run takes.
+        kept_bytes: on the device until the region's backward, including parcels that are needed before they have left.
+        moved_bytes: out to the store, and back.
+        recompute_s: time of the recomputation.
     """
 
     kept_bytes: int
     moved_bytes: int
-    again_s: float
+    recompute_s: float
 
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """What a plan says about one region.
+    """The part of a plan for one region.
 
     Attributes:
-        recipe: what is done with its activations.
-        release: places in its forward where what is on its way out has to leave, in order. Before the first, what held
-            before the region holds on; what the last one says holds behind the region too, up to the next in forward.
-        prefetch_bytes: most bytes brought back before backward asks for them while it is here; None: as the door says.
-        reason: why the planner chose it.
-        cost: what the planner expects of it; None for a plan written by hand.
+        recipe: how the region treats its activations. A word stands for `Recipe(word)`.
+        release: places in the region's forward where parcels have to leave, in order. Before the first place the
+            window of the region before holds, and the last window holds until the next region in forward.
+        prefetch_bytes: most bytes brought back early while the region's backward runs; None: the default of the
+            entry point.
+        reason: explanation by the planner.
+        cost: expectation of the planner; None for a plan written by hand.
+
+    Raises:
+        ConfigError: a value of the wrong kind.
     """
 
     recipe: Recipe
@@ -171,22 +199,20 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to do in one step. Seconds of forward and backward, bytes.
+    """Expected figures of one step under a plan. Seconds of forward and backward, bytes.
 
     Attributes:
         step_s: forward and backward together.
-        bound_s: no plan that fits is faster than this, as far as a relaxation of the problem can tell.
-        stall_forward_s, stall_backward_s: of `step_s`, what compute waits for the lanes.
-        peak_bytes: most device memory allocated at once, with all that was allocated before the step.
-        moved_bytes: what goes out, and comes back.
-        host_bytes: most that waits in the store at once.
-        host_wait_s: of `step_s`, what compute waits for the host that queues it.
+        stall_forward_s, stall_backward_s: part of `step_s` in which compute waits for copies.
+        peak_bytes: most device memory allocated at once, memory from before the step included.
+        moved_bytes: out to the store, and back.
+        host_bytes: most in the store at once.
+        host_wait_s: part of `step_s` in which compute waits for the host to launch kernels.
 
     `str()` gives the first line of a plan, without the budget.
     """
 
     step_s: float
-    bound_s: float
     stall_forward_s: float
     stall_backward_s: float
     peak_bytes: int
@@ -196,10 +222,10 @@ class Prediction:
 
     def __str__(self) -> str:
         stalls = f"{_ms(self.stall_forward_s)} forward and {_ms(self.stall_backward_s)} backward"
-        if self.host_wait_s >= _SHOWN_S:
+        if self.host_wait_s >= 5e-5:  # less prints as 0.0 ms
             stalls += f", {_ms(self.host_wait_s)} for the host"
         return (
-            f"step {_ms(self.step_s)} (none is faster than {_ms(self.bound_s)}), waiting {stalls}; "
+            f"step {_ms(self.step_s)}, waiting {stalls}; "
             f"peak {format_bytes(self.peak_bytes)}, {format_bytes(self.moved_bytes)} out and back, "
             f"{format_bytes(self.host_bytes)} on the host"
         )
@@ -207,17 +233,20 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe for every region, and when what travels has to leave and may come back. Plain data.
+    """A recipe for every region, with release and fetch points. `str()` gives a table.
 
     Attributes:
-        regions: by name. Without `outside`, one that is not named is treated as the door's other settings say.
-        outside: what is done with saves outside of all regions that are named here, by "keep" or "offload", but for
-            what the door's include and exclude name. None: as the door says.
-        budget_bytes: the peak it was made to stay under; None without one.
-        predicted: what the planner expects of it; None for a plan written by hand.
-        budget: the budget as its user wrote it, of which `budget_bytes` may be a part only; "" if nobody wrote one.
-        status: why there is no plan, of recipes that hold until then ("no plan yet: measuring step 2 of 3"); "" for a
-            plan. Files do not hold it.
+        regions: by name. Without `outside`, the default of the entry point holds for regions without an entry.
+        outside: the recipe for tensors saved outside of all regions, "keep" or "offload"; `include` and `exclude` of
+            the entry point take precedence. None: the default of the entry point.
+        budget_bytes: limit of the peak that the plan was made for; None without a budget.
+        predicted: expectation of the planner; None for a plan written by hand.
+        budget: the budget as written by the user, of which `budget_bytes` may be only a part; "" without a budget.
+        status: why no plan exists yet ("no plan yet: measuring step 2 of 3"), while the recipes of the first steps
+            hold; "" for a plan. Files do not hold a status.
+
+    Raises:
+        ConfigError: a value of the wrong kind, or a recipe for `outside` that recomputes.
     """
 
     regions: Mapping[str, RegionPlan]
@@ -239,8 +268,8 @@ class Plan:
             _check_region("outside", self.outside)
         if self.outside is not None and self.outside.recipe.recomputes:
             raise ConfigError(
-                f"outside={self.outside.recipe}: what is outside of all regions cannot run again: write Recipe('keep') "
-                "or Recipe('offload')"
+                f"outside={self.outside.recipe}: tensors outside of all regions cannot be recomputed: write "
+                "Recipe('keep') or Recipe('offload')"
             )
 
     @property
@@ -258,7 +287,7 @@ class Plan:
         return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=(2, 3, 4, 5, 6))])
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, for `Plan.load`.
+        """Write the plan as JSON, for `Plan.load`.
 
         Raises:
             PlanError: a recipe chooses operators by a function, which a file cannot hold.
@@ -269,48 +298,49 @@ class Plan:
                     f"{name}: the recipe chooses operators by a Python function, which cannot be saved: write classes "
                     f"of operators ({_words(tuple(OP_CLASSES))}) or sites= instead"
                 )
-        data = dataclasses.asdict(dataclasses.replace(self, status=""))
-        Path(path).write_text(json.dumps({"format": FORMAT, **data}, indent=1) + "\n")
+        write_file(dataclasses.replace(self, status=""), path, FORMAT)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Read what `save` wrote. Raises PlanError for anything else, and where there is nothing to read."""
-        with reading(path, "plan"):
-            data = json.loads(Path(path).read_text())
-            if "around" in data:
-                raise PlanError("it is a profile: give it to offload(model, profile=...) or `ebbtide plan`")
-            if data.pop("format") == FORMAT:
-                plan = _plan_from(data)
-                check_fields(plan)
-                return plan
-        raise PlanError(f"{path} was written by another version of ebbtide: make the plan again")
+        """Read a file that `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or is not a plan.
+        """
+        hint = "it is a profile: give it to offload(model, profile=...) or `ebbtide plan`"
+        plan = read_file(Plan, path, "plan", range(1, FORMAT + 1), {"link": hint})
+        if plan is None:
+            raise PlanError(f"{path} was written by another version of ebbtide: make the plan again")
+        return plan
 
 
 RecipeLike: TypeAlias = Recipe | str
 
 
-def as_recipe(given: Any) -> Recipe:
-    """A recipe, or the one an action's name stands for. Raises ConfigError."""
-    if isinstance(given, Recipe):
-        return given
-    if isinstance(given, str):
-        return Recipe(given)  # pyright: ignore[reportArgumentType]
-    raise ConfigError(f"{given!r} is no recipe: write one of {_words(get_args(Action))}, or ebbtide.Recipe(...)")
+def as_recipe(value: Any) -> Recipe:
+    """A recipe as it is, or the recipe of an action's name. Raises ConfigError."""
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        return Recipe(value)  # pyright: ignore[reportArgumentType]
+    raise ConfigError(f"{value!r} is not a recipe: write one of {_words(get_args(Action))}, or ebbtide.Recipe(...)")
 
 
 def op_class_of(choice: str) -> tuple[str, str | None]:
-    """ "matmul@self_attn" -> ("matmul", "self_attn"); without an @ the second is None."""
+    """ "matmul@self_attn" -> ("matmul", "self_attn"), "matmul" -> ("matmul", None)."""
     name, _, inside = choice.partition("@")
     return name, inside or None
 
 
 def _as_points(release: Any) -> tuple[ReleasePoint, ...]:
     if not isinstance(release, tuple | list) or not all(map(_is_point, cast("list[Any]", release))):
-        raise ConfigError(f"release={release!r}: expected ((index of a save, bytes), ...), whole numbers from 0 on")
+        raise ConfigError(
+            f"release={release!r}: expected ((index of a saved tensor, bytes), ...), whole numbers from 0 on"
+        )
     points = tuple(ReleasePoint(*point) for point in cast("list[Any]", release))
-    saves = [point.save for point in points]
-    if saves != sorted(set(saves)):
-        raise ConfigError(f"release={release!r}: expected one point at most for each save, in the order of saves")
+    indices = [point.tensor_index for point in points]
+    if indices != sorted(set(indices)):
+        raise ConfigError(f"release={release!r}: expected at most one point per saved tensor, in ascending order")
     return points
 
 
@@ -337,8 +367,9 @@ def _check_op_choice(choice: object) -> None:
         name, _ = op_class_of(choice)
         if name not in OP_CLASSES or choice.endswith("@"):
             raise ConfigError(
-                f"ops: {choice!r} is no class of operators: write one of {_words(tuple(OP_CLASSES))}, "
-                "'matmul@self_attn' for those inside some modules, or a function predicate(op, *args, **kwargs) -> bool"
+                f"ops: {choice!r} is not a class of operators: write one of {_words(tuple(OP_CLASSES))}, "
+                "'matmul@self_attn' for operators inside some modules, or a function "
+                "predicate(op, *args, **kwargs) -> bool"
             )
     elif not callable(choice):
         raise ConfigError(f"ops: {choice!r} is neither a class of operators nor a predicate")
@@ -362,38 +393,14 @@ def _past(place: Place) -> str:
     return "kept" if place == "keep" else "offloaded"
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def _plan_from(data: dict[str, Any]) -> Plan:
-    regions = {str(name): _region_from(region) for name, region in data.pop("regions").items()}
-    outside, predicted = data.pop("outside"), data.pop("predicted")
-    return Plan(
-        regions=regions,
-        outside=None if outside is None else _region_from(outside),
-        predicted=None if predicted is None else Prediction(**predicted),
-        **data,
-    )
-
-
-def _region_from(data: dict[str, Any]) -> RegionPlan:
-    recipe, cost = data.pop("recipe"), data.pop("cost")
-    sites = recipe.pop("sites")
-    return RegionPlan(
-        recipe=Recipe(sites=None if sites is None else tuple(sites), **recipe),
-        cost=None if cost is None else Cost(**cost),
-        **data,
-    )
-
-
 # -- text ------------------------------------------------------------------------------------------------------------
 
 _FIGURE = re.compile(r"[0-9][0-9.]* \w+")
-_COLUMNS = ("regions", "recipe", "kept", "moved", "run again", "may wait", "fetched ahead", "why")
+_COLUMNS = ("regions", "recipe", "kept", "moved", "recompute", "window", "prefetch", "why")
 
 
-class _Listed(NamedTuple):
-    """A region with the window that holds there, whether it changes there or not."""
+class _Line(NamedTuple):
+    """A region with the window that holds at its end, set by its own release points or by an earlier region."""
 
     name: str
     plan: RegionPlan
@@ -401,66 +408,56 @@ class _Listed(NamedTuple):
 
 
 def _headline(plan: Plan) -> str:
-    given = plan.budget or ("" if plan.budget_bytes is None else format_bytes(plan.budget_bytes))
+    budget = plan.budget or ("" if plan.budget_bytes is None else format_bytes(plan.budget_bytes))
     if plan.status:
-        return f"{plan.status} (budget {given})" if given else plan.status
-    budget = f" within {given}" if given else ""
+        return f"{plan.status} (budget {budget})" if budget else plan.status
+    within = f" within {budget}" if budget else ""
     if plan.predicted is None:
-        return f"plan{budget}, {len(plan.regions)} regions"
-    return f"plan{budget}: {plan.predicted}"
+        return f"plan{within}, {len(plan.regions)} regions"
+    return f"plan{within}: {plan.predicted}"
 
 
 def _rows(plan: Plan) -> Iterator[Sequence[str]]:
+    """Consecutive regions share a row if their names count up and nothing but figures differs."""
+    lines: list[_Line] = []
     window_bytes: int | None = None
-    run: list[_Listed] = []
-    for name, region in plan.regions.items():
+    outside = () if plan.outside is None else (("outside", plan.outside),)
+    for name, region in (*plan.regions.items(), *outside):
         window_bytes = region.release[-1].window_bytes if region.release else window_bytes
-        listed = _Listed(name, region, window_bytes)
-        if run and not _is_alike(run[-1], listed):
-            yield _row(run)
-            run = []
-        run.append(listed)
-    if run:
-        yield _row(run)
-    if plan.outside is not None:
-        window_bytes = plan.outside.release[-1].window_bytes if plan.outside.release else window_bytes
-        yield _row([_Listed("outside of all", plan.outside, window_bytes)])
+        lines.append(_Line(name, region, window_bytes))
+    return (_row(run) for run in consecutive(lines, _are_alike))
 
 
-def _is_alike(before: _Listed, listed: _Listed) -> bool:
-    """Whether one line says both: their names count up, and they have one recipe for reasons that differ in figures."""
-    reasons = [_FIGURE.sub("", region.plan.reason) for region in (before, listed)]
-    is_one_recipe = before.plan.recipe == listed.plan.recipe
-    return is_one_recipe and reasons[0] == reasons[1] and counts_up(before.name, listed.name)
+def _are_alike(one: _Line, other: _Line) -> bool:
+    reasons = [_FIGURE.sub("", line.plan.reason) for line in (one, other)]
+    return one.plan.recipe == other.plan.recipe and reasons[0] == reasons[1]
 
 
-def _row(run: Sequence[_Listed]) -> Sequence[str]:
-    """One line for regions that follow each other."""
-    costs = [listed.plan.cost for listed in run if listed.plan.cost is not None]
+def _row(lines: Sequence[_Line]) -> Sequence[str]:
+    costs = [line.plan.cost for line in lines if line.plan.cost is not None]
     return (
-        as_range(run[0].name, run[-1].name),
-        _recipe_text(run[0].plan.recipe),
+        as_range(lines[0].name, lines[-1].name),
+        _recipe_text(lines[0].plan.recipe),
         _span([format_bytes(cost.kept_bytes) for cost in costs]),
         _span([format_bytes(cost.moved_bytes) for cost in costs]),
-        _span([_ms(cost.again_s) for cost in costs]),
-        _span(["" if listed.window_bytes is None else format_bytes(listed.window_bytes) for listed in run]),
-        _span([format_bytes(listed.plan.prefetch_bytes or 0) for listed in run if listed.plan.prefetch_bytes]),
-        run[0].plan.reason,
+        _span([_ms(cost.recompute_s) for cost in costs]),
+        _span(["" if line.window_bytes is None else format_bytes(line.window_bytes) for line in lines]),
+        _span([format_bytes(line.plan.prefetch_bytes) for line in lines if line.plan.prefetch_bytes]),
+        lines[0].plan.reason,
     )
 
 
 def _recipe_text(recipe: Recipe) -> str:
-    """Without the classes of operators if all are named, as a planner does, which goes by sites."""
     if recipe.action == "selective" and set(recipe.ops) == set(OP_CLASSES):
+        # A planner names every class and chooses by sites: a list of all classes would say nothing.
         text = f"selective, outputs {_past(recipe.outputs)}, inputs {_past(recipe.inputs)}"
     else:
         text = str(recipe)
     text = text if recipe.sites is None else f"{text}, sites {','.join(map(str, recipe.sites))}"
-    return f"{text}, beyond {','.join(map(str, recipe.beyond))}" if recipe.beyond else text
+    return f"{text}, prune {','.join(map(str, recipe.prune))}" if recipe.prune else text
 
 
 def _span(texts: Sequence[str]) -> str:
-    """From the first to the last."""
     if not texts:
         return ""
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} .. {texts[-1]}"

@@ -1,4 +1,4 @@
-"""`ebbtide demo` end to end on a tiny model: same bits, less memory, results in files; and what it says to nonsense."""
+"""`ebbtide demo` end to end on a tiny model: same bits, less memory, results in files, errors for wrong options."""
 
 import json
 import struct
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ebbtide._cli import main
-from ebbtide._cli._demo_process import run_worker
-from ebbtide._cli._demo_task import SMALL, Mode, Outcome, Task
+from ebbtide._cli.demo import SMALL, Mode, Outcome, Task, run_worker
 from ebbtide._errors import EbbtideError
 
 STEPS = 2
@@ -20,7 +19,7 @@ TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMAL
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of results of one run, and what it printed."""
+    """Folder of results and output of one run."""
     out = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "ebbtide._cli", "demo", "--small", "--steps", str(STEPS), "--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True)
@@ -45,7 +44,7 @@ def test_bits_are_those_of_the_losses(results):
     assert [struct.unpack(">f", bytes.fromhex(bits[2:]))[0] for bits in run["loss_bits"]] == run["losses"]
 
 
-def test_json_says_what_was_moved_and_saved(results):
+def test_json_has_the_moved_and_saved_bytes(results):
     moved, verdict = results["runs"]["offloaded"]["moved"], results["verdict"]
     assert moved["out_bytes"] >= moved["in_bytes"] > 0
     assert verdict["activation_bytes"] == moved["activation_bytes"] // STEPS
@@ -65,7 +64,7 @@ def test_json_has_a_curve_below_the_peak(results, mode):
     assert run["curve_s"] == sorted(run["curve_s"])
 
 
-def test_picture_is_one(finished):
+def test_the_picture_shows_something(finished):
     picture = matplotlib.image.imread(finished[0] / "memory.png")
     assert picture.shape[0] > 300
     assert picture.shape[1] > 600
@@ -81,7 +80,7 @@ def test_table_shows_both_runs_and_the_bits(finished, results):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--steps", "0"], "--steps 0: expected 1 or more"),
         (["--out", "{file}"], "cannot be made a folder"),
@@ -89,15 +88,15 @@ def test_table_shows_both_runs_and_the_bits(finished, results):
     ],
     ids=["steps", "out", "folder"],
 )
-def test_settings_that_cannot_be_are_named(arguments, said, tmp_path, capsys):
+def test_wrong_options_are_named(arguments, message, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
     filled = [argument.format(file=file) for argument in arguments]
     assert main(["demo", "--small", "--out", str(tmp_path / "out"), *filled]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_arguments_that_are_none_end_with_status_2(capsys):
+def test_unreadable_arguments_end_with_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--steps", "many"])
     assert ended.value.code == 2
@@ -115,7 +114,7 @@ def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
     assert f"needs {package}. Install it with: pip install 'ebbtide[cli]'" in capsys.readouterr().err
 
 
-def test_worker_that_fails_is_quoted():
+def test_a_failed_worker_is_quoted():
     with pytest.raises(EbbtideError, match=r"(?s)the offloaded run ended with exit status 1.*is not a store"):
         run_worker(Task(Mode.OFFLOADED, "cpu", "cloud", 1, 0, 1, SMALL), lambda number: None)
 
@@ -126,7 +125,7 @@ def test_task_and_outcome_survive_json():
 
 
 def test_same_seed_same_model_and_text():
-    from ebbtide._cli._demo_model import ByteTransformer, Text, next_byte_loss
+    from ebbtide._cli._demo_worker import ByteTransformer, Text, next_byte_loss
 
     losses = []
     for _ in range(2):

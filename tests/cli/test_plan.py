@@ -1,4 +1,4 @@
-"""`ebbtide plan`: from a file, a model, a script; what if; time against memory; and what it says to nonsense."""
+"""`ebbtide plan`: from a file, a model, a script; what-ifs; the Pareto curve; errors for wrong options."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from planner.workloads import GIB, MIB, layers, profile
 import ebbtide
 from ebbtide import Plan
 from ebbtide._cli import main
-from ebbtide._cli._plan_front import Ways, again_s
-from ebbtide._cli._plan_what_if import WhatIf
+from ebbtide._cli._plan_pareto import Solvers, recompute_s
+from ebbtide._cli._plan_profile import WhatIf
 from ebbtide._planner.explain import as_budget
 from ebbtide._planner.solve import Solver
 from ebbtide._profiling.profile import Profile
@@ -21,7 +21,7 @@ from ebbtide._utils.sizes import parse_bytes
 
 MEASURED = profile(*layers(4), device_bytes=4 * GIB)
 LEAST = Solver(MEASURED).smallest_budget()
-MIDDLE = (LEAST + Ways.of(MEASURED).plain().peak_bytes) // 2
+MIDDLE = (LEAST + Solvers.of(MEASURED).plain().peak_bytes) // 2
 
 MODULE = """
 from control.test_controller import make, batch
@@ -106,11 +106,11 @@ def test_budgets_are_bytes_or_shares(file, text, nbytes):
     assert saved(file, "--budget", text).budget_bytes == nbytes
 
 
-def test_what_if_is_planned_with_and_said(file, capsys):
+def test_what_ifs_are_planned_with_and_noted(file, capsys):
     what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB", graphs=2)
     arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--graphs", 2]
     planned = saved(file, *arguments, "--budget", "3.5GiB")
-    assert planned == Solver(what_if.of(MEASURED)).solve(7 * GIB // 2)
+    assert planned == Solver(what_if.applied_to(MEASURED)).solve(7 * GIB // 2)
     printed = capsys.readouterr().out
     for said in (
         "5 GB/s each way, not 10.0",
@@ -123,64 +123,63 @@ def test_what_if_is_planned_with_and_said(file, capsys):
         assert said in printed, said
 
 
-def test_what_ifs_change_what_they_say():
-    measured = dataclasses.replace(MEASURED, link=dataclasses.replace(MEASURED.link, out_duplex=5e9))
-    link = WhatIf(link=20).of(measured).link
-    assert (link.out, link.back, link.out_duplex, link.back_duplex) == (20e9, 20e9, 10e9, 20e9)
-    assert WhatIf(tokens=500).of(MEASURED) == WhatIf(scale=0.5).of(MEASURED) == MEASURED.scaled(500)
-    assert WhatIf(host_limit="1KiB").of(MEASURED).host_limit_bytes == 1024
-    assert WhatIf(reserve="1KiB").of(MEASURED).base_bytes == MEASURED.base_bytes + 1024
-    assert WhatIf(graphs=3).of(MEASURED).graphs == 3
-    assert WhatIf().of(MEASURED) == MEASURED
+def test_each_what_if_changes_its_figure():
+    link = WhatIf(link=20).applied_to(MEASURED).link
+    assert (link.out, link.back) == (20e9, 20e9)
+    assert WhatIf(tokens=500).applied_to(MEASURED) == WhatIf(scale=0.5).applied_to(MEASURED) == MEASURED.scaled(500)
+    assert WhatIf(host_limit="1KiB").applied_to(MEASURED).host_limit_bytes == 1024
+    assert WhatIf(reserve="1KiB").applied_to(MEASURED).base_bytes == MEASURED.base_bytes + 1024
+    assert WhatIf(graphs=3).applied_to(MEASURED).graphs == 3
+    assert WhatIf().applied_to(MEASURED) == MEASURED
     assert WhatIf(tokens=1000).notes(MEASURED) == WhatIf().notes(MEASURED) == []
 
 
 # -- time against memory -----------------------------------------------------------------------------------------------
 
 
-def test_the_front_is_a_table_and_a_picture(file, capsys):
-    picture = file.parent / "front.png"
-    assert run(file, "--front", "--points", 5, "--picture", picture) == 0
+def test_the_pareto_curve_is_a_table_and_a_picture(file, capsys):
+    picture = file.parent / "curve.png"
+    assert run(file, "--pareto", "--points", 5, "--picture", picture) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.match(r"\W*\d+\.\d+ GiB", line)]
     assert len(rows) == 5
     assert "1.000" in rows[-1]
     assert "4 keep" in rows[-1]
-    assert "only running again" in printed
-    assert "fetched ahead" not in printed  # of a plan, which nobody asked for
+    assert "only recomputing" in printed
+    assert "prefetch" not in printed  # of a plan, without --budget or --save
     assert matplotlib.image.imread(picture).std() > 0
 
 
-def test_a_plan_and_the_front_together(file, capsys):
+def test_a_plan_and_the_pareto_curve_together(file, capsys):
     assert run(file, "--front", "--points", 2, "--budget", MIDDLE) == 0
     printed = capsys.readouterr().out
     assert "x plain" in printed
     assert str(Solver(MEASURED).solve(MIDDLE)) in printed
 
 
-def test_no_other_way_is_faster_than_the_plan():
-    ways = Ways.of(MEASURED)
-    rows = ways.rows(6)
+def test_no_restricted_plan_is_faster():
+    solvers = Solvers.of(MEASURED)
+    rows = solvers.rows(6)
     assert rows[0].budget_bytes == LEAST
     for row in rows:
-        others = [seconds for seconds in (row.only_moving_s, row.only_again_s) if seconds is not None]
+        others = [seconds for seconds in (row.only_moving_s, row.only_recomputing_s) if seconds is not None]
         assert all(row.step_s <= seconds * 1.01 for seconds in others)
         assert row.peak_bytes <= row.budget_bytes
-    assert (rows[-1].moved_bytes, rows[-1].again_s, rows[-1].does) == (0, 0.0, "4 keep")
-    assert any(row.again_s > 0 for row in rows)
+    assert (rows[-1].moved_bytes, rows[-1].recompute_s, rows[-1].actions) == (0, 0.0, "4 keep")
+    assert any(row.recompute_s > 0 for row in rows)
 
 
-def test_the_other_ways_do_what_they_say():
-    ways = Ways.of(MEASURED)
-    for budget, step_s in ways.only_again(5):
-        planned = ways.again.solve(budget)
+def test_restricted_plans_only_move_or_only_recompute():
+    solvers = Solvers.of(MEASURED)
+    for budget, step_s in solvers.only_recomputing(5):
+        planned = solvers.recomputing.solve(budget)
         assert planned.predicted.step_s == step_s
         assert planned.predicted.moved_bytes == 0
-    for budget, step_s in ways.only_moving(5):
-        planned = ways.solver.solve(budget, only_moves=True)
+    for budget, step_s in solvers.only_moving(5):
+        planned = solvers.solver.solve(budget, only_moves=True)
         assert planned.predicted.step_s == step_s
-        assert again_s(MEASURED, planned) == 0
-    assert len(ways.only_again(5)) == len(ways.only_moving(5)) == 5
+        assert recompute_s(MEASURED, planned) == 0
+    assert len(solvers.only_recomputing(5)) == len(solvers.only_moving(5)) == 5
 
 
 # -- from a model ------------------------------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ def test_a_model_is_measured(here, capsys):
     assert "layers.0" in capsys.readouterr().out
     measured = Profile.load("new.json")
     assert [region.name for region in measured.regions] == ["layers.0", "layers.1", "layers.2"]
-    assert measured.has_second_runs
+    assert measured.has_recomputation
     assert run("new.json") == 0
 
 
@@ -205,7 +204,7 @@ def test_a_script_runs_until_its_profile_is_there(here, capfd):
     assert [line for line in printed.out.splitlines() if line.startswith("step")] == [f"step {k}" for k in range(4)]
     assert "this run ends here" in printed.err
     assert "layers.0" in printed.out
-    assert Profile.load("new.json").has_second_runs
+    assert Profile.load("new.json").has_recomputation
 
 
 @pytest.mark.parametrize(
@@ -218,16 +217,16 @@ def test_a_script_without_a_profile(here, how, said, capfd):
     assert re.search(said, capfd.readouterr().err)
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- wrong options ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "write one of: the file of a profile"),
         (["{file}", "--model", "mine:model"], "write one of: the file of a profile"),
         (["nowhere.json"], "nowhere.json cannot be read"),
-        (["mine.py"], "is no profile that ebbtide has written"),
+        (["mine.py"], "is not an ebbtide profile file"),
         (["{file}", "--budget", "40 parsecs"], "budget='40 parsecs' is not a size"),
         (["{file}", "--budget", "1.5"], "between 0 and 1"),
         (["{unknown}", "--budget", "1"], "does not say how much memory its device has"),
@@ -263,22 +262,22 @@ def test_a_script_without_a_profile(here, how, said, capfd):
         (["--script", "nowhere.py"], "there is no such file"),
     ],
 )
-def test_what_cannot_be_is_said(here, file, arguments, said, capsys):
+def test_wrong_options_are_named(here, file, arguments, message, capsys):
     dataclasses.replace(MEASURED, device_bytes=None, tokens=0).save("unknown.json")
     assert run(*(argument.format(file=file, unknown="unknown.json") for argument in arguments)) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert message in printed.err
     assert "Traceback" not in printed.err + printed.out
 
 
 @pytest.mark.parametrize("nbytes", [1, 700 * MIB, GIB, 38 * GIB + 1, 123456 * GIB + GIB // 3, 10**6 * GIB + 1, 10**19])
-def test_what_is_proposed_can_be_written(nbytes):
+def test_a_proposed_budget_can_be_written(nbytes):
     proposed = parse_bytes(as_budget(nbytes), "budget")
     assert nbytes <= proposed <= nbytes + max(MIB, GIB // 10)
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(38 * GIB, "38GiB"), (38 * GIB + 1, "38.1GiB"), (MIB + 1, "2MiB")])
-def test_what_is_proposed_is_short(nbytes, text):
+def test_a_proposed_budget_is_short(nbytes, text):
     assert as_budget(nbytes) == text
 
 
@@ -287,25 +286,25 @@ def test_missing_extra_names_the_install_line(file, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(file, "--picture", file.parent / "front.png") == 2
+    assert run(file, "--picture", file.parent / "curve.png") == 2
     assert "needs matplotlib. Install it with: pip install 'ebbtide[cli]'" in capsys.readouterr().err
 
 
-def test_what_a_users_module_lacks_is_not_hidden(here):
+def test_a_package_missing_in_a_users_module_is_not_hidden(here):
     (here / "mine.py").write_text("import something_else_that_is_missing\n")
     with pytest.raises(ModuleNotFoundError, match="something_else"):
         run("--model", "mine:model", "--batch", "mine:example")
 
 
 @pytest.mark.parametrize(
-    ("more", "says"), [((), False), (("--budget", "1TiB"), True), (("--front", "--points", "2"), True)]
+    ("more", "notes"), [((), False), (("--budget", "1TiB"), True), (("--front", "--points", "2"), True)]
 )
-def test_a_profile_that_knows_no_second_runs_says_so(more, says, tmp_path, capsys):
-    regions = [dataclasses.replace(region, again_s=0.0) for region in layers(4)]
+def test_a_profile_without_recomputation_is_noted(more, notes, tmp_path, capsys):
+    regions = [dataclasses.replace(region, recompute_s=0.0) for region in layers(4)]
     step = profile(*regions)
     step.save(tmp_path / "kept.json")
     run(tmp_path / "kept.json", *more)
-    assert ("measured without a budget" in capsys.readouterr().out) == says
+    assert ("measured without a budget" in capsys.readouterr().out) == notes
 
 
 RECORDED = sorted((Path(__file__).parents[2] / "benchmarks/results/profiles").glob("*.json"))
@@ -313,6 +312,6 @@ RECORDED = sorted((Path(__file__).parents[2] / "benchmarks/results/profiles").gl
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_the_recorded_profiles_can_be_planned_from(path, capsys):
-    """The README has people try them."""
+    """As in the README."""
     assert run(path, "--budget", "0.8") == 0
     assert "plan within" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What TRL and torchtune document of their contexts, held to an un-offloaded twin, and what theirs cannot do."""
+"""The documented behaviour of TRL's and torchtune's contexts against an un-offloaded twin, and more."""
 
 import copy
 import gc
@@ -13,16 +13,16 @@ from trl.models import activation_offloading
 
 import ebbtide
 from ebbtide import Count, EbbtideWarning, ForeignAttributeError, ModifiedError
+from ebbtide._types import Reason
 from ebbtide._utils.torch_private import top_pack_hook
 from ebbtide.compat import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager, torchtune
-from ebbtide.types import Reason
 
 WIDTH = 32
 
 
 @pytest.fixture(autouse=True)
 def moves_on_the_cpu(monkeypatch):
-    """Without an accelerator the contexts do nothing of themselves."""
+    """Without an accelerator the contexts move nothing by default."""
     monkeypatch.setattr(OffloadActivations, "settings", {"store": "mock"})
 
 
@@ -76,7 +76,7 @@ def test_entered_for_every_step_gradients_are_the_same(checkpoints, is_backward_
 
 
 def test_two_forwards_before_a_backward_do_not_mix():
-    """The originals number saves anew at each entry, and compute the first gradients from the second's."""
+    """The originals number saved tensors anew at each entry, and mix up two forwards."""
     model = Net()
     context = OffloadActivations()
     with context:
@@ -98,7 +98,7 @@ def test_a_graph_that_is_kept_runs_backward_twice():
 
 
 def test_a_view_outlives_the_node_that_saved_it():
-    """Of a square, backward hands a view of what was saved to whoever asks."""
+    """The backward of a square passes on a view of the saved tensor."""
     kept = []
 
     class Keeping(torch.autograd.Function):
@@ -142,7 +142,7 @@ def test_a_save_that_is_changed_in_place_raises():
         z.sum().backward()
 
 
-def test_what_is_smaller_stays():
+def test_smaller_tensors_stay():
     model = Net()
     context = OffloadActivations(min_offload_size=10**9)
     with pytest.warns(EbbtideWarning, match="moved nothing"), context:
@@ -150,7 +150,7 @@ def test_what_is_smaller_stays():
     assert context.stats().parcels.count == 0
 
 
-def test_saves_inside_of_the_other_context_stay_and_are_checked():
+def test_tensors_saved_inside_of_the_other_context_stay_and_are_checked():
     x = batch().requires_grad_()
     context = OffloadActivations()
     before = context.stats().parcels.count
@@ -158,7 +158,7 @@ def test_saves_inside_of_the_other_context_stay_and_are_checked():
         with NoOpManager():
             y = (x * 3).exp()
         z = y.sin()
-    assert context.stats().parcels.count == before + 1  # what sin saves
+    assert context.stats().parcels.count == before + 1  # saved by sin
     (grad,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
     twin = batch().requires_grad_()
     (expected,) = torch.autograd.grad((twin * 3).exp().sin().sum(), twin)
@@ -175,7 +175,7 @@ def test_saves_inside_of_the_other_context_stay_and_are_checked():
 
 @pytest.fixture
 def trls(monkeypatch):
-    """TRL's own context, which wants an accelerator to be there."""
+    """TRL's own context, which needs an accelerator."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     return activation_offloading.OffloadActivations(min_offload_size=77, max_fwd_stash_size=3)
 
@@ -183,7 +183,7 @@ def trls(monkeypatch):
 CONTEXTS = [OffloadActivations, torchtune.OffloadActivations]
 
 
-def test_every_attribute_of_trls_answers_or_says_what_to_use(trls):
+def test_every_attribute_of_trls_answers_or_names_the_replacement(trls):
     context = OffloadActivations(min_offload_size=77, max_fwd_stash_size=3)
     names = [name for name in vars(trls) if not name.startswith("_")]
     assert {"use_streams", "tracker", "pack_hook", "unpack_hook"} <= set(names)
@@ -223,7 +223,7 @@ def test_attributes_of_the_originals(kind):
 
 
 class Headed(nn.Module):
-    """Its head is the only one that saves what nobody else does."""
+    """Only the head saves a tensor of its own."""
 
     def __init__(self, path):
         super().__init__()
@@ -251,14 +251,14 @@ def moved_by(model, context):
 @pytest.mark.parametrize(
     "path", ["output", "lm_head", "decoder.output", "decoder.lm_head", "final_layer_norm", "ln_f", "head", "score"]
 )
-def test_what_the_head_saves_stays(path):
+def test_tensors_saved_by_the_head_stay(path):
     assert moved_by(Headed(path), OffloadActivations(min_offload_size=1)) == 2  # the layer's input, and its output
     model = Headed(path)
     assert moved_by(model, get_act_offloading_ctx_manager(model, min_offload_size=1)) == 1
 
 
 def test_something_else_of_that_name_is_not_taken_for_the_head():
-    """The originals stop looking there."""
+    """The originals end the search at such a head."""
     model = Headed("lm_head")
     model.output = "logits"
     assert moved_by(model, get_act_offloading_ctx_manager(model, min_offload_size=1)) == 1
@@ -279,7 +279,7 @@ def test_a_head_in_ddp_or_peft_is_found():
     assert len(adapted.base_model.output._forward_pre_hooks) == 1
 
 
-def test_a_model_without_a_head_is_told_of():
+def test_a_model_without_a_head_warns():
     with pytest.warns(EbbtideWarning, match="no output head was found in Sequential"):
         get_act_offloading_ctx_manager(nn.Sequential(nn.Linear(2, 2)))
     get_act_offloading_ctx_manager(nn.Sequential(nn.Linear(2, 2)), warn_if_no_head=False)
@@ -340,7 +340,7 @@ def test_a_stash_below_one_is_an_error(make, size):
         make(max_fwd_stash_size=size)
 
 
-def test_pageable_memory_is_told_of():
+def test_pageable_memory_warns():
     with pytest.warns(EbbtideWarning, match="use_pin_memory=False is not followed"):
         OffloadActivations(use_pin_memory=False)
 
@@ -374,16 +374,16 @@ def test_without_streams_nothing_is_ahead():
     assert context._context._config.prefetch_bytes == 1
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_parameters_stay_whether_they_are_told_of_or_not(is_told):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_parameters_stay_with_and_without_update_model_params(is_known):
     model = Net()
     context = OffloadActivations(min_offload_size=1)
-    if is_told:
+    if is_known:
         context.update_model_params(model)
     before = context.stats().kept.get(Reason.PARAMETER, Count()).count
     with context:
         model(batch()).backward()
-    assert context.stats().kept[Reason.PARAMETER].count >= before + 3  # what the later layers' products save
+    assert context.stats().kept[Reason.PARAMETER].count >= before + 3  # saved by the products of later layers
     assert same(grads(model), plain_grads())
 
 
@@ -400,7 +400,7 @@ def test_it_decorates_a_step():
 
 
 class Normed(nn.Module):
-    """A layer with one of Liger's modules in it, by its name."""
+    """A layer with a module of Liger, by name."""
 
     def __init__(self):
         super().__init__()
@@ -418,8 +418,8 @@ def net_of_normed():
 
 
 @pytest.mark.parametrize("where", ["in the context", "behind it", "in another thread"])
-def test_a_module_that_keeps_its_saves_inside_of_a_checkpoint_leaves_them_to_it(where):
-    """The layer runs again in the thread that backward runs in: a device's, on an accelerator."""
+def test_a_module_that_keeps_tensors_inside_of_a_checkpoint_leaves_them_to_the_checkpoint(where):
+    """The layer is recomputed in the thread of backward: on an accelerator, a thread of the device."""
     torch.manual_seed(1)
     model = net_of_normed()
     model(batch()).backward()
@@ -451,7 +451,7 @@ def test_an_interrupt_inside_of_the_head_leaves_nothing_on():
     model(batch()).backward()
     assert context.stats().parcels.count == before
     assert same(grads(model), plain_grads())
-    with context:  # and the head's saves stay as before
+    with context:  # and the tensors saved by the head stay as before
         model(batch()).backward()
     assert top_pack_hook() is None
 
@@ -467,12 +467,12 @@ def test_on_a_machine_without_an_accelerator_nothing_happens(monkeypatch):
     context = get_act_offloading_ctx_manager(model)
     with pytest.warns(
         EbbtideWarning, match="OffloadActivations moves nothing: this machine has no accelerator"
-    ) as told:
+    ) as caught:
         for _ in range(2):
             model.zero_grad()
             with context:
                 model(batch()).backward()
-    assert len(told) == 1
+    assert len(caught) == 1
     assert context.stats().parcels.count == 0
     assert same(grads(model), plain_grads())
 

@@ -1,4 +1,4 @@
-"""Trainers' own scripts, unmodified, with ours in the place of theirs; against the real packages."""
+"""Unmodified scripts of trainers with ebbtide's replacements, against the real packages."""
 
 import importlib.util
 import subprocess
@@ -17,7 +17,7 @@ from ebbtide.compat import OffloadActivations
 
 @pytest.fixture(autouse=True)
 def moves_on_the_cpu(monkeypatch):
-    """Without an accelerator ours do nothing of themselves."""
+    """Without an accelerator the replacements move nothing by default."""
     monkeypatch.setattr(OffloadActivations, "settings", {"store": "mock"})
 
 
@@ -110,9 +110,9 @@ def test_trls_trainers_compute_the_same_and_move(installed, tmp_path, make, chec
 
 
 @pytest.mark.parametrize("has_accelerator", [False, True])
-def test_where_nothing_can_move_install_says_so(monkeypatch, has_accelerator):
+def test_install_warns_if_nothing_can_move(monkeypatch, has_accelerator):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
-    compat.install("trl").remove()  # with a store for the CPU there is nothing to say
+    compat.install("trl").remove()  # no warning with a store for the CPU
     monkeypatch.setattr(OffloadActivations, "settings", {})
     if has_accelerator:
         compat.install("trl").remove()
@@ -145,7 +145,7 @@ def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():
         del sys.modules["a_users_script"]
 
 
-def test_ours_stays_until_the_last_install_is_removed():
+def test_replacements_stay_until_the_last_install_is_removed():
     from trl.models import activation_offloading as home
 
     theirs = home.OffloadActivations
@@ -160,7 +160,7 @@ def test_ours_stays_until_the_last_install_is_removed():
     assert home.OffloadActivations is theirs
 
 
-def test_trainers_that_are_imported_afterwards_find_ours():
+def test_trainers_imported_afterwards_get_the_replacements():
     code = """
 import ebbtide.compat
 ebbtide.compat.install("trl")
@@ -196,5 +196,5 @@ def test_a_version_without_the_names_is_an_error(monkeypatch):
 
 
 def test_languages_differ():
-    """Else all rows would be one, and a trainer that mixes them up would go unnoticed."""
+    """Equal rows would hide a trainer that mixes rows up."""
     assert len(set(LANGUAGES)) == len(LANGUAGES) > 8

@@ -1,4 +1,4 @@
-"""A handle that plans for itself: the first steps are watched, the others go by the plan, and all equal the twin's."""
+"""A handle that plans by itself: the first steps are measured, later steps have a plan, and all equal the twin's."""
 
 import dataclasses
 import gc
@@ -79,7 +79,7 @@ def follow(model, steps=8, rows=lambda k: ROWS):
     handle = model.__dict__["_ebbtide_handle"]
     for k in range(steps):
         assert_equal(step(model, k, rows(k)), step(twin, k, rows(k)))
-        phases.append(handle._control.phase)
+        phases.append(handle._planning.controller.phase)
     return phases
 
 
@@ -87,8 +87,8 @@ def a_large_budget():
     return psutil.Process().memory_info().rss + 2**34
 
 
-def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all_again(monkeypatch):
-    """As if the device had a queue. Nothing is timed apart from the step then."""
+def test_the_preparation_of_a_region_is_timed_in_the_step_that_recomputes_all(monkeypatch):
+    """As if the device were asynchronous. Nothing is timed outside of the step."""
     monkeypatch.setattr("ebbtide._devices.cpu.CpuDevice.is_async", True)
     monkeypatch.setattr("ebbtide._profiling.launch_overhead._timed_unit_s", lambda: pytest.fail("timed apart"))
     model = make()
@@ -96,7 +96,7 @@ def test_what_a_host_takes_to_prepare_a_region_is_seen_in_the_step_that_runs_all
     follow(model)
     host = handle.profile.host
     # How these compare with `frame_s` is tested by hands that are set: by the clock a busy host takes it for a graph's.
-    assert host.held_s > host.op_s > 0
+    assert host.saved_output_s > host.op_s > 0
     assert all(times.forward_s > 0 and times.ops > 0 for times in host.regions)
 
 
@@ -112,7 +112,7 @@ class Growing(Stack):
 
 
 @pytest.mark.parametrize(("settings", "action"), [({"budget": "64GiB"}, "recompute"), ({}, None)])
-def test_regions_that_no_watched_step_came_by_need_the_least_within_a_budget(settings, action):
+def test_regions_entered_by_no_measured_step_need_the_least_within_a_budget(settings, action):
     torch.manual_seed(0)
     model = Growing(4)
     handle = ebbtide.offload(model, **settings, **SETTINGS)
@@ -164,11 +164,13 @@ def test_a_profile_of_other_settings_is_refused():
 
 
 @pytest.mark.parametrize(("is_behind", "holds"), [(False, 2), (True, 1)])
-def test_compute_is_held_back_where_the_first_region_begins_unless_it_has_more_to_do(monkeypatch, is_behind, holds):
-    """And where backward does. Compute that is behind has not come by the step's beginning yet."""
+def test_compute_spins_before_the_first_region_unless_it_has_more_to_do(monkeypatch, is_behind, holds):
+    """And before backward. Compute that is behind has not reached the beginning of the step."""
     held = []
     device = "ebbtide._devices.cpu.CpuDevice"
-    monkeypatch.setattr(f"{device}.hold", lambda self, stream, seconds: held.append((handle._control.phase, seconds)))
+    monkeypatch.setattr(
+        f"{device}.spin", lambda self, stream, seconds: held.append((handle._planning.controller.phase, seconds))
+    )
     if is_behind:
         is_done = CpuDevice.is_done
         monkeypatch.setattr(f"{device}.is_done", lambda self, event: not _in_forward() and is_done(self, event))
@@ -183,7 +185,7 @@ def _in_forward():
 
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"budget": 1.0}])
-def test_the_first_steps_are_watched_and_all_equal_the_twin(settings):
+def test_the_first_steps_are_measured_and_all_equal_the_twin(settings):
     model = make()
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     phases = follow(model)
@@ -201,24 +203,30 @@ def test_a_profile_says_what_the_regions_save():
     assert profile.tokens == ROWS * WIDTH
     for region in profile.regions:
         # x for the norm, its output for the first product, that one's for gelu, and gelu's for the second.
-        assert sum(save.nbytes for save in region.saves if save.nbytes >= 2**14) == ROWS * WIDTH * 4 * (1 + 1 + 4 + 4)
+        assert sum(save.nbytes for save in region.saved_tensors if save.nbytes >= 2**14) == ROWS * WIDTH * 4 * (
+            1 + 1 + 4 + 4
+        )
         assert [save.nbytes for save in region.inputs] == [ROWS * WIDTH * 4]
-        assert [dear.nbytes for dear in region.dear] == [ROWS * WIDTH * 4 * 4]  # the second product is never run again
+        assert [dear.nbytes for dear in region.expensive_ops] == [
+            ROWS * WIDTH * 4 * 4
+        ]  # the second product is never recomputed
         assert region.forward_s > 0
-        assert region.again_s > 0
+        assert region.recompute_s > 0
         assert region.backward_s > 0
     assert profile.base["parameters"] == sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_what_a_profile_says_of_kept_regions_is_what_it_says_of_regions_that_run_again():
+def test_kept_regions_and_recomputed_regions_have_one_profile():
     kept, again = make(), make()
     ebbtide.offload(kept, **SETTINGS)
     ebbtide.offload(again, budget=a_large_budget(), **SETTINGS)
     for model in (kept, again):
         follow(model, 5)
     profiles = [model.__dict__["_ebbtide_handle"].profile for model in (kept, again)]
-    saves = [[[(s.index, s.nbytes) for s in region.saves] for region in profile.regions] for profile in profiles]
-    assert saves[0][1:] == saves[1][1:]  # what the first region is given, its caller holds
+    saves = [
+        [[(s.index, s.nbytes) for s in region.saved_tensors] for region in profile.regions] for profile in profiles
+    ]
+    assert saves[0][1:] == saves[1][1:]  # the caller holds the input of the first region
 
 
 class Again(Stack):
@@ -247,7 +255,7 @@ def test_gradients_are_there_before_a_step_or_made_in_it():
     handle = ebbtide.offload(model, **SETTINGS)
     for k in range(4):
         if k % 2 == 0:
-            model.zero_grad()  # the third step is watched for details, and what is said of it asked in the fourth
+            model.zero_grad()  # details are recorded in the third step, and read in the fourth
         model(batch(k)).backward()
     nbytes = 4 * sum(p.numel() for p in model.parameters())
     assert handle.profile.base["gradients"] == 0
@@ -262,19 +270,19 @@ class Twice(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        y = self.inner(x).exp()  # exp saves its result,
+        y = self.inner(x).exp()  # exp saves the result,
         return y.sin() + y * y  # and so do sin, and the product twice
 
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
-def test_saves_of_one_memory_travel_together_or_not_at_all(settings):
+def test_saved_tensors_of_one_memory_travel_together_or_not_at_all(settings):
     model = nn.Sequential(Twice(), Twice())
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     for k in range(5):
         model(batch(k)).sum().backward()
     for region in handle.profile.regions[1:]:
-        owner = next(save for save in region.saves if save.nbytes > 0 and save.shares == -1 and save.index > 0)
-        sharing = [save.index for save in region.saves if save.shares == owner.index]
+        owner = next(save for save in region.saved_tensors if save.nbytes > 0 and save.shares == -1 and save.index > 0)
+        sharing = [save.index for save in region.saved_tensors if save.shares == owner.index]
         assert len(sharing) == 3
         for option in options_of(region):
             sites = option.recipe.sites
@@ -282,7 +290,7 @@ def test_saves_of_one_memory_travel_together_or_not_at_all(settings):
                 assert set(sharing) <= set(sites)
 
 
-def test_with_a_profile_the_first_step_goes_by_a_plan(tmp_path):
+def test_with_a_profile_the_first_step_has_a_plan(tmp_path):
     model = make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
     follow(model, 5)
@@ -314,15 +322,15 @@ def test_a_budget_that_nothing_fits_says_what_would():
         follow(model, 5)
 
 
-def test_batches_of_other_sizes_go_by_plans_of_their_own():
+def test_batches_of_other_sizes_have_plans_of_their_own():
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
     planned_for = set()
     for k in range(12):
         rows = ROWS if k < 5 else (64, 200, 256, 512)[k % 4]
         assert_equal(step(model, k, rows), step(twin, k, rows))
-        planned_for |= {handle._control.upkeep.tokens} if k > 3 else set()
-    assert handle._control.phase is Phase.PLANNED
+        planned_for |= {handle._planning.controller.tuner.tokens} if k > 3 else set()
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert len(planned_for) == 4
     assert {64 * WIDTH, 256 * WIDTH, 512 * WIDTH} < planned_for
 
@@ -375,38 +383,38 @@ def test_a_plan_that_does_not_fit_is_one_error_and_training_may_go_on():
             continue
         assert_equal(ours, step(twin, k))
     assert errors == 1
-    assert handle._control.phase is Phase.GAVE_UP
+    assert handle._planning.controller.phase is Phase.GAVE_UP
 
 
-def test_sizes_that_take_turns_are_not_planned_for_again_and_again():
+def test_alternating_sizes_are_not_planned_for_again_and_again():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     follow(model, 60, rows=lambda k: ROWS if k % 10 < 5 else 2 * ROWS)
-    assert handle._control.upkeep._replans <= 8
+    assert handle._planning.controller.tuner._replans <= 8
 
 
 @pytest.mark.parametrize(
-    ("settings", "does"), [({}, "moves nothing"), ({"budget": "64GiB"}, "runs every region again")]
+    ("settings", "does"), [({}, "moves nothing"), ({"budget": "64GiB"}, "recomputes every region")]
 )
-def test_a_capture_before_there_is_a_plan_is_told_of_once(monkeypatch, settings, does):
-    """A CPU captures nothing: it is said to, for two of the first steps."""
+def test_a_capture_before_there_is_a_plan_warns_once(monkeypatch, settings, does):
+    """A CPU captures nothing: two of the first steps are marked as captured."""
     model = make()
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(handle, "engine", lambda: None)
-        patch.setattr(handle, "is_captured", lambda: True)
-        with pytest.warns(ebbtide.EbbtideWarning, match=f"{does} whenever it is replayed") as told:
+        patch.setattr(handle._attachment, "engine", lambda: None)
+        patch.setattr(handle._attachment, "is_captured", lambda: True)
+        with pytest.warns(ebbtide.EbbtideWarning, match=f"{does} in every replay") as told:
             step(model, 0)
             step(model, 1)
     assert len(told) == 1
     for k in range(6):
         step(model, k)
-    assert handle.profile is not None  # it goes on behind the capture
+    assert handle.profile is not None  # measuring goes on after the capture
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(handle, "engine", lambda: None)
-        monkeypatch.setattr(handle, "is_captured", lambda: True)
-        step(model, 9)  # by a plan: there is nothing to tell
+        monkeypatch.setattr(handle._attachment, "engine", lambda: None)
+        monkeypatch.setattr(handle._attachment, "is_captured", lambda: True)
+        step(model, 9)  # by a plan: no reason to warn
 
 
 def test_forwards_without_backward_do_not_hold_the_plan_up():
@@ -417,7 +425,7 @@ def test_forwards_without_backward_do_not_hold_the_plan_up():
         with torch.no_grad():
             model(batch(k))
         assert_equal(step(model, k), step(twin, k))
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert handle.profile.graphs == 1
 
 
@@ -434,12 +442,12 @@ def test_accumulated_and_interleaved_backwards_equal_the_twin():
 
     for k in range(8):
         assert_equal(two(model, k), two(twin, k))
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert handle.profile.graphs == 2
 
 
 class Exhausted(nn.Module):
-    """A block whose device has no memory left, when told."""
+    """A block that runs out of memory on demand."""
 
     def __init__(self):
         super().__init__()
@@ -466,17 +474,17 @@ def said_when_out_of_memory(model):
 @pytest.mark.parametrize("on_oom", ["raise", "replan"])
 @pytest.mark.parametrize("steps_before", [3, 5])
 def test_out_of_memory_says_what_was_planned_and_goes_on(steps_before, on_oom):
-    """Also in the first step that goes by a plan: it is the first one that keeps more than it has to."""
+    """Also in the first planned step, the first step that keeps more than necessary."""
     torch.manual_seed(0)
     model = nn.Sequential(Exhausted(), Exhausted())
     handle = ebbtide.offload(model, budget=a_large_budget(), on_oom=on_oom, **SETTINGS)
     for _ in range(steps_before):
         model(batch(0)).sum().backward()
-    before = handle._control.budget_bytes
+    before = handle._planning.controller.budget_bytes
     model[1].is_exhausted = True
     assert "was predicted for a budget of" in said_when_out_of_memory(model)
     model[1].is_exhausted = False
-    assert (handle._control.budget_bytes < before) == (on_oom == "replan")
+    assert (handle._planning.controller.budget_bytes < before) == (on_oom == "replan")
     model(batch(0)).sum().backward()
 
 
@@ -492,7 +500,7 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_ranks_come_to_a_plan_however_many_forwards_a_step_has(forwards, monkeypatch):
-    monkeypatch.setattr("ebbtide._offload.agreement", lambda group, what: lambda mine: [mine])
+    monkeypatch.setattr("ebbtide._model.planning.agreement", lambda group, what: lambda mine: [mine])
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
 
@@ -503,7 +511,7 @@ def test_ranks_come_to_a_plan_however_many_forwards_a_step_has(forwards, monkeyp
 
     for k in range(14):
         assert_equal(accumulated(model, k), accumulated(twin, k))
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 2**40])
@@ -519,13 +527,13 @@ def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
 
     for k in range(12):
         assert_equal(together(model, k), together(twin, k))
-    assert handle._control.phase is Phase.PLANNED
-    assert handle._control.upkeep._replans == 0
+    assert handle._planning.controller.phase is Phase.PLANNED
+    assert handle._planning.controller.tuner._replans == 0
     assert handle.profile.graphs == 2
 
 
 @pytest.mark.parametrize(("most", "count"), [(2, 2), (26, 26), (4, 6), (8, 9)])
-def test_graphs_under_way_are_counted(most, count):
+def test_graphs_in_flight_are_counted(most, count):
     """`count` forwards a step, `most` of them before a backward."""
     model = make(2)
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
@@ -537,7 +545,7 @@ def test_graphs_under_way_are_counted(most, count):
                 waiting.pop(0).backward()
         for loss in waiting:
             loss.backward()
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert handle.profile.graphs == most
 
 
@@ -561,25 +569,25 @@ def test_what_a_block_saves_outside_of_its_planned_parts_stays():
     seen = set()
     handle.subscribe(lambda event: seen.add(event.site.split("#")[0]))
     follow(model, 8)
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert seen <= {f"layers.{k}.up" for k in range(3)}
-    # gelu's input and output, and what the next norm is given; the last region's is around all of them.
+    # Input and output of gelu, and the input of the next norm; the last region's belongs to no region.
     tensor = ROWS * WIDTH * 4
-    behind = [region.behind_bytes for region in handle.profile.regions]
+    behind = [region.after_bytes for region in handle.profile.regions]
     assert behind[:-1] == [behind[0]] * 2
     assert behind[0] == pytest.approx((4 + 4 + 1) * tensor, rel=0.02)  # norms save a few numbers for each row
     assert behind[-1] == 0
 
 
-def test_a_view_of_what_a_region_is_given_is_one_of_its_saves():
-    """In its second run that is a view of a leaf, as the views of parameters are."""
+def test_a_view_of_a_region_input_is_a_saved_tensor():
+    """During recomputation a view of a leaf, as views of parameters are."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model.add_module("part", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
     handle = ebbtide.offload(model, budget=a_large_budget(), regions=["part"], **SETTINGS)
     for _ in range(4):
         model(torch.randn(2, ROWS, WIDTH)).sum().backward()
     (region,) = handle.profile.regions
-    assert [save.nbytes for save in region.saves] == [2 * ROWS * WIDTH * 4] * 2
+    assert [save.nbytes for save in region.saved_tensors] == [2 * ROWS * WIDTH * 4] * 2
 
 
 @pytest.mark.parametrize("names", ["layers.[01]", ["layers.0", "layers.1"], ("layers.[01]",)])
@@ -598,14 +606,14 @@ def test_no_regions_are_none_to_refuse():
         assert handle.recipes == {}
 
 
-def test_regions_that_no_step_comes_by_are_given_up_on():
+def test_regions_that_no_step_enters_are_given_up_on():
     model = Stack()
     model.unused = nn.Linear(8, 8)
     handle = ebbtide.offload(model, regions=["unused"], **SETTINGS)
     with pytest.warns(ebbtide.EbbtideWarning, match="no plan was made"):
         for k in range(20):
             step(model, k)
-    assert handle._control.phase is Phase.GAVE_UP
+    assert handle._planning.controller.phase is Phase.GAVE_UP
 
 
 @pytest.mark.parametrize(
@@ -655,10 +663,10 @@ def test_ranks_plan_from_the_slowest_of_their_profiles():
     slow = mine.refitted(2.0, 3.0)
     agreed = agreed_profile([mine, slow])
     assert agreed.plain_s == pytest.approx(slow.plain_s)
-    assert agreed.regions[0].saves == slow.regions[0].saves
+    assert agreed.regions[0].saved_tensors == slow.regions[0].saved_tensors
 
 
-def test_a_profile_that_knows_no_second_runs_serves_no_budget():
+def test_a_profile_without_recomputation_serves_no_budget():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     follow(model, 5)
@@ -677,7 +685,7 @@ class CallsItself(Stack):
         return self(x, is_step=False) if is_step else super().forward(x)
 
 
-def test_a_module_that_calls_itself_is_watched_as_one_step():
+def test_a_module_that_calls_itself_is_measured_as_one_step():
     torch.manual_seed(0)
     model = CallsItself(3)
     ebbtide.offload(model, **SETTINGS)

@@ -1,4 +1,4 @@
-"""What the device object of an accelerator decides itself. (What needs a GPU to run is in tests/gpu.)"""
+"""Decisions of the device object of an accelerator. (Tests on a GPU are in tests/gpu.)"""
 
 import threading
 import weakref
@@ -8,7 +8,7 @@ import pytest
 from ebbtide._devices.accelerator import AcceleratorDevice, CapturedDevice, EventPool
 from ebbtide._devices.cpu import HostEvent
 from ebbtide._errors import StoreError
-from ebbtide.types import Wait
+from ebbtide._types import Wait
 
 
 class Event:
@@ -33,7 +33,7 @@ class Stream:
 
 @pytest.fixture
 def device():
-    return object.__new__(AcceleratorDevice)  # making a real one needs a GPU
+    return object.__new__(AcceleratorDevice)  # __init__ needs a GPU
 
 
 @pytest.mark.parametrize("has_passed", [True, False])
@@ -55,7 +55,7 @@ def test_an_event_that_passes_later_is_waited_for(device):
     assert stream.waits == [event]
 
 
-def test_a_copy_that_failed_is_told_however_often_it_was_asked(device):
+def test_a_failed_copy_raises_also_after_queries(device):
     event, stream = HostEvent(), Stream()
     event.finish(error=OSError("broken"))
     assert device.is_done(event)
@@ -64,13 +64,13 @@ def test_a_copy_that_failed_is_told_however_often_it_was_asked(device):
     assert stream.waits == []
 
 
-def test_an_event_that_nobody_holds_is_recorded_again():
+def test_an_event_without_references_is_recorded_again():
     pool = EventPool(Event, age=4)
     made = {id(pool.take()) for _ in range(4)}
     assert {id(pool.take()) for _ in range(40)} <= made
 
 
-def test_an_event_that_somebody_holds_is_never_recorded_again():
+def test_an_event_with_references_is_never_recorded_again():
     pool = EventPool(Event, age=4)
     held = [pool.take() for _ in range(3)]
     taken = [id(pool.take()) for _ in range(40)]
@@ -78,7 +78,7 @@ def test_an_event_that_somebody_holds_is_never_recorded_again():
     assert len(set(taken)) <= 4
 
 
-def test_a_device_holds_what_it_saw_pass(device):
+def test_a_device_holds_the_event_seen_to_have_passed(device):
     device._events = EventPool(Event, age=2)
     event = device.record("lane")
     event.has_passed = True

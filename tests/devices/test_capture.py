@@ -1,4 +1,4 @@
-"""devices/capture.py and the captured view of a GPU, as far as they can be tested without one."""
+"""The number of a capture and the captured view of a GPU, tested without a GPU."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import torch
 
 from ebbtide._devices import accelerator, capture
 from ebbtide._devices.accelerator import AcceleratorDevice, CapturedDevice
-from ebbtide.types import Device
+from ebbtide._types import Device
 
 NONE, ACTIVE, INVALIDATED = range(3)
 
@@ -26,7 +26,7 @@ class Driver:
 
 
 class Stream(int):
-    """A stream that is its own handle."""
+    """A stream with its number as handle."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def driver(monkeypatch):
 
 
 def gpu(monkeypatch, current: Stream, kind=AcceleratorDevice, **attributes):
-    """A device object whose stream is `current`; making a real one needs a GPU."""
+    """A device object with the stream `current`; __init__ needs a GPU."""
     monkeypatch.setattr(accelerator, "current_stream", lambda index: current)
     monkeypatch.setattr(accelerator, "cuda_is_capturing", lambda: capture.capture_of(current) is not None)
     device = object.__new__(kind)
@@ -54,7 +54,7 @@ def test_number_of_a_capture(driver):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build without CUDA")
-def test_without_cuda_nobody_is_asked():
+def test_without_cuda_the_driver_is_not_asked():
     assert capture.capture_of(torch.Stream(device="cpu")) is None
 
 
@@ -72,7 +72,7 @@ def test_a_machine_without_the_function_cannot_tell(monkeypatch, error):
         capture._stream_capture_info.cache_clear()
 
 
-def test_where_streams_and_events_may_meet(monkeypatch, driver):
+def test_eager_and_captured_views_match_different_streams(monkeypatch, driver):
     stream = Stream(1)
     driver.streams = {1: (NONE, 0)}
     eager = gpu(monkeypatch, stream)

@@ -1,4 +1,4 @@
-"""RAM as the device: host work in order, and its errors at whoever waits."""
+"""RAM as the device: host work in order, and errors raised in waiting threads."""
 
 import gc
 import threading
@@ -9,7 +9,7 @@ import torch
 
 from ebbtide._devices.cpu import CpuDevice, HostEvent, HostStream
 from ebbtide._errors import StoreError
-from ebbtide.types import Wait
+from ebbtide._types import Wait
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def fail():
 
 
 def thread_of(stream: HostStream) -> threading.Thread:
-    """The thread that runs the work of `stream`."""
+    """The worker thread of `stream`."""
     return stream.submit(threading.current_thread).result()
 
 
@@ -47,13 +47,13 @@ def test_streams_run_beside_each_other():
     assert waiting.result() is True
 
 
-def test_an_event_carries_what_the_work_returned():
+def test_an_event_carries_the_returned_value():
     event = HostStream("lane").submit(lambda: 42)
     assert event.result() == 42
     assert event.is_done()
 
 
-def test_an_error_is_raised_to_everybody_who_waits():
+def test_an_error_is_raised_in_every_wait():
     event = HostStream("lane").submit(fail)
     for _ in range(2):
         with pytest.raises(StoreError, match="disk on fire") as raised:
@@ -100,7 +100,7 @@ def test_the_thread_ends_when_the_stream_dies():
     assert not thread.is_alive()
 
 
-def test_what_was_submitted_runs_even_if_the_stream_dies():
+def test_submitted_work_runs_even_if_the_stream_dies():
     stream, gate = HostStream("lane"), threading.Event()
     stream.submit(gate.wait)
     last = stream.submit(lambda: "done")

@@ -1,4 +1,4 @@
-"""Host memory that a driver is told of: whole, on huge pages, and taken back with its last tensor."""
+"""Host memory registered with a driver: whole, on huge pages, until the last tensor dies."""
 
 import gc
 
@@ -24,7 +24,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("nbytes", [HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 7])
-def test_a_driver_is_told_of_all_bytes_until_the_last_tensor_of_them_dies(nbytes):
+def test_all_bytes_are_registered_until_the_last_tensor_dies(nbytes):
     driver = Driver()
     memory = registered_bytes(nbytes, driver.register, driver.unregister)
     assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
@@ -41,7 +41,7 @@ def test_a_driver_is_told_of_all_bytes_until_the_last_tensor_of_them_dies(nbytes
     assert driver.known == {}
 
 
-def test_a_driver_that_refuses_is_asked_for_nothing_more():
+def test_after_a_refusal_no_call_follows():
     driver = Driver(agrees=False)
     assert registered_bytes(HUGE_PAGE_BYTES, driver.register, driver.unregister) is None
     gc.collect()

@@ -1,4 +1,4 @@
-"""Moving inside captured graphs, on a simulator that refuses what CUDA refuses."""
+"""Moves inside captured graphs, on a simulator with CUDA's refusals."""
 
 import contextlib
 import gc
@@ -12,8 +12,8 @@ from ebbtide import CaptureError, StoreError
 from ebbtide._engine.captures import CapturedEngine
 from ebbtide._stores.host import HostArena, HostStore
 from ebbtide._stores.mock import MockStore
+from ebbtide._types import Reason, Wait
 from ebbtide._utils.torch_private import is_called_from
-from ebbtide.types import Reason, Wait
 
 ROOM = 2**20
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def captured(rig, weights):
         return step(rig.context, weights)
 
 
-# -- the same bits, and nothing that CUDA would refuse -----------------------------------------------------------------
+# -- equal bits, and nothing refused by CUDA ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [1, 2500, 1 << 20])
@@ -74,7 +74,7 @@ def test_a_captured_step_moves_and_equals_the_plain_one(order, window, prefetch)
     for _ in range(2):
         before = rig.stats.out.count
         assert_equal(captured(rig, weights), plain)
-        assert window == 1 << 20 or rig.stats.out.count > before  # a window that holds everything is all tail
+        assert window == 1 << 20 or rig.stats.out.count > before  # a window for everything releases nothing
         assert_equal(step(rig.context, weights), plain)
     assert moved > 0
     assert rig.engine.store_stats().growths == growths
@@ -94,7 +94,7 @@ def test_two_forwards_and_two_backwards_in_one_capture(device):
         assert_equal([*step(rig.context, one), *step(rig.context, other)], plain)
 
 
-# -- what a capture may not do -----------------------------------------------------------------------------------------
+# -- limits of captures ------------------------------------------------------------------------------------------------
 
 
 def test_without_a_step_before_nothing_is_allocated_and_the_reason_says_so(device):
@@ -123,42 +123,42 @@ def test_what_finds_no_room_stays(device):
 def test_figures_may_be_read_in_a_capture_and_ask_no_event(device):
     rig = Rig(device, small_store)
     weights = model()
-    forward(rig.context, weights).backward()  # its stalls are not read yet
+    forward(rig.context, weights).backward()  # the stalls are not read yet
     with device.capture():
         loss = forward(rig.context, weights)
         assert rig.context.stats().out.count > 0
         loss.backward()
         assert rig.context.stats().inbound.count > 0
-    ledger = rig.scope.ledger
-    events = [event for waits in ledger._waits.values() for pair in waits for event in pair]
-    events += [event for _, *three, _, _ in ledger._copies for event in three]
+    recorder = rig.hook_context.recorder
+    events = [event for waits in recorder._waits.values() for pair in waits for event in pair]
+    events += [event for _, *three, _, _ in recorder._copies for event in three]
     assert events
     assert [event.capture for event in events if event.capture is not None] == []
     device.finish()
     rig.context.stats()
-    assert not any(ledger._waits.values())
+    assert not any(recorder._waits.values())
 
 
 def test_large_copies_of_a_capture_are_not_timed(device, monkeypatch):
-    monkeypatch.setattr("ebbtide._engine.lane.BYTES_A_SAMPLE", 1)
+    monkeypatch.setattr("ebbtide._engine.stats.TIMED_EVERY_BYTES", 1)
     rig = Rig(device, small_store)
     weights = model()
     step(rig.context, weights)
-    rig.stats  # noqa: B018 (settles what has passed)
-    eager = len(rig.scope.ledger._copies)
+    rig.stats  # noqa: B018 (reads the passed timings)
+    eager = len(rig.hook_context.recorder._copies)
     captured(rig, weights)
-    assert len(rig.scope.ledger._copies) == eager
+    assert len(rig.hook_context.recorder._copies) == eager
 
 
-def test_one_question_a_save(device):
+def test_one_capture_query_per_saved_tensor(device):
     rig = Rig(device, small_store)
     weights = model()
     step(rig.context, weights)
     device.asked = 0
-    before = rig.stats.saves
+    before = rig.stats.saved_tensors
     device.asked = 0
     loss = forward(rig.context, weights)
-    assert device.asked <= rig.scope.ledger.stats.saves - before
+    assert device.asked <= rig.hook_context.recorder.stats.saved_tensors - before
     loss.backward()
 
 
@@ -280,12 +280,12 @@ def test_what_outlives_the_capture_dies_without_touching_it(device):
     step(rig.context, weights)
     for engine in rig.engines._captures.values():
         assert engine.store_stats().used_bytes == 0
-        engine._settle_deaths()
+        engine._drain_frees()
         assert engine._outbound.resident_bytes == 0
 
 
 def test_a_lane_that_nobody_joined_ends_the_capture():
-    """The simulator notices: else the test above would prove nothing."""
+    """The simulator notices: the test above proves something."""
     device = CapturingSim()
     rig = Rig(device, small_store, window=1 << 20)
     weights = model()
@@ -306,7 +306,7 @@ def test_an_eager_graph_may_die_in_a_capture(device):
 
 
 def test_fetching_ahead_leaves_the_parcels_of_others_alone(device):
-    """After the later graph's backward the earlier one's is expected, and that one is outside of the capture."""
+    """After the later graph's backward the earlier graph's is expected, outside of the capture."""
     rig = Rig(device, small_store, prefetch=1 << 20)
     weights = model()
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_fetching_ahead_leaves_the_parcels_of_others_alone(device):
     earlier.backward()
 
 
-# -- what cannot be captured -------------------------------------------------------------------------------------------
+# -- refused captures --------------------------------------------------------------------------------------------------
 
 
 def not_told(rig):

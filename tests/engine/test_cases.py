@@ -1,4 +1,4 @@
-"""Every way users train, on the CPU and on the simulator: bit for bit the plain run, and nothing left over."""
+"""Training programs of users, on the CPU and on the simulator: bit for bit the plain run, and nothing left over."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from ebbtide._devices.sim import SimDevice
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.parcel import Parcel, Ticket
 from ebbtide._stores.mock import MockStore
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 DEVICES = {
@@ -31,7 +31,7 @@ DEVICES = {
 
 @pytest.fixture(params=list(DEVICES))
 def rig(request):
-    """Everything moves: the window holds next to nothing."""
+    """Everything moves: the window holds hardly anything."""
     rig = Rig(DEVICES[request.param]())
     yield rig
     check_no_races(rig)
@@ -53,14 +53,14 @@ def check_moved(rig):
     assert rig.stats.inbound.count > 0
 
 
-# Reentrant checkpoints run backward inside of backward, and torch asks for a note of it.
+# Reentrant checkpoints run backward inside of backward, and torch wants a flag for such calls.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_case_equals_its_plain_twin(case, rig_of_any_window):
     rig = rig_of_any_window
-    same(lambda door: case(door, CPU), rig)
+    same(lambda context: case(context, CPU), rig)
     assert rig.stats.out.count > 0
-    if rig.scope.limits.window_bytes == 1:
+    if rig.hook_context.limits.window_bytes == 1:
         check_moved(rig)
 
 
@@ -82,7 +82,7 @@ def test_layout_comes_back_as_it_was(layout, rig):
 def test_layout_travels_when_it_has_bytes(layout):
     rig = Rig()
     unpacked_layout(rig.context, CPU, layout)
-    # The layout itself, and the result of exp behind it that pushed it out.
+    # The layout, and the later result of exp that pushed the layout out.
     assert rig.stats.parcels.count == (1 if layout == "zero-size" else 2)
 
 
@@ -118,11 +118,11 @@ def test_chunks_of_one_projection_are_one_parcel(rig):
     assert rig.stats.inbound.nbytes <= 4 * (6 * 24 + 6 * 8)
 
 
-def test_changed_between_two_saves_is_two_parcels(rig):
+def test_changed_between_two_uses_is_two_parcels(rig):
     x = Data(CPU).leaf(6, 8)
     with rig.context:
         y = x * 2.0
-        y.sin()  # its graph is dropped; y is saved at version 0 meanwhile
+        y.sin()  # the graph is dropped; y is saved at version 0 meanwhile
         unused = y.cos()
         y.add_(1.0)
         loss = y.cos().exp().sum()
@@ -141,10 +141,10 @@ RECURRENT = {
 }
 
 
-def _run_recurrent(kind, door):
+def _run_recurrent(kind, context):
     torch.manual_seed(0)
     model, x = RECURRENT[kind]()
-    with door:
+    with context:
         out = model(x)
         out = out[0] if isinstance(out, tuple) else out
         loss = out.exp().sin().sum()
@@ -152,7 +152,7 @@ def _run_recurrent(kind, door):
 
 
 def _saved_storages(run):
-    """The storages of what `run` saves in forward, without leaves and views of leaves."""
+    """The storages saved by `run` in forward, without leaves and views of leaves."""
     storages = {}
 
     def pack(t):
@@ -166,18 +166,18 @@ def _saved_storages(run):
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_parts_changed_in_place_are_no_more_bytes_than_their_storages(kind, rig):
-    """The gates of a cell are unsafe_chunk()s of a storage, each with a version counter."""
+    """The gates of a cell are unsafe_chunk()s of a storage, with a version counter each."""
     _run_recurrent(kind, rig.context)
-    most_bytes = sum(_saved_storages(lambda door: _run_recurrent(kind, door)).values())
+    most_bytes = sum(_saved_storages(lambda context: _run_recurrent(kind, context)).values())
     assert 0 < rig.stats.parcels.nbytes <= most_bytes
-    same(lambda door: _run_recurrent(kind, door), rig)
+    same(lambda context: _run_recurrent(kind, context), rig)
     check_moved(rig)
 
 
-def _parts(door, shape=(6, 24), dim=-1, change=None):
-    """Three parts, each changed in place and saved by two operators; `change` is given all three behind that."""
+def _parts(context, shape=(6, 24), dim=-1, change=None):
+    """Three parts, each changed in place and saved by two operators; `change` receives the parts afterwards."""
     x = Data(CPU).leaf(*shape)
-    with door:
+    with context:
         parts = (x * 1.5).unsafe_chunk(3, dim)
         a, b, c = (part.sigmoid_() for part in parts)
         loss = (a * b * c).exp().sin().sum() + c.sin().sum()
@@ -189,7 +189,7 @@ def _parts(door, shape=(6, 24), dim=-1, change=None):
 
 @pytest.mark.parametrize(("shape", "dim"), [((6, 24), -1), ((600, 8), 0)], ids=["columns", "rows"])
 def test_each_part_changed_in_place_is_one_parcel_of_its_own_bytes(shape, dim, rig):
-    same(lambda door: finish(*_parts(door, shape, dim)), rig, times=1)
+    same(lambda context: finish(*_parts(context, shape, dim)), rig, times=1)
     part_nbytes = 4 * shape[0] * shape[1] // 3
     # The parts, a * b, and the result of exp. Ranges of a storage start at a multiple of 512 bytes.
     assert rig.stats.parcels.count == 5
@@ -198,7 +198,7 @@ def test_each_part_changed_in_place_is_one_parcel_of_its_own_bytes(shape, dim, r
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_change_of_a_part_after_its_save_raises(number, rig):
+def test_a_change_of_a_part_after_being_saved_raises(number, rig):
     def change(parts):
         parts[number].add_(1.0)
 
@@ -210,10 +210,10 @@ def test_a_change_of_a_part_after_its_save_raises(number, rig):
         loss.backward()
 
 
-def test_a_part_changed_between_two_saves_is_two_parcels(rig):
-    def run(door):
+def test_a_part_changed_between_two_uses_is_two_parcels(rig):
+    def run(context):
         x = Data(CPU).leaf(6, 24)
-        with door:
+        with context:
             a, b = (x * 1.5).unsafe_chunk(2, -1)
             unused = a.add_(1.0).sin()
             loss = (a.mul_(2.0).cos() * b.sigmoid_()).exp().sum()
@@ -232,7 +232,7 @@ def test_weights_and_their_transposes_never_travel(rig):
     x, w = data.leaf(6, 8), nn.Parameter(data.tensor(8, 8))
     with rig.context:
         loss = (((x + 1.0) @ w) @ w.t()).exp().sum()
-    # Both products save the weight for the gradient of their input; the leaf x is not saved.
+    # The products save the weight for the gradient of the input; the leaf x is not saved.
     assert rig.stats.kept[Reason.PARAMETER].count == 2
     assert rig.stats.parcels.nbytes == 3 * x.nbytes  # x + 1, the first product, the result of exp
     loss.backward()
@@ -256,7 +256,7 @@ def test_held_storages_are_learned_and_stay(rig):
         with rig.context:
             loss = (x * table).sin().exp().sin().sum()
         loss.backward()
-    assert rig.stats.unfreed.count == 2  # one sighting could be an accident
+    assert rig.stats.freed_nothing.count == 2  # a single observation could be an accident
     assert rig.stats.kept[Reason.HELD].count == 2
     assert rig.stats.kept[Reason.HELD].nbytes == 2 * table.nbytes
 
@@ -265,14 +265,14 @@ def test_held_storages_are_learned_and_stay(rig):
 
 
 @pytest.mark.parametrize("changed", CHANGED, ids=lambda changed: changed.__name__)
-def test_change_after_a_save_raises_as_it_does_without_us(changed, rig):
+def test_change_after_being_saved_raises_as_it_does_without_us(changed, rig):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed(contextlib.nullcontext(), CPU).backward()
     for _ in range(2):
         loss = changed(rig.context, CPU)
         with pytest.raises(ebbtide.ModifiedError, match=r"\(\d, 8\).*<root>.*version 0.*version 1"):
             loss.backward(retain_graph=True)
-        with pytest.raises(ebbtide.ModifiedError):  # as often as it is asked for
+        with pytest.raises(ebbtide.ModifiedError):  # at every read
             loss.backward()
         del loss
     rig.check_at_rest()
@@ -285,7 +285,7 @@ def test_change_long_after_the_copy_landed_raises(rig):
         loss = y.sin().exp().sin().sum()
     if isinstance(rig.device, SimDevice):
         rig.device.finish()
-    for seed in range(3):  # the lanes have had other work since
+    for seed in range(3):  # the lanes have worked meanwhile
         finish(_another_loss(rig, seed), x)
     y.mul_(2.0)
     with pytest.raises(ebbtide.ModifiedError, match=r"\(6, 8\) saved at <root>#0\.0"):
@@ -297,7 +297,7 @@ def _another_loss(rig, seed):
         return Data(CPU, seed).leaf(4, 4).sin().exp().sin().sum()
 
 
-def test_error_names_the_region_of_a_moved_and_of_a_kept_save():
+def test_error_names_the_region_of_a_moved_and_of_a_kept_tensor():
     model = make(Transformer, CPU)
     handle = ebbtide.offload(model, store="mock", window=1, min_bytes=300)
     kept = []
@@ -320,7 +320,7 @@ def test_error_names_the_region_of_a_moved_and_of_a_kept_save():
 
 
 class _Overwrites(torch.autograd.Function):
-    """Its backward changes what it saved."""
+    """Modifies the saved tensor in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -333,17 +333,17 @@ class _Overwrites(torch.autograd.Function):
         return x.mul_(grad)
 
 
-def _overwritten_for_another(door):
+def _overwritten_for_another(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = x.sin()
         squared = y * y
-        return squared.sum() + _Overwrites.apply(y).sum()  # the later one runs backward first
+        return squared.sum() + _Overwrites.apply(y).sum()  # backward begins with the later node
 
 
-def _overwritten_twice(door):
+def _overwritten_twice(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         loss = _Overwrites.apply(x.sin()).sum()
     loss.backward(retain_graph=True)
     return loss
@@ -364,9 +364,9 @@ def test_change_by_a_node_in_backward_raises_for_all_that_read_the_memory(run, w
 
 
 def test_a_node_may_change_in_backward_what_it_alone_saved(rig):
-    def run(door):
+    def run(context):
         x = Data(CPU).leaf(6, 8)
-        with door:
+        with context:
             loss = _Overwrites.apply(x.exp().sin()).sum()
         return finish(loss, x)
 
@@ -374,9 +374,9 @@ def test_a_node_may_change_in_backward_what_it_alone_saved(rig):
     check_moved(rig)
 
 
-def _of_a_function(door):
+def _of_a_function(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = x * 2.0
         loss = _Overwrites.apply(y).sum() + y.exp().sin().sum()
     y.data.zero_()  # unseen, as without hooks
@@ -384,9 +384,9 @@ def _of_a_function(door):
     return loss
 
 
-def _in_inference_mode(door):
+def _in_inference_mode(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = x.clone()
         loss = (y * y).exp().sin().sum()
     with torch.inference_mode():
@@ -394,9 +394,9 @@ def _in_inference_mode(door):
     return loss
 
 
-def _counted_by_hand(door):
+def _counted_by_hand(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = x * 2.0
         loss = (y * y).exp().sin().sum()
     for _ in range(3):
@@ -404,9 +404,9 @@ def _counted_by_hand(door):
     return loss
 
 
-def _row_of_a_transpose(door):
+def _row_of_a_transpose(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = (x * 2.0).add_(1.0)
         loss = y.t()[3].double().sin().exp().sin().sum()
         loss = loss + y.t()[3].cos().exp().sin().sum()
@@ -415,25 +415,25 @@ def _row_of_a_transpose(door):
     return loss
 
 
-def _weight(door):
+def _weight(context):
     x, weight = Data(CPU).leaf(6, 8), nn.Parameter(Data(CPU, 1).tensor(8, 8))
-    with door:
+    with context:
         loss = (x.sin() @ weight).exp().sin().sum()
     with torch.no_grad():
         weight.mul_(2.0)
     return loss
 
 
-def _result(door):
+def _result(context):
     x = Data(CPU).leaf(6, 8)
-    with door:
+    with context:
         y = x.exp()
         loss = y.sin().exp().sin().sum()
         return loss + y.mul_(2.0).sum()
 
 
-def _wrapper(door):
-    with door:
+def _wrapper(context):
+    with context:
         two = TwoTensor(Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)) * 2.0
         loss = two.sin().exp().sum()
         two.add_(1.0)
@@ -447,7 +447,7 @@ def _wrapper(door):
     ids=lambda run: run.__name__,
 )
 def test_the_error_begins_as_that_of_torch(run, window):
-    """Type, sizes and both versions. Torch also names an operator, and ends in a hint."""
+    """Type, sizes and the two versions. Torch also names an operator, and ends in a hint."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
         run(contextlib.nullcontext()).backward()
     theirs = re.sub(r", which is output \d+ of \w+,", "", str(caught.value)).split(" Hint: ")[0]
@@ -462,9 +462,9 @@ def test_the_error_begins_as_that_of_torch(run, window):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("is_base", [True, False], ids=["itself", "through a view"])
 def test_a_change_of_a_strided_nested_tensor_raises(is_base, rig):
-    def run(door):
+    def run(context):
         parts = [Data(CPU).leaf(2, 8), Data(CPU, 1).leaf(4, 8)]
-        with door:
+        with context:
             nested = torch.nested.as_nested_tensor(parts, layout=torch.strided) * 1.5
             loss = torch.nested.to_padded_tensor(nested * nested, 0.0).exp().sin().sum()
         with torch.no_grad():
@@ -488,10 +488,10 @@ def test_change_of_a_wrapper_subclass_raises(rig):
         loss.sum().backward()
 
 
-def test_in_place_before_the_save_and_after_backward_is_allowed(rig):
-    def run(door):
+def test_in_place_before_being_saved_and_after_backward_is_allowed(rig):
+    def run(context):
         x = Data(CPU).leaf(6, 8)
-        with door:
+        with context:
             y = (x * 2.0).add_(1.0)
             loss = y.sin().exp().sum()
         loss.backward()
@@ -522,12 +522,12 @@ def test_another_compute_stream():
     check_no_races(rig)
 
 
-def _side_by_side(door, device):
-    """Forward on one stream, a part of it on a second one, backward on a third."""
-    door = door or contextlib.nullcontext()
+def _side_by_side(context, device):
+    """Forward on two streams, backward on a third."""
+    context = context or contextlib.nullcontext()
     side = device.compute_on if device else lambda name: contextlib.nullcontext()
     model = make(Transformer, CPU)
-    with door, side("left"):
+    with context, side("left"):
         x = model.layers[0](model.embedding(tokens(CPU)))
         with side("right"):
             x = model.layers[1](x)
@@ -541,7 +541,7 @@ def _side_by_side(door, device):
 def test_two_threads_share_an_engine(window):
     rig = Rig(window=window, prefetch=2000)
     plain = [_train(Rig(min_bytes=10**9), make(Transformer, CPU, seed), warns=True) for seed in range(2)]
-    models = [make(Transformer, CPU, seed) for seed in range(2)]  # here: threads share torch's generator
+    models = [make(Transformer, CPU, seed) for seed in range(2)]  # made here: threads share torch's generator
     ours: dict[int, list[torch.Tensor]] = {}
     start = threading.Barrier(2)
 
@@ -609,8 +609,8 @@ def test_a_kept_graph_does_not_collect_on_the_device(rig):
 
 
 def _arrived_bytes(rig):
-    claims = [ref() for refs in rig.engine._by_storage.values() for ref in refs]
-    return sum(c.parcel.nbytes for c in claims if c is not None and c.parcel.arrival is not None)
+    tokens = [ref() for refs in rig.engine._by_storage.values() for ref in refs]
+    return sum(t.parcel.nbytes for t in tokens if t is not None and t.parcel.arrival is not None)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -622,18 +622,18 @@ def test_released_memory_is_really_free(rig):
     with rig.context:
         y = x * 2.0
         for _ in range(10):
-            y = y.sin()  # saves its input
+            y = y.sin()  # saves the input
             storages.append(weakref.ref(y.untyped_storage()))
         loss = y.sum()
         del y
-    # The newest parcel is never released; what loss.sum() read is not saved.
+    # The newest parcel is never released; the input of loss.sum() is not saved.
     assert sum(storage() is not None for storage in storages) <= 1
     loss.backward()
     assert sum(storage() is not None for storage in storages) == 0
 
 
 def test_arrivals_stay_within_prefetch():
-    """All that is on the device in backward at any time: the prefetch window and what the node at hand reads."""
+    """On the device in backward at any time: the prefetch window and the present node's parcel."""
     rig = Rig(prefetch=1000)
     x = Data(CPU).leaf(10, 10)
     peaks = []
@@ -665,14 +665,14 @@ def test_many_steps_leave_nothing(rig):
     assert not [thing for thing in gc.get_objects() if type(thing) is Ticket and thing.parcel.engine is rig.engine]
     assert not [thing for thing in gc.get_objects() if type(thing) is Parcel and thing.engine is rig.engine]
     assert growths[1:] == growths[1:2] * 11
-    assert not rig.engine._deaths
+    assert not rig.engine._pending_frees
     assert len(rig.engine._retained) <= 1
-    assert list(rig.scope._slots) == [(0, "")]
-    assert len(rig.scope._slots[0, ""]._sites) <= 2  # a plain loop has one visit alive at a time, or the next one too
+    assert list(rig.hook_context._numbers) == [(0, "")]
+    assert len(rig.hook_context._numbers[0, ""]._sites) <= 2  # a plain loop has at most two calls alive
 
 
 def test_two_devices_have_an_engine_each():
-    """Saves on the CPU all say "cpu", so the second device here is a key of its own, as "cuda:1" would be."""
+    """All CPU tensors say "cpu": the second device is a separate key, as "cuda:1" would be."""
     made = []
 
     def make_device(device):

@@ -1,4 +1,4 @@
-"""The engine: limits, failures of a store, what it learns, and how much is on the device at any time."""
+"""The engine: limits, failures of a store, learning, and bytes on the device."""
 
 import contextlib
 
@@ -11,15 +11,15 @@ import ebbtide
 from ebbtide._devices.sim import SimDevice
 from ebbtide._stores.host import HostStore
 from ebbtide._stores.mock import MockStore
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 
 
-def chain(door, length=12, rows=10):
-    """Each of `length` saves is one parcel of 40 * rows bytes."""
+def chain(context, length=12, rows=10):
+    """Each of `length` saved tensors is a parcel of 40 * rows bytes."""
     x = Data(CPU).leaf(rows, 10)
-    with door:
+    with context:
         y = x * 1.5
         for _ in range(length):
             y = y.sin()
@@ -67,7 +67,9 @@ def test_what_does_not_fit_the_store_is_kept_and_counted(kind):
 
 def test_a_store_without_any_room_keeps_all_and_says_so():
     rig = mock_rig(limit_bytes=1)
-    with pytest.warns(ebbtide.EbbtideWarning, match=r"moved nothing.*12 saves \(4.69 KiB\) the store is at its limit"):
+    with pytest.warns(
+        ebbtide.EbbtideWarning, match=r"moved nothing.*12 saved tensors \(4.69 KiB\) the store is at its limit"
+    ):
         results = chain(rig.context)
     assert_equal(results, plain_chain())
     assert rig.stats.out.count == 0
@@ -81,7 +83,7 @@ def test_a_store_that_cannot_write_costs_memory_and_nothing_else(operation, devi
         for _ in range(3):
             assert_equal(chain(rig.context), plain_chain())
     assert len(told) == 1
-    assert rig.stats.failed.count >= 11  # all but the newest, which was never asked to leave
+    assert rig.stats.failed.count >= 11  # all but the newest, never to be released
     assert rig.stats.out.count == 0
     assert rig.stats.inbound.count == 0
     rig.check_at_rest()
@@ -99,7 +101,7 @@ def test_a_store_that_recovers_is_used_again(operation):
 
 
 class TornStore(MockStore):
-    """Its copies fail under way: the lane notices, not the call."""
+    """Copies fail under way: the lane notices, not the call."""
 
     def write(self, block, src, stream):
         return self._device.submit(stream, self._tear)
@@ -121,7 +123,7 @@ def test_a_copy_that_fails_under_way_leaves_the_tensor_on_the_device():
 @pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
 @pytest.mark.parametrize(("after", "is_needed"), [(0, True), (1, True), (5, True), (20, False)])
 def test_a_parcel_that_cannot_be_read_is_a_clear_error_and_the_next_step_is_right(after, is_needed, device):
-    """The first 11 reads are needs, the rest guesses: one that fails is no error, its parcel is read when needed."""
+    """The first 11 reads are needs, the rest guesses: a failing guess is no error, and the need reads again."""
     fail = Failures("read", after, 1)
     rig = mock_rig(device and device(), fail=fail)
     outcomes = [_attempt(rig) for _ in range(4)]
@@ -134,7 +136,7 @@ def test_a_parcel_that_cannot_be_read_is_a_clear_error_and_the_next_step_is_righ
 
 
 def _attempt(rig):
-    """The error of one step, and that there was none is proof that its numbers are right."""
+    """The error of a step; "" if the step ended with right numbers."""
     try:
         assert_equal(chain(rig.context), plain_chain())
     except ebbtide.StoreError as error:
@@ -143,7 +145,7 @@ def _attempt(rig):
 
 
 def test_reading_again_after_a_failure_is_right():
-    """The graph lives on: what could not be read may be asked for again."""
+    """The graph lives on: a failed read may be repeated."""
     rig = mock_rig(fail=Failures("read", 3, 2))
     x = Data(CPU).leaf(10, 10)
     for _ in range(2):
@@ -167,7 +169,7 @@ def test_reading_again_after_a_failure_is_right():
 
 
 def deltas(rig, run, steps, *names):
-    """By how much each of the tallies grew in each step."""
+    """Growth of each count in each step."""
     rows = []
     before = [0] * len(names)
     for _ in range(steps):
@@ -181,7 +183,7 @@ def deltas(rig, run, steps, *names):
 def test_misses_end_once_the_order_is_learned():
     rig = Rig(prefetch=1200)
     rows = deltas(rig, lambda: chain(rig.context), 5, "misses", "inbound")
-    assert rows[0][0] == 11  # the first time every read is a surprise
+    assert rows[0][0] == 11  # in the first step every read is a surprise
     for misses, inbound in rows[2:]:
         assert misses <= 1
         assert inbound == 11
@@ -214,7 +216,7 @@ def test_what_backward_needs_at_once_is_not_sent_again():
     rig = Rig(window=1200)
     rows = deltas(rig, lambda: chain(rig.context), 4, "out", "forwarded", "parcels")
     assert rows[0] == [12, 3, 12]
-    # The three that had not left stay: they are parcels, but no longer sent.
+    # The three parcels that backward used from the device are no longer sent.
     assert rows[1:] == [[9, 3, 12]] * 3
 
 
@@ -229,9 +231,9 @@ def test_sites_whose_memory_is_held_are_learned_and_stay():
         return finish(loss, x)
 
     expected = step()
-    rows = deltas(rig, lambda: assert_equal(step(), expected), 4, "unfreed")
+    rows = deltas(rig, lambda: assert_equal(step(), expected), 4, "freed_nothing")
     assert [row[0] for row in rows[1:]] == [0, 0, 0]
-    assert rig.stats.unfreed.count == 2  # one sighting could be an accident
+    assert rig.stats.freed_nothing.count == 2  # a single observation could be an accident
     assert rig.stats.kept[Reason.HELD].count == 3
 
 
@@ -247,9 +249,9 @@ def test_a_held_site_is_looked_into_again_and_moves_once_it_is_free():
             del y
         loss.backward()
         step += 1
-    assert rig.stats.unfreed.count == 2
-    assert rig.stats.kept[Reason.HELD].count == 31  # then it was tried again, found free, and moves ever since
-    assert rig.stats.out.count == 1 + 2 + 27  # the last activation is never sent but once
+    assert rig.stats.freed_nothing.count == 2
+    assert rig.stats.kept[Reason.HELD].count == 31  # tried again, found free, and moved from then on
+    assert rig.stats.out.count == 1 + 2 + 27  # the last activation is sent only once
 
 
 def test_parts_of_one_storage_that_wait_their_turn_do_not_make_each_other_held():
@@ -268,7 +270,7 @@ def test_parts_of_one_storage_that_wait_their_turn_do_not_make_each_other_held()
 
 
 class Meter:
-    """Most bytes of parcels that were on the device at any unpack: arrived, and waiting to leave."""
+    """Most bytes of parcels on the device at any unpack: arrived, and waiting to leave."""
 
     def __init__(self, rig):
         self._rig = rig
@@ -276,8 +278,8 @@ class Meter:
         self.resident = 0
 
     def read(self, grad):
-        claims = [ref() for refs in self._rig.engine._by_storage.values() for ref in refs]
-        alive = [claim.parcel for claim in claims if claim is not None]
+        tokens = [ref() for refs in self._rig.engine._by_storage.values() for ref in refs]
+        alive = [token.parcel for token in tokens if token is not None]
         self.arrived = max(self.arrived, sum(p.nbytes for p in alive if p.arrival is not None))
         self.resident = max(self.resident, sum(p.nbytes for p in alive if p.source is not None))
 
@@ -297,7 +299,7 @@ def test_arrivals_stay_within_prefetch_and_a_parcel(prefetch):
             del y
         loss.backward()
     assert meter.arrived <= prefetch + 400
-    assert (meter.arrived > 0) == (prefetch > 400)  # it did fetch ahead where it may
+    assert (meter.arrived > 0) == (prefetch > 400)  # fetches ahead if the window allows
     assert rig.stats.inbound.count >= 4 * 11
 
 
@@ -318,7 +320,7 @@ def test_what_waits_to_leave_stays_within_the_window(window):
 
 
 def test_nothing_is_fetched_on_top_of_a_large_activation():
-    """The window opens when the node that holds the large one has freed it."""
+    """The window opens when the node has freed the large tensor."""
     rig = Rig(prefetch=2000)
     for _ in range(4):
         x = Data(CPU).leaf(10, 10)
@@ -335,7 +337,7 @@ def test_nothing_is_fetched_on_top_of_a_large_activation():
 
 
 def long_chain(rig, run):
-    """A hundred parcels of 400 bytes; `run(number)` once the backward of each is through."""
+    """A hundred parcels of 400 bytes; `run(number)` after the backward of each."""
     x = Data(CPU).leaf(10, 10)
     with rig.context:
         y = x * 1.5
@@ -348,7 +350,7 @@ def long_chain(rig, run):
 
 
 def test_looking_ahead_goes_by_all_that_has_not_left():
-    """Most may wait on its way out when backward begins. What has left is fetched as soon as there is room."""
+    """Most parcels may wait to leave when backward begins. Released parcels are fetched when the window has room."""
     rig = Rig(window=80 * 400, prefetch=90 * 400)
     seen = []
     for _ in range(4):
@@ -356,21 +358,21 @@ def test_looking_ahead_goes_by_all_that_has_not_left():
         seen.clear()
         long_chain(rig, lambda _, before=before: seen.append(rig.stats.inbound.count - before))
     assert seen[1] == 10
-    # And what is needed meanwhile makes room for more, by a few goes: of what may be ahead, not of the whole window.
+    # Needs make room for further fetches, in batches: a share of the prefetched bytes, not of the whole window.
     assert seen[6] > 10
     assert seen[20] == 20
     assert rig.stats.misses.count == 20  # of the first step
 
 
 def test_what_leaves_between_two_backwards_is_looked_at_again():
-    """Looking ahead has gone by what had not left then, and another forward has it leave."""
+    """Looking ahead has passed parcels on the device, and another forward releases them."""
     rig = Rig(window=60 * 400, prefetch=120 * 400)
 
     def forward(length, first=0):
         x = Data(CPU).leaf(10, 10)
         with rig.context:
             for _ in range(first):
-                x.sin()  # its saves have other numbers than those of the second forward, and so are other sites
+                x.sin()  # different numbers than in the second forward, hence different sites
             y = x * 1.5
             for _ in range(length):
                 y = y.sin()

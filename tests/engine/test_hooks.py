@@ -1,4 +1,4 @@
-"""The desk: subclasses, modes of the user, and what reads a save."""
+"""The saved-tensor hooks: subclasses, modes of the user, and reads of saved tensors."""
 
 import contextlib
 
@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbtide import ModifiedError
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 
 
 class Scaled(torch.Tensor):
-    """A toy wrapper: an inner tensor times a number that is no tensor."""
+    """A toy wrapper: an inner tensor times a number."""
 
     @staticmethod
     def __new__(cls, inner, scale):
@@ -48,8 +48,8 @@ class Scaled(torch.Tensor):
         return Scaled(func(*map(unwrap, args), **(kwargs or {})), 1.0)
 
 
-class Named(torch.Tensor):
-    """A subclass nobody can take apart."""
+class Opaque(torch.Tensor):
+    """A subclass that cannot be flattened."""
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def rig():
     return Rig()
 
 
-def saved(door, make):
-    """What backward gets of the save that `make` returns."""
+def saved(context, make):
+    """The tensor that backward reads for the saved result of `make`."""
     seen = []
     x = Data(CPU, 1).leaf(8)
-    with door:
+    with context:
         y = SaveAll.apply(x, seen, make())
         loss = y.exp().sin().sum()
         del y
@@ -112,9 +112,9 @@ def test_wrappers_nest(rig):
 
 def test_a_wrapper_trains_as_it_does_without_us(rig):
 
-    def run(door):
+    def run(context):
         two = TwoTensor(Data(CPU).tensor(6, 8), Data(CPU, 1).tensor(6, 8)).requires_grad_()
-        with door:
+        with context:
             loss = (two * 2.0).sin().exp().sin().sum()
         loss.backward()
         return [loss.detach().a, loss.detach().b, two.grad.a, two.grad.b]
@@ -127,8 +127,8 @@ def test_a_wrapper_trains_as_it_does_without_us(rig):
 
 
 def test_an_unknown_subclass_passes_through(rig):
-    got = saved(rig.context, lambda: Data(CPU).tensor(6, 8).as_subclass(Named))
-    assert type(got) is Named
+    got = saved(rig.context, lambda: Data(CPU).tensor(6, 8).as_subclass(Opaque))
+    assert type(got) is Opaque
     assert bits(got.as_subclass(torch.Tensor)) == bits(Data(CPU).tensor(6, 8))
     assert rig.stats.kept[Reason.SUBCLASS].count == 1
 
@@ -159,7 +159,7 @@ def test_jagged_tensors_pass_through(rig):
 
 
 def test_what_rrelu_writes_late_is_an_error(rig):
-    """Autograd saves its random slopes before they are drawn: a copy of them is of memory as it was found."""
+    """Autograd saves the random slopes before they are drawn: a copy has undefined bytes."""
     x = Data(CPU).leaf(6, 8)
     with rig.context:
         loss = torch.nn.functional.rrelu(x * 2.0, training=True).sum()
@@ -170,11 +170,11 @@ def test_what_rrelu_writes_late_is_an_error(rig):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_slopes_of_rrelu_that_nobody_draws_move(inplace, rig):
-    """Backward computes with the middle of the bounds, whatever is in the memory that autograd has saved."""
+    """Backward computes with the middle of the bounds, not with the saved memory."""
 
-    def run(door):
+    def run(context):
         x = Data(CPU).leaf(6, 8)
-        with door:
+        with context:
             loss = torch.nn.functional.rrelu(x * 2.0, 0.1, 0.3, training=False, inplace=inplace).exp().sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return [loss.detach(), grad.detach(), *torch.autograd.grad(grad.sum(), x)]
@@ -200,10 +200,10 @@ def test_sparse_tensors_pass_through(rig):
 def test_distributed_tensors_are_taken_apart(process_group, placement, rig):
     mesh = init_device_mesh("cpu", (1,))
 
-    def run(door):
+    def run(context):
         x = distribute_tensor(Data(CPU).tensor(6, 8), mesh, [placement]).requires_grad_()
         w = torch.nn.Parameter(distribute_tensor(Data(CPU, 1).tensor(8, 8), mesh, [Replicate()]))
-        with door:
+        with context:
             loss = ((x @ w).tanh() @ w.t()).exp().sum()
         loss.backward()
         return [loss.full_tensor().detach(), x.grad.full_tensor(), w.grad.full_tensor()]
@@ -227,17 +227,17 @@ def test_a_distributed_tensor_keeps_mesh_and_placements(process_group, rig):
 
 
 def test_a_save_that_is_skipped_has_a_number_also_where_counting_begins_again(rig):
-    """After a backward within one entry. Else all behind it would be other sites than in a step that skips nothing."""
-    desk = SavedTensorHooks(rig.engines, rig.scope.visit("layers.0"))
+    """After a backward within one context. Otherwise all later sites would differ from a step that skips nothing."""
+    hooks = SavedTensorHooks(rig.engines, rig.hook_context.new_call("layers.0"))
     t = Data(CPU).tensor(6, 8)
 
     def sites(first):
         first(t)
-        ticket = desk.pack(t.exp())
-        desk.unpack(ticket)
+        ticket = hooks.pack(t.exp())
+        hooks.unpack(ticket)
         return ticket.parcel.site.index
 
-    assert [sites(desk.pack), sites(desk.skip), sites(desk.pack), sites(desk.skip)] == [1, 1, 1, 1]
+    assert [sites(hooks.pack), sites(hooks.skip), sites(hooks.pack), sites(hooks.skip)] == [1, 1, 1, 1]
 
 
 # -- modes of the user -------------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ class Seen(TorchDispatchMode):
 
 def test_modes_of_the_user_do_not_see_our_copies(rig):
 
-    def run(door):
+    def run(context):
         x = Data(CPU).leaf(6, 8)
         with Seen() as seen:
-            with door:
+            with context:
                 loss = ((x * 2.0).sin()[:, :1].expand(6, 64).exp()).sum()
             loss.backward()
         return seen.operations
@@ -271,11 +271,11 @@ def test_modes_of_the_user_do_not_see_our_copies(rig):
 
 def test_flops_are_those_of_the_plain_run(rig):
 
-    def run(door):
+    def run(context):
         data = Data(CPU)
         x, w = data.leaf(6, 8), data.leaf(8, 8)
         with FlopCounterMode(display=False) as counter:
-            with door:
+            with context:
                 loss = ((x @ w).tanh() @ w).exp().sum()
             loss.backward()
         return counter.get_total_flops()

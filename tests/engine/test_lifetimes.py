@@ -1,4 +1,4 @@
-"""Ends: what dies when, on which thread, and what must not be left behind or brought back."""
+"""Lifetimes: ends of parcels on any thread, nothing left behind, nothing revived."""
 
 import contextlib
 import weakref
@@ -10,9 +10,9 @@ from support import Rig
 from torch import nn
 
 import ebbtide
-from ebbtide._engine.parcel import geometry_of, span_of
+from ebbtide._engine.geometry import geometry_of, span_of
 from ebbtide._stores.mock import MockStore
-from ebbtide._utils.torch_private import innermost_pack_module
+from ebbtide._utils.torch_private import top_pack_hook
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def chain(rig, x, length=6):
 
 
 def test_a_dying_parcel_cannot_be_found_again():
-    """Another thread may look for it at any point of its burial: here the store does, in the middle."""
+    """Another thread may look for the parcel at any point of its end: the store does, in the middle."""
     found = []
 
     class Curious(MockStore):
@@ -35,7 +35,7 @@ def test_a_dying_parcel_cannot_be_found_again():
             super().give_back(block)
 
     rig = Rig(make_store=Curious)
-    kept = Data(CPU).leaf(10, 10) * 2.0  # somebody else holds the storage: its parcel could be asked for
+    kept = Data(CPU).leaf(10, 10) * 2.0  # the test holds the storage: the parcel could be looked up
     with rig.context:
         loss = kept.cos().sum()
     parcels = len(rig.engine._by_storage)
@@ -52,7 +52,7 @@ def test_no_reference_is_left_when_all_have_ended():
 
 
 def test_a_key_that_storages_had_in_turn_finds_the_parcels_of_the_last_only():
-    """Released memory is taken again at once, and so is the address that a storage is known by."""
+    """Released memory is reused at once, and with the memory the key of a storage."""
     rig, x = Rig(), Data(CPU).leaf(10, 10)
     with rig.context:
         y = x * 1.0
@@ -67,14 +67,14 @@ def test_a_key_that_storages_had_in_turn_finds_the_parcels_of_the_last_only():
 
 
 def test_two_counters_of_one_storage_do_not_share_a_parcel():
-    """x and x.data count their changes apart; what one of them has seen, the other has not."""
+    """x and x.data have separate version counters: a change counts in one of them only."""
     rig = Rig()
     w = Data(CPU).leaf(4, 4)
 
-    def run(door):
+    def run(context):
         x = Data(CPU, 1).tensor(4, 4) * 1.0
         y = x.data
-        with door:
+        with context:
             first = (x * w).sum()
             pushed = (w * 3.0).exp().sin()  # the window overflows: the first copy is made now
             x.add_(100.0)
@@ -87,9 +87,9 @@ def test_two_counters_of_one_storage_do_not_share_a_parcel():
 
 
 def test_a_parameter_may_change_its_memory_until_backward():
-    """As ZeRO does: the weight is given away after forward and gathered again, elsewhere, before backward."""
+    """As in ZeRO: the weight is freed after forward and gathered again, in new memory, before backward."""
     rig, w, x = Rig(), nn.Parameter(torch.full((4, 4), 2.0)), Data(CPU).leaf(4, 4)
-    with pytest.warns(ebbtide.EbbtideWarning, match="2 saves"), rig.context:
+    with pytest.warns(ebbtide.EbbtideWarning, match="2 saved tensors"), rig.context:
         loss = (x * w).sum()
     w.data = torch.empty(0)
     w.data = torch.full((4, 4), 3.0)
@@ -99,11 +99,11 @@ def test_a_parameter_may_change_its_memory_until_backward():
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_what_a_parameter_gave_away_is_free(is_trained):
-    """Between forward and backward ZeRO has each block's weights on one rank only, frozen ones too."""
+    """Between forward and backward ZeRO has each block's weights, also frozen weights, on a single rank."""
     rig, w = Rig(), nn.Parameter(torch.full((4, 4), 2.0), requires_grad=is_trained)
     x = Data(CPU).leaf(4, 4)
     gathered = weakref.ref(w.untyped_storage())
-    with pytest.warns(ebbtide.EbbtideWarning, match="saves"), rig.context:
+    with pytest.warns(ebbtide.EbbtideWarning, match="saved tensors"), rig.context:
         loss = (x * w).sum()
     w.data = torch.empty(0)
     assert gathered() is None
@@ -153,8 +153,8 @@ def test_a_whole_loop_inside_one_context_is_learned_too():
         before = rig.stats.misses.count
         for _ in range(6):
             chain(rig, x).backward()
-        assert rig.stats.misses.count - before <= 6  # one a step, where the look ahead begins
-    sites = [site for slots in rig.scope._slots.values() for visit in slots._sites for site in visit]
+        assert rig.stats.misses.count - before <= 6  # a miss per step, at the begin of looking ahead
+    sites = [site for numbers in rig.hook_context._numbers.values() for call in numbers._sites for site in call]
     assert len(sites) <= 3 * 10
 
 
@@ -189,7 +189,7 @@ def test_no_hooks_stay_behind_whatever_ends_a_forward(error):
     handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
     with pytest.raises(error):
         model(torch.ones(2, 4))
-    assert innermost_pack_module() == ""
+    assert top_pack_hook() is None
     model.error = None
     model(torch.ones(2, 4)).sum().backward()
     handle.remove()
@@ -200,7 +200,7 @@ def test_remove_inside_of_a_forward_leaves_no_hooks():
     handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
     model.inner.register_forward_hook(lambda *_: handle.remove())
     model(Data(CPU).leaf(2, 4) * 1.5).sum().backward()
-    assert innermost_pack_module() == ""
+    assert top_pack_hook() is None
     assert "_compiled_call_impl" not in model.__dict__
 
 
@@ -211,7 +211,7 @@ def test_calling_around_the_model_is_told():
         for _ in range(2):
             model.forward(torch.ones(2, 3, 8)).sum().backward()
     assert len(told) == 1
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
 
 
 def test_release_memory_ends_graphs_with_a_clear_error():

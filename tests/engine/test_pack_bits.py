@@ -1,4 +1,4 @@
-"""Masks travel as bits: every truth value and every geometry comes back, an eighth of the bytes moves, none is held."""
+"""Masks travel as bits: every truth value and geometry comes back, an eighth of the bytes moves, no mask is held."""
 
 import contextlib
 import gc
@@ -16,10 +16,10 @@ from ebbtide._devices.cpu import CpuDevice
 from ebbtide._devices.sim import SimDevice
 from ebbtide._engine import engine as engine_module
 from ebbtide._engine import pack_bits
+from ebbtide._engine.geometry import geometry_of, make_dense, span_of
 from ebbtide._engine.lane import Outbound
-from ebbtide._engine.parcel import geometry_of, make_dense, span_of
 from ebbtide._stores.mock import MockStore
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 DEVICES = {"cpu": CpuDevice, "sim": lambda: SimDevice(3, "shuffled")}
@@ -39,13 +39,13 @@ def mask_of(*shape, seed=0):
     return Data(CPU, seed).tensor(*shape) > 0.2
 
 
-def save(door, *tensors):
-    """The sum that a graph with these saves ends in, the list backward fills with them, and its leaf.
+def save(context, *tensors):
+    """The sum at the end of a graph with the saved tensors, the list filled by backward, and the leaf.
 
     What follows pushes them out where the window is small.
     """
     x, seen = Data(CPU, 9).leaf(64), []
-    with door:
+    with context:
         loss = SaveAll.apply(x, seen, *tensors).exp().sin().sum()
     return loss, seen, x
 
@@ -53,8 +53,8 @@ def save(door, *tensors):
 PUSHED_BY_NBYTES = 64 * 4
 
 
-def of_saves(stats):
-    """Bytes of the parcels and how many saves shared one, without the result of exp, which exp and sin save."""
+def sent_and_shared(stats):
+    """Bytes of the parcels and number of tensors sharing a parcel, without the result of exp, saved by exp and sin."""
     return stats.parcels.nbytes - PUSHED_BY_NBYTES, stats.shared.count - 1
 
 
@@ -92,7 +92,7 @@ def test_it_is_allowed_among_deterministic_algorithms():
 
 
 def test_packing_a_large_mask_takes_little_room(monkeypatch):
-    """Peak memory is what it is for: no more than a chunk is alive besides the mask and its bits."""
+    """Packing lowers the peak: no more than a chunk is alive besides the mask and the bits."""
     alive, most = {}, [0]
     memory = pack_bits._memory
 
@@ -115,7 +115,7 @@ def test_packing_a_large_mask_takes_little_room(monkeypatch):
 
 @st.composite
 def masks(draw):
-    """A view of booleans: gaps, overlaps, expanded and permuted dimensions, any offset, bytes other than 0 and 1."""
+    """A view of booleans: gaps, overlaps, expanded and permuted dimensions, any offset, any bytes."""
     dims = draw(st.integers(0, 4))
     size = draw(st.lists(st.integers(1, 5), min_size=dims, max_size=dims))
     stride = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 64, 200, 1000]), min_size=dims, max_size=dims))
@@ -142,7 +142,7 @@ def test_any_view_is_rebuilt_from_its_bits(t):
     back = geometry_of(t, span).view(packed, 0)
     assert (back.dtype, back.shape, back.stride()) == (t.dtype, t.shape, t.stride())
     assert truth(back) == truth(t)
-    assert back.storage_offset() % 512 == t.storage_offset() % 512  # aligned as it was
+    assert back.storage_offset() % 512 == t.storage_offset() % 512  # aligned as before
     assert back.untyped_storage().nbytes() < 512 + 8 + 1 + sum(
         (n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)
     )
@@ -176,14 +176,14 @@ def test_an_eighth_of_the_bytes_goes_out_and_comes_back(rig):
     assert stats.host_bytes <= 512 + 512  # blocks of the store
     loss.backward()
     assert torch.equal(seen[0], mask)
-    assert (rig.stats.inbound.count, rig.stats.inbound.nbytes) == (1, 400)  # the other was used from the device
+    assert (rig.stats.inbound.count, rig.stats.inbound.nbytes) == (1, 400)  # the second was used from the device
 
 
-def test_saves_of_one_mask_are_one_parcel(rig):
+def test_saved_tensors_of_one_mask_are_one_parcel(rig):
     mask = mask_of(40, 80)
     loss, seen, _ = save(rig.context, mask, mask.t(), mask[3:30], mask.view(-1)[17:], mask[:, 2:].unsqueeze(1))
     assert rig.stats.packed.count == 1
-    assert of_saves(rig.stats) == (400, 4)
+    assert sent_and_shared(rig.stats) == (400, 4)
     loss.backward()
     views = (mask, mask.t(), mask[3:30], mask.view(-1)[17:], mask[:, 2:].unsqueeze(1))
     assert_equal(seen, list(views))
@@ -193,7 +193,7 @@ def test_saves_of_one_mask_are_one_parcel(rig):
 def test_an_expanded_mask_is_not_blown_up(rig):
     mask = mask_of(1, 64)
     loss, seen, _ = save(rig.context, mask.expand(100, 64), mask)
-    assert of_saves(rig.stats) == (8, 1)
+    assert sent_and_shared(rig.stats) == (8, 1)
     loss.backward()
     assert seen[0].stride() == (0, 1)
     assert seen[0].untyped_storage().nbytes() == 64
@@ -204,17 +204,17 @@ def test_a_mask_inside_of_what_travels_anyway_adds_nothing(rig):
     memory = mask_of(800).view(torch.uint8) * 3
     mask = memory.view(torch.bool)
     loss, seen, _ = save(rig.context, memory, mask)
-    assert of_saves(rig.stats) == (800, 1)
+    assert sent_and_shared(rig.stats) == (800, 1)
     assert rig.stats.packed.count == 0
     loss.backward()
     assert torch.equal(seen[0], memory)
     assert torch.equal(seen[1], memory != 0)
 
 
-def test_bits_do_not_serve_a_save_that_needs_the_bytes(rig):
+def test_bits_do_not_serve_a_saved_tensor_that_needs_the_bytes(rig):
     memory = mask_of(800).view(torch.uint8) * 3
     loss, seen, _ = save(rig.context, memory.view(torch.bool), memory)
-    assert of_saves(rig.stats) == (100 + 800, 0)
+    assert sent_and_shared(rig.stats) == (100 + 800, 0)
     loss.backward()
     assert torch.equal(seen[0], memory != 0)
     assert torch.equal(seen[1], memory)
@@ -244,7 +244,7 @@ def test_without_room_on_the_device_to_pack_it_travels_as_it_is(rig, monkeypatch
     monkeypatch.setattr(engine_module, "make_dense", no_room)
     mask, wide = mask_of(40, 80), Data(CPU).tensor(64, 128)
     loss, seen, _ = save(rig.context, mask, wide[:, 5], mask)
-    assert of_saves(rig.stats) == (3200 + wide.nbytes, 1)
+    assert sent_and_shared(rig.stats) == (3200 + wide.nbytes, 1)
     assert rig.stats.packed.count == 0
     loss.backward()
     assert_equal(seen, [mask, wide[:, 5], mask])
@@ -255,7 +255,7 @@ def test_without_room_on_the_device_to_pack_it_travels_as_it_is(rig, monkeypatch
 
 @pytest.mark.parametrize("window", [1, 10**9])
 def test_the_mask_is_freed_as_soon_as_nobody_else_holds_it(window):
-    """Also while its bits wait on the device to leave, or to be used from there."""
+    """Also while the bits wait on the device, to leave or to be used."""
     rig = Rig(window=window)
     for _ in range(3):
         mask = mask_of(40, 80)
@@ -269,7 +269,7 @@ def test_the_mask_is_freed_as_soon_as_nobody_else_holds_it(window):
         assert seen[0].tolist() == wanted
         del seen
     stats = rig.stats
-    assert stats.unfreed.count == 0
+    assert stats.freed_nothing.count == 0
     assert stats.inbound.count == (3 if window == 1 else 0)
     rig.check_at_rest()
 
@@ -292,7 +292,7 @@ def test_a_mask_that_somebody_holds_is_learned_and_stays(rig):
         loss, seen, _ = save(rig.context, mask)
         loss.backward()
         assert torch.equal(seen[0], mask)
-    assert rig.stats.packed.count == rig.stats.unfreed.count == 2  # one sighting could be an accident
+    assert rig.stats.packed.count == rig.stats.freed_nothing.count == 2  # a single observation could be an accident
     assert rig.stats.kept[Reason.HELD].count == 2
 
 
@@ -302,7 +302,7 @@ def test_a_column_that_somebody_holds_is_learned_and_stays(rig):
         loss, seen, _ = save(rig.context, wide[:, 5])
         loss.backward()
         assert torch.equal(seen[0], wide[:, 5])
-    assert rig.stats.unfreed.count == 2
+    assert rig.stats.freed_nothing.count == 2
     assert rig.stats.kept[Reason.HELD].count == 2
 
 
@@ -324,9 +324,9 @@ def test_a_kept_graph_runs_twice(rig):
     mask = mask_of(6, 8)
     w = Data(CPU, 1).leaf(8, 8)
 
-    def run(door):
+    def run(context):
         x = Data(CPU).leaf(6, 8)
-        with door:
+        with context:
             loss = (torch.where(mask, x, 0.0) @ w).masked_fill(mask, 0.1).exp().sin().sum()
         loss.backward(retain_graph=True)
         return finish(loss, x)
@@ -338,7 +338,7 @@ def test_a_kept_graph_runs_twice(rig):
 # -- changed after the save --------------------------------------------------------------------------------------------
 
 
-def test_a_mask_changed_after_the_save_raises(rig):
+def test_a_mask_changed_after_being_saved_raises(rig):
     mask = mask_of(40, 80)
     loss, _, _ = save(rig.context, mask)
     mask[3].logical_not_()
@@ -346,7 +346,7 @@ def test_a_mask_changed_after_the_save_raises(rig):
         loss.backward()
 
 
-def test_a_mask_changed_between_two_saves_is_two_parcels(rig):
+def test_a_mask_changed_between_two_uses_is_two_parcels(rig):
     mask = mask_of(40, 80)
     x = Data(CPU).leaf(40, 80)
     with rig.context:
@@ -366,7 +366,7 @@ def test_a_mask_changed_between_two_saves_is_two_parcels(rig):
 
 
 def _has_waited(save_of):
-    """Whether the stream a save may have been allocated on waits until another one has packed or gathered it."""
+    """Whether the possibly allocating stream waits until another stream has packed or gathered a saved tensor."""
     device = SimDevice()
     rig = Rig(device)
     keep_home, _, _ = save(rig.context, torch.ones(5))
@@ -383,13 +383,13 @@ SAVES = {"mask": lambda: mask_of(40, 80), "column": lambda: Data(CPU).tensor(64,
 
 
 def _window_stays_open(monkeypatch):
-    """So that no release makes the streams wait for each other."""
+    """No release makes the streams wait for each other."""
     monkeypatch.setattr(Outbound, "make_room", lambda self, window, spared: [])
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_other_compute_streams_wait_until_a_save_was_read(kind, monkeypatch):
-    """Autograd would have held the save until backward; now the stream that owns its memory may take it at once."""
+def test_other_compute_streams_wait_until_a_saved_tensor_was_read(kind, monkeypatch):
+    """Autograd would have held the tensor until backward; now the owner stream may reuse the memory at once."""
     _window_stays_open(monkeypatch)
     assert _has_waited(SAVES[kind])
 
@@ -397,7 +397,7 @@ def test_other_compute_streams_wait_until_a_save_was_read(kind, monkeypatch):
 @pytest.mark.parametrize("kind", SAVES)
 def test_the_missing_wait_is_seen(kind, monkeypatch):
     _window_stays_open(monkeypatch)
-    monkeypatch.setattr(Outbound, "was_read", lambda self, home: None)
+    monkeypatch.setattr(Outbound, "was_read", lambda self, owner_stream: None)
     assert not _has_waited(SAVES[kind])
 
 
@@ -424,11 +424,11 @@ def test_a_gathered_view_is_shared_within_a_stream_only():
     rig = Rig(device)
     column = Data(CPU).tensor(64, 128)[:, 5]
     first, *_ = save(rig.context, column)
-    assert of_saves(rig.stats) == (256, 0)
+    assert sent_and_shared(rig.stats) == (256, 0)
     with device.compute_on("left"):
         second, seen, _ = save(rig.context, column)
         third, *_ = save(rig.context, column)
-    # Both `left` saves are one parcel, and so are both saves of each result of exp.
+    # The two `left` tensors share a parcel, and the two saved results of each exp share a parcel.
     assert (rig.stats.parcels.count, rig.stats.shared.count) == (2 + 3, 1 + 3)
     for loss in (first, second, third):
         loss.backward()
@@ -442,6 +442,6 @@ def test_another_view_of_as_many_elements_is_gathered_again(rig):
     wide = Data(CPU).tensor(64, 128)
     views = [wide[:, 5], wide[:, 6], wide[:, 5], wide[:, 5:6], wide[::2, 5:7].t()]
     loss, seen, _ = save(rig.context, *views)
-    assert of_saves(rig.stats) == (4 * 256, 1)
+    assert sent_and_shared(rig.stats) == (4 * 256, 1)
     loss.backward()
     assert_equal(seen, views)

@@ -1,6 +1,6 @@
-"""Random programs on the adversarial simulator, and proof that it notices what it is there to notice.
+"""Random programs on the adversarial simulator, and proof that the simulator notices every missing wait.
 
-Each mutation takes one wait, keep-alive or check out of the engine. The suite has to fail for every one of them.
+Each mutation removes a wait, keep-alive or check from the engine. The suite has to fail for every mutation.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ebbtide._engine.engine import Engine
 from ebbtide._engine.lane import Inbound, Outbound
 from ebbtide._engine.parcel import Parcel, Ticket
 from ebbtide._stores.host import HostStore
-from ebbtide.types import Wait
+from ebbtide._types import Wait
 
 SEEDS = 1200
 CHUNK = 100
@@ -56,15 +56,15 @@ def no_wait(why):
 
 
 def source_dropped_when_sent(patch):
-    send = Outbound.send
+    join = Outbound.join
 
     def mutant(self, parcel):
-        sent = send(self, parcel)
-        if sent:
-            parcel.source = None
-        return sent
+        join(self, parcel)
+        if parcel.landed is not None:
+            self.leave(parcel)
+            parcel.release()
 
-    patch(Outbound, "send", mutant)
+    patch(Outbound, "join", mutant)
 
 
 def source_dropped_at_death(patch):
@@ -80,7 +80,7 @@ def other_compute_streams_do_not_wait(patch):
 
     def mutant(self, parcel):
         join(self, parcel)
-        self._homes = self._homes[:1]
+        self._owner_streams = self._owner_streams[:1]
 
     patch(Outbound, "join", mutant)
 
@@ -95,13 +95,13 @@ def block_given_back_when_released(patch):
         return released
 
     patch(Outbound, "_release", mutant)
-    bury = Engine.bury
+    free = Engine.free
 
-    def bury_without_block(self, parcel):
-        parcel.block = None
-        bury(self, parcel)
+    def free_without_block(self, parcel):
+        parcel.forget_copy()
+        free(self, parcel)
 
-    patch(Engine, "bury", bury_without_block)
+    patch(Engine, "free", free_without_block)
 
 
 def last_reader_forgotten(patch):
@@ -115,7 +115,7 @@ def last_reader_forgotten(patch):
     patch(HostStore, "read", mutant)
 
 
-def strangers_share_homes_copy(patch):
+def other_streams_share_the_owners_copy(patch):
     def mutant(self, parcel, reader):
         if parcel.arrival is None:
             self.fetch([parcel])
@@ -144,11 +144,11 @@ def parcel_shared_whatever_the_range(patch):
     patch(Engine, "_find", lambda self, s, v, span: find(self, s, v, span._replace(start=0, nbytes=0)))
 
 
-def moved_saves_unchecked(patch):
+def moved_tensors_unchecked(patch):
     patch(Ticket, "check", lambda self: None)
 
 
-def kept_saves_unchecked(patch):
+def kept_tensors_unchecked(patch):
     patch(hooks, "kept_tensor", lambda kept: kept[0])
 
 
@@ -160,11 +160,11 @@ MUTATIONS = [
     other_compute_streams_do_not_wait,
     block_given_back_when_released,
     last_reader_forgotten,
-    strangers_share_homes_copy,
+    other_streams_share_the_owners_copy,
     parcel_shared_whatever_the_version,
     parcel_shared_whatever_the_range,
-    moved_saves_unchecked,
-    kept_saves_unchecked,
+    moved_tensors_unchecked,
+    kept_tensors_unchecked,
     no_wait(Wait.ABANDONED),
 ]
 
@@ -184,7 +184,7 @@ def test_mutation_is_caught(mutate, monkeypatch):
 
 
 def parcels_of_others_fetched_ahead(patch):
-    patch(Engine, "_may_fetch", lambda self, parcel, home: parcel.may_be_fetched)
+    patch(Engine, "_may_fetch", lambda self, parcel, owner_stream: parcel.may_be_fetched)
 
 
 def captures_have_no_engine(patch):

@@ -1,6 +1,6 @@
-"""What a plan says about when: on the simulator, how much waits on its way out after every save, and what comes back.
+"""Release points of plans on the simulator: bytes waiting to leave after every saved tensor, and bytes coming back.
 
-All saves of the blocks here are parcels of one size, and figures are in that unit.
+All tensors saved in the blocks are parcels of equal size, the unit of all figures.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from ebbtide import Plan, Recipe, RegionPlan
 from ebbtide._devices.sim import SimDevice
 from ebbtide._engine.engine import Engine
 from ebbtide._events import EventKind
-from ebbtide.types import Wait
+from ebbtide._types import Wait
 
 CPU = torch.device("cpu")
 SHAPE = (6, 8)
@@ -22,7 +22,7 @@ ALL = 100 * UNIT
 
 
 class Sines(nn.Module):
-    """Four saves, and calls `note` after each, with its name."""
+    """Four saved tensors; calls `note` after each, with a name."""
 
     def __init__(self, name, note):
         super().__init__()
@@ -36,8 +36,8 @@ class Sines(nn.Module):
         return x
 
 
-class Scaled(Sines):
-    """Two saves, of a parameter, and those stay."""
+class ScaledSines(Sines):
+    """Two saved tensors, of a parameter: kept."""
 
     def __init__(self, name, note):
         super().__init__(name, note)
@@ -51,7 +51,7 @@ class Scaled(Sines):
 
 
 class Tower(nn.Module):
-    """Three blocks in `order`; the one save outside of them comes last."""
+    """Three blocks in `order`; the only saved tensor outside of the blocks comes last."""
 
     def __init__(self, block, order, note):
         super().__init__()
@@ -68,14 +68,14 @@ class Tower(nn.Module):
 
 
 class Rotated(Sines):
-    """Runs again from two inputs."""
+    """Recomputed from two inputs."""
 
     def forward(self, x, table):
         return super().forward(x * table)
 
 
 class WithTable(Tower):
-    """Its blocks share an input, as those of language models share what rotates their queries."""
+    """The blocks share an input, as language models share rotary embeddings."""
 
     def forward(self, x):
         table = torch.linspace(0.5, 1.5, x.numel()).view(x.shape)
@@ -87,11 +87,11 @@ class WithTable(Tower):
 
 
 class Run:
-    """A tower with a plan on the simulator, and its twin without.
+    """A tower with a plan on the simulator, and a twin without.
 
     Attributes:
-        waiting: units on their way out that still have their memory, after every save of the last forward.
-        events: of the last step: what, and the site.
+        waiting: units waiting to leave, still on the device, after every saved tensor of the last forward.
+        events: kinds and sites of the last step.
     """
 
     def __init__(self, plan, block=Sines, order=(0, 1, 2), late="late", tower=Tower, **limits):
@@ -99,12 +99,12 @@ class Run:
         self.model, self.twin = tower(block, order, self.note), tower(block, order, lambda name, x: None)
         self.handle = self.rig.offload(self.model)
         self.handle.set_plan(plan)
-        self.handle.subscribe(lambda event: self.events.append((event.what, event.site)))
+        self.handle.subscribe(lambda event: self.events.append((event.kind, event.site)))
         self.ahead = []
         self.step()
 
     def step(self):
-        """One step of both, which have to agree in all bits; nothing is left behind."""
+        """A step of model and twin, equal in all bits; nothing is left behind."""
         self.waiting, self.events, self.ahead = [], [], []
         assert_equal(*(self._step(model) for model in (self.model, self.twin)))
         self.rig.check_no_races()
@@ -119,7 +119,7 @@ class Run:
 
     def note(self, name, x):
         if torch._C._current_graph_task_id() != -1:
-            return  # a second run
+            return  # a recomputation
         self.waiting.append(self.rig.engine._outbound.resident_bytes // UNIT)
         x.register_hook(lambda grad: self.ahead.append((name, self.rig.engine._ahead_bytes // UNIT)))
 
@@ -131,7 +131,7 @@ BLOCKS = {f"layers.{number}": RegionPlan("offload") for number in range(3)}
 
 
 def planned(*releases, outside=None):
-    """A plan with these release points in the blocks, by number; None: it says nothing of when."""
+    """A plan with release points in the blocks, by number; None: no points."""
     regions = {
         f"layers.{number}": RegionPlan("offload", release)
         for number, release in enumerate(releases)
@@ -140,9 +140,9 @@ def planned(*releases, outside=None):
     return Plan(regions) if outside is None else Plan({**BLOCKS, **regions}, outside=RegionPlan("offload", outside))
 
 
-# -- what waits --------------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
-# After each of the four saves of each block, and after the one outside.
+# After each of the four saved tensors of each block, and after the last outside.
 WAITING = {
     "no points": (planned((), (), ()), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
     "nothing may wait": (planned((), ((2, 0),)), [1, 2, 3, 4, 5, 6, 1, 1, 1, 1, 1, 1, 1]),
@@ -168,7 +168,7 @@ WAITING = {
 
 @pytest.mark.parametrize("late", ["late", "early", "shuffled"])
 @pytest.mark.parametrize("name", WAITING)
-def test_what_waits_after_each_save(name, late):
+def test_what_waits_after_each_saved_tensor(name, late):
     plan, waiting = WAITING[name]
     run = Run(plan, late=late)
     for _ in range(3):
@@ -209,7 +209,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_point_on_a_save_that_stays_releases_what_waits(name):
+def test_a_point_on_a_saved_tensor_that_stays_releases_what_waits(name):
     run = Run(Plan({"layers.1": KEPT[name]}))
     sent_there = KEPT[name].recipe.sites or ()
     after = [4 + (0 in sent_there), 0, *(int(2 in sent_there),) * 2]
@@ -219,12 +219,12 @@ def test_a_point_on_a_save_that_stays_releases_what_waits(name):
 
 
 def test_a_point_on_a_parameter_releases_what_waits():
-    run = Run(planned((), ((1, 0),)), block=lambda name, note: (Scaled if name == 1 else Sines)(name, note))
+    run = Run(planned((), ((1, 0),)), block=lambda name, note: (ScaledSines if name == 1 else Sines)(name, note))
     assert run.waiting == [1, 2, 3, 4, 4, 0, 1, 1, 1, 1, 1]
 
 
-def test_points_are_counted_by_the_saves_of_the_region_itself():
-    """Those of a region inside are its own."""
+def test_points_are_counted_by_the_saved_tensors_of_the_region_itself():
+    """An inner region counts its own."""
 
     class Around(Sines):
         def __init__(self, name, note):
@@ -270,7 +270,7 @@ def test_a_new_plan_holds_from_the_next_forward_on():
 
 
 def test_a_release_at_a_point_waits_for_the_copy(monkeypatch):
-    """Proof that the simulator looks at these releases too: there are no others here."""
+    """Proof that the simulator checks releases at points: the run has no others."""
     kept = {"layers.1": KEPT["a region that is kept"], "layers.2": RegionPlan("keep")}
     plan = Plan({**BLOCKS, **kept}, RegionPlan("keep"))
     assert len(Run(plan).of(EventKind.RELEASED)) == 4
@@ -284,7 +284,7 @@ def test_a_release_at_a_point_waits_for_the_copy(monkeypatch):
 
 
 def test_a_stall_at_a_point_counts_from_there():
-    """And not from where an earlier release had to send first what backward had been expected to need at once."""
+    """And not from an earlier release of a parcel that was not sent before."""
 
     class Watching(Run):
         def note(self, name, x):
@@ -292,20 +292,20 @@ def test_a_stall_at_a_point_counts_from_there():
             known_points.append(self.rig.engine._outbound._compute_point)
 
     known_points = []
-    run = Watching(Plan({}))  # all of it was used from the device: now it is not sent before it has to leave
+    run = Watching(Plan({}))  # everything was used from the device: nothing is sent before the release now
     run.handle.set_plan(planned(((1, 0), (2, ALL)), ((0, 0),)))
     run.step()
     assert run.of(EventKind.SENT) == run.of(EventKind.RELEASED) != []
     assert set(known_points) == {None}
 
 
-# -- regions that run again --------------------------------------------------------------------------------------------
+# -- recomputed regions ------------------------------------------------------------------------------------------------
 
 EVERY_SINE = Recipe("selective", ops=(lambda op, *args, **kwargs: "sin" in str(op),))
-"""Saves the input of a block, then four outputs. Of these the last is the next block's input, and from the second step
-on it is no longer held, for backward does not ask for it."""
+"""Saves the input of a block, then four outputs. The last is the next block's input, dropped from the second
+step on, since backward does not need it."""
 
-AGAIN = {
+RECOMPUTED = {
     "recompute": ("recompute", {}, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]),
     "recompute, at the input": ("recompute", {1: ((0, 0),)}, [1] * 13),
     "recompute, never reached": ("recompute", {1: ((1, 0),)}, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]),
@@ -322,22 +322,22 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("late", ["late", "early", "shuffled"])
-@pytest.mark.parametrize("name", AGAIN)
-def test_what_waits_after_each_operator_of_regions_that_run_again(name, late):
-    recipe, releases, waiting = AGAIN[name]
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_waits_after_each_operator_of_regions_that_are_recomputed(name, late):
+    recipe, releases, waiting = RECOMPUTED[name]
     run = Run(
         Plan({f"layers.{number}": RegionPlan(recipe, releases.get(number, ())) for number in range(3)}), late=late
     )
     for _ in range(3):
         assert run.step().waiting == waiting
-        assert len(run.of(EventKind.FORWARDED)) == waiting[-1]  # the rest was away
+        assert len(run.of(EventKind.FORWARDED)) == waiting[-1]  # the rest had left
 
 
-# -- what comes back early ---------------------------------------------------------------------------------------------
+# -- fetching ahead ----------------------------------------------------------------------------------------------------
 
 
 def prefetching(*units, outside=None, recipe="offload"):
-    """A plan that bounds what comes back early in the blocks, by number; None: it says nothing of when."""
+    """A plan with prefetch windows in the blocks, by number; None: no window."""
     regions = {
         f"layers.{number}": RegionPlan(recipe, prefetch_bytes=bound * UNIT)
         for number, bound in enumerate(units)
@@ -348,28 +348,28 @@ def prefetching(*units, outside=None, recipe="offload"):
     return Plan({**BLOCKS, **regions}, outside=RegionPlan("offload", prefetch_bytes=outside * UNIT))
 
 
-# Units that are back and not needed yet, as the gradient of each save's result comes: first of the one outside, then
-# of the blocks' last to first. All that was saved in the blocks is away, and the one outside is not.
+# Units back and not needed yet, at the gradient of each saved tensor's result: first the tensor outside, next the
+# blocks' tensors, last to first. All tensors of the blocks are away, and the tensor outside is not.
 MANY = 100
 AHEAD = {
-    "as the door says": (ALL, prefetching(), [0, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]),
-    "as the door says, nothing": (1, prefetching(), [0] * 13),
+    "as the context says": (ALL, prefetching(), [0, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]),
+    "as the context says, nothing": (1, prefetching(), [0] * 13),
     "outside": (1, prefetching(outside=3), [0, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
     "each block for itself": (1, prefetching(3, 2, 4), [0, 0, 3, 3, 3, 3, 2, 1, 1, 1, 2, 2, 1]),
-    "less than the door says": (ALL, prefetching(2, 2, 2, outside=1), [0, 0, *[1] * 11]),
+    "less than the context says": (ALL, prefetching(2, 2, 2, outside=1), [0, 0, *[1] * 11]),
     "in one block": (1, prefetching(None, MANY, None), [0, 0, 0, 0, 0, 0, 7, 6, 5, 4, 3, 2, 1]),
     "in none but one": (ALL, prefetching(None, 1, 1, outside=1), [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 2, 1]),
-    "run again, as the door says": (
+    "run again, as the context says": (
         ALL,
         prefetching(None, None, MANY, recipe="recompute"),
         [0, 9, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 1],
     ),
-    "run again, more than the door says": (
+    "run again, more than the context says": (
         1,
         prefetching(MANY, MANY, MANY, recipe="recompute"),
         [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0],
     ),
-    "run again, less than the door says": (
+    "run again, less than the context says": (
         ALL,
         prefetching(None, None, 3, outside=1, recipe=Recipe("recompute", inputs="keep")),
         [0, 0, 3, 3, 3, 3, 7, 6, 5, 4, 3, 2, 1],
@@ -384,8 +384,8 @@ AHEAD = {
 
 @pytest.mark.parametrize("name", AHEAD)
 def test_what_comes_back_early(name):
-    door, plan, ahead = AHEAD[name]
-    run = Run(plan, window=1, prefetch=door).step()  # two steps to learn from: outputs are dropped in the second
+    context, plan, ahead = AHEAD[name]
+    run = Run(plan, window=1, prefetch=context).step()  # two steps to learn from: outputs are dropped in the second
     for _ in range(3):
         run.step()
         assert [len(run.of(EventKind.FORWARDED)), *(units for _, units in run.ahead)] == [1, *ahead]
@@ -393,20 +393,20 @@ def test_what_comes_back_early(name):
 
 
 def test_what_blocks_share_comes_early_alone():
-    """Backward asks for it first in block 1, so in block 2 it has room behind that block's own input. Block 0, which
-    saved it and asks for it too, has to wait with the rest."""
+    """Backward needs the shared input first in block 1. In block 2 the input has room behind the block's own. Block 0
+    saved the input and needs it too, but has to wait with the rest."""
     stays, travels = Recipe("recompute", inputs="keep"), Recipe("recompute")
     regions = {"layers.0": (travels, MANY), "layers.1": (travels, 1), "layers.2": (stays, 2)}
     plan = Plan({name: RegionPlan(recipe, prefetch_bytes=room * UNIT) for name, (recipe, room) in regions.items()})
     run = Run(plan, Rotated, tower=WithTable, window=1, prefetch=1)
     for _ in range(4):
         run.step()
-    assert [units for name, units in run.ahead if name == 2] == [0, 2, 2, 2]  # fetched by its second run
+    assert [units for name, units in run.ahead if name == 2] == [0, 2, 2, 2]  # fetched by the recomputation
     assert run.of(EventKind.FETCHED) == ["layers.1#0.0", "layers.0#0.1", "layers.0#0.0"]
 
 
-def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
-    """Block 0 alone moves: it is the last that backward asks for, and the first that is expected in the next step."""
+def test_the_end_of_a_step_and_the_begin_of_the_next_are_no_recompute_batch():
+    """Block 0 alone moves: last needed by backward, and first expected in the next step."""
     stays = Recipe("selective", ops=EVERY_SINE.ops, inputs="keep", outputs="keep")
     regions = {"layers.0": (EVERY_SINE, MANY), "layers.1": (stays, MANY), "layers.2": (stays, 1)}
     plan = Plan(
@@ -421,8 +421,8 @@ def test_a_step_that_ends_where_the_next_one_begins_to_move_is_no_company():
 
 
 def test_what_a_step_needs_last_is_looked_ahead_to_as_well():
-    """Block 2 runs again first, and needs nothing back: when it looks ahead no step has needed anything yet, and what
-    comes last is what the step before came by last."""
+    """Block 2 is recomputed first, and needs nothing back: when it looks ahead the step has needed nothing yet, and the
+    last site is the last of the step before."""
     moves = RegionPlan(Recipe("offload"), ((0, 0),), ALL)
     stays = RegionPlan(Recipe("recompute", inputs="keep"), ((0, 0),), ALL)
     plan = Plan({"layers.0": moves, "layers.1": moves, "layers.2": stays}, outside=RegionPlan("keep"))
@@ -446,8 +446,8 @@ class Net(nn.Module):
 
 
 def test_a_graph_that_is_seldom_needed_first_is_looked_ahead_in_too(monkeypatch):
-    """Before the graph that is needed first as a rule, whose regions have not left, comes now and then an older one,
-    whose regions have: each but its first is on its way when its region runs again."""
+    """As a rule the first graph needed has not left. Now and then an older graph, which has left, comes before: every
+    region but the first is on the way when recomputed."""
     nbytes = 25 * 16 * 4
     rig = HandleRig(window=11 * nbytes, prefetch=40 * nbytes)
     torch.manual_seed(0)
@@ -458,8 +458,8 @@ def test_a_graph_that_is_seldom_needed_first_is_looked_ahead_in_too(monkeypatch)
     expect = Engine.expect
 
     def noted(engine, tickets, limits):
-        home = engine.device.current_stream()
-        late.append(any(engine._may_fetch(ticket.parcel, home) for ticket in tickets))
+        owner_stream = engine.device.current_stream()
+        late.append(any(engine._may_fetch(ticket.parcel, owner_stream) for ticket in tickets))
         expect(engine, tickets, limits)
 
     monkeypatch.setattr(Engine, "expect", noted)

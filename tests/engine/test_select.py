@@ -1,4 +1,4 @@
-"""Which saves may travel, and the reason of each that may not."""
+"""Tensors that may travel, and the reasons of all that may not."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbtide._engine.context import HookContext, Limits
 from ebbtide._engine.select import select, select_subclass
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 
 @pytest.fixture
-def scope():
+def context():
     return HookContext(Limits(1, 1, 16), lambda device: device.type == "cpu")
 
 
@@ -24,29 +24,29 @@ def parameter_views():
 
 
 @pytest.mark.parametrize("at", range(7))
-def test_parameters_other_leaves_and_their_views_stay(scope, at):
-    assert select(parameter_views()[at], scope) is Reason.PARAMETER
+def test_parameters_other_leaves_and_their_views_stay(context, at):
+    assert select(parameter_views()[at], context) is Reason.PARAMETER
 
 
-def test_activations_and_their_views_travel(scope):
+def test_activations_and_their_views_travel(context):
     x = LEAF * 2.0
     for t in (x, x.t(), x[1:], x.detach(), torch.ones(4, 4), WEIGHT.detach().clone(), WEIGHT * 1.0, x.bool()):
-        assert select(t, scope) is None
+        assert select(t, context) is None
 
 
-def test_casts_of_parameters_stay_and_other_casts_travel(scope):
+def test_casts_of_parameters_stay_and_other_casts_travel(context):
     cast = WEIGHT.to(torch.bfloat16)
-    assert select(cast, scope) is Reason.AUTOCAST_WEIGHT
-    assert select(cast.t(), scope) is Reason.AUTOCAST_WEIGHT
-    assert select((WEIGHT * 1.0).to(torch.bfloat16), scope) is None
-    assert select(LEAF.to(torch.bfloat16), scope) is None  # of an input, which nobody keeps for the whole forward
+    assert select(cast, context) is Reason.AUTOCAST_WEIGHT
+    assert select(cast.t(), context) is Reason.AUTOCAST_WEIGHT
+    assert select((WEIGHT * 1.0).to(torch.bfloat16), context) is None
+    assert select(LEAF.to(torch.bfloat16), context) is None  # of an input, not kept for the whole forward
 
 
-def test_small_and_empty_ones_stay(scope):
-    assert select(torch.ones(3), scope) is Reason.SMALL
-    assert select(torch.ones(4), scope) is None
-    assert select(torch.ones(4, 4)[2:2], scope) is Reason.EMPTY
-    assert select(torch.ones(100)[:1], scope) is None  # its storage is large
+def test_small_and_empty_ones_stay(context):
+    assert select(torch.ones(3), context) is Reason.SMALL
+    assert select(torch.ones(4), context) is None
+    assert select(torch.ones(4, 4)[2:2], context) is Reason.EMPTY
+    assert select(torch.ones(100)[:1], context) is None  # the storage is large
 
 
 def test_freed_storages_stay():
@@ -55,63 +55,65 @@ def test_freed_storages_stay():
     assert select(gathered, HookContext(Limits(1, 1, 0), lambda _: True)) is Reason.EMPTY
 
 
-def test_buffers_stay(scope):
+def test_buffers_stay(context):
     buffer = torch.ones(4, 4)
-    scope.buffers.add(buffer.untyped_storage()._cdata)
-    assert select(buffer, scope) is Reason.BUFFER
-    assert select(buffer[1:], scope) is Reason.BUFFER
+    context.buffers.add(buffer.untyped_storage()._cdata)
+    assert select(buffer, context) is Reason.BUFFER
+    assert select(buffer[1:], context) is Reason.BUFFER
 
 
-def test_known_weights_stay_however_they_are_saved(scope):
+def test_known_weights_stay_however_they_are_saved(context):
     inside = torch.ones(4, 4)
     two = nn.Parameter(TwoTensor(inside, torch.ones(4, 4)))
     saves = [WEIGHT.detach(), WEIGHT.data.t(), inside, inside[1:]]
-    assert [select(t, scope) for t in saves] == [None] * 4
-    scope.know_weights([WEIGHT, two, nn.parameter.UninitializedParameter(), nn.Parameter(torch.eye(4).to_sparse())])
-    assert [select(t, scope) for t in saves] == [Reason.PARAMETER] * 4
-    assert select(WEIGHT.detach().clone(), scope) is None
+    assert [select(t, context) for t in saves] == [None] * 4
+    context.register_weights(
+        [WEIGHT, two, nn.parameter.UninitializedParameter(), nn.Parameter(torch.eye(4).to_sparse())]
+    )
+    assert [select(t, context) for t in saves] == [Reason.PARAMETER] * 4
+    assert select(WEIGHT.detach().clone(), context) is None
 
 
-def test_what_has_the_place_of_a_weight_that_is_gone_is_none(scope):
+def test_what_has_the_place_of_a_weight_that_is_gone_is_none(context):
     weight = nn.Parameter(torch.ones(4, 4))
-    scope.know_weights([weight])
+    context.register_weights([weight])
     place = weight.untyped_storage()._cdata
     del weight
     activation = torch.ones(4, 4)
-    scope._weights[activation.untyped_storage()._cdata] = scope._weights.pop(place)
-    assert select(activation, scope) is None
+    context._weights[activation.untyped_storage()._cdata] = context._weights.pop(place)
+    assert select(activation, context) is None
 
 
-def test_weights_that_are_gone_are_forgotten(scope):
-    """Some owners give them other memory for every step."""
+def test_weights_that_are_gone_are_forgotten(context):
+    """Some owners change the memory of weights in every step."""
     for _ in range(5):
         weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-        scope.know_weights(weights)
-        assert len(scope._weights) <= 2 * len(weights)
+        context.register_weights(weights)
+        assert len(context._weights) <= 2 * len(weights)
     del weights
-    scope.know_weights([])
-    assert not scope._weights
+    context.register_weights([])
+    assert not context._weights
 
 
-def test_layouts_without_one_dense_storage_stay(scope):
-    assert select(torch.eye(4).to_sparse(), scope) is Reason.LAYOUT
-    assert select(torch.eye(4).to_sparse_coo(), scope) is Reason.LAYOUT
+def test_layouts_without_one_dense_storage_stay(context):
+    assert select(torch.eye(4).to_sparse(), context) is Reason.LAYOUT
+    assert select(torch.eye(4).to_sparse_coo(), context) is Reason.LAYOUT
 
 
-def test_zeros_of_forward_mode_differentiation_stay(scope):
-    """They have a size, and no memory: to copy from it ends the process."""
-    assert select(torch._efficientzerotensor(4, 4), scope) is Reason.EMPTY
+def test_zeros_of_forward_mode_differentiation_stay(context):
+    """Zero tensors have a size and no memory: a copy would end the process."""
+    assert select(torch._efficientzerotensor(4, 4), context) is Reason.EMPTY
 
 
-def test_other_devices_stay(scope):
-    assert select(torch.ones(4, 4, device="meta"), scope) is Reason.OTHER_DEVICE
+def test_other_devices_stay(context):
+    assert select(torch.ones(4, 4, device="meta"), context) is Reason.OTHER_DEVICE
 
 
-def test_saves_of_a_running_backward_stay(scope):
+def test_saved_tensors_of_a_running_backward_stay(context):
     seen = []
     x = torch.ones(4, 4, requires_grad=True)
     y = x * 2.0
-    y.register_hook(lambda grad: seen.append((select(y.detach(), scope), select_subclass(TwoTensor(grad, grad)))))
+    y.register_hook(lambda grad: seen.append((select(y.detach(), context), select_subclass(TwoTensor(grad, grad)))))
     y.sum().backward()
     assert seen == [(Reason.IN_BACKWARD, Reason.IN_BACKWARD)]
 
@@ -124,10 +126,10 @@ def test_subclasses_that_can_be_taken_apart_travel():
 
 
 def test_subclasses_that_cannot_stay():
-    class Named(torch.Tensor):
+    class Tagged(torch.Tensor):
         pass
 
-    assert select_subclass(torch.ones(4).as_subclass(Named)) is Reason.SUBCLASS
+    assert select_subclass(torch.ones(4).as_subclass(Tagged)) is Reason.SUBCLASS
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert select_subclass(nested) is Reason.LAYOUT
 

@@ -1,4 +1,4 @@
-"""What is learned of the order in which sites are needed."""
+"""Learning the order in which sites are needed."""
 
 import gc
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 import ebbtide
 from ebbtide._engine.timetable import Site, Timetable
-from ebbtide.types import Output
 
 
 def sites(count):
@@ -16,7 +15,7 @@ def sites(count):
 
 
 def learn(table, order):
-    """Need the sites in this order; returns how many came as expected."""
+    """Need the sites in order; returns the number of expected sites."""
     hits = 0
     for site in order:
         expected = None if table.last is None else table.last.expected_after(table.before_last)
@@ -42,7 +41,7 @@ def test_a_plain_loop_is_known_after_one_step():
 
 
 def test_two_habits_at_one_site_are_told_apart_by_what_came_before():
-    """Alternating orders: a first-order memory would miss every other time."""
+    """Alternating orders: a first-order memory would miss every second time."""
     table = Timetable()
     a, b, c, d, e = sites(5)
     period = [a, c, d, b, c, e]
@@ -83,17 +82,8 @@ def test_without_the_site_before_the_last_habit_counts():
     assert a.expected_after(Site("", 9, 9)) is c
 
 
-def test_an_output_that_was_changed_is_tried_again_now_and_then():
-    site = Site("layers.0", 0, 0)
-    assert not site.drops_output()
-    site.output = Output.UNASKED
-    assert all(site.drops_output() for _ in range(100))  # whoever asks for it takes that back
-    site.output = Output.CHANGED
-    assert [site.drops_output() for _ in range(33)] == [True] * 31 + [False] * 2
-
-
 def test_sites_of_a_model_that_is_gone_are_gone_too():
-    """What comes first in a model was needed after what came last in the one before."""
+    """The first site of a model was needed after the last site of the model before."""
 
     def train():
         model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])

@@ -1,4 +1,4 @@
-"""Bitwise comparisons need kernels that add in one order. Read by cuBLAS when its first handle is made."""
+"""Deterministic kernels for bitwise comparison. cuBLAS reads the variable when the first handle is made."""
 
 import gc
 import importlib
@@ -11,8 +11,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_finish():
-    """What is there before the first test is no garbage: each test collects, and need not walk all of torch."""
-    importlib.import_module("torch._dynamo")  # comes with the first compiled block, and is half of it
+    """Exclude torch from garbage collection: each test collects, and walking all of torch takes long."""
+    importlib.import_module("torch._dynamo")  # imported by the first compiled block; half of all objects
     gc.collect()
     gc.freeze()
 

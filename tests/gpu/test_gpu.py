@@ -1,4 +1,4 @@
-"""The cases of the CPU on an accelerator, through the public doors; and what only an accelerator can show."""
+"""Cases of the CPU run on an accelerator through public entry points; tests of streams, memory, captured graphs."""
 
 import contextlib
 import copy
@@ -34,14 +34,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import ebbtide
 from ebbtide import EventKind, Recipe
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 if not torch.cuda.is_available():
     pytest.skip("needs an accelerator", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch warns about what it does itself; ours, and what is raised where nobody can catch it, are errors.
+    # Warnings of torch pass. Warnings of ebbtide, and exceptions in callbacks and finalizers, are errors.
     pytest.mark.filterwarnings(
         "ignore", "error::ebbtide.EbbtideWarning", "error::pytest.PytestUnraisableExceptionWarning"
     ),
@@ -62,11 +62,11 @@ def _fresh_process():
 
 
 def settings(**other):
-    """Everything moves: the window holds next to nothing."""
+    """Everything moves: the window is one byte."""
     return {"store": "host", "host_limit": "4GiB", "window": 1, "prefetch": "1MiB", "min_bytes": 1, **other}
 
 
-def door(**other):
+def new_context(**other):
     return ebbtide.offload_activations(**settings(**other))
 
 
@@ -95,7 +95,7 @@ def same(run, context, times=3):
 
 
 class Tower(nn.Module):
-    """Blocks of some size without a word of Python that waits for the device."""
+    """Blocks without Python code that waits for the device."""
 
     def __init__(self, width: int = 256, depth: int = 4) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ def batches(count: int, rows: int = 8, length: int = 128, width: int = 256) -> l
     return [data.tensor(rows, length, width) for _ in range(count)]
 
 
-# -- the same cases as on the CPU --------------------------------------------------------------------------------------
+# -- cases of the CPU --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 400])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_case_equals_its_plain_twin(case, window):
-    context = door(window=window)
-    same(lambda door: case(door, GPU), context)
+    context = new_context(window=window)
+    same(lambda context: case(context, GPU), context)
     assert context.stats().out.count > 0
     if window == 1:
         check_moved(context.stats())
@@ -127,7 +127,7 @@ def test_case_equals_its_plain_twin(case, window):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", RECIPE_CASES, ids=lambda case: case.__name__)
-def test_regions_that_run_again_equal_the_plain_run(case, recipe):
+def test_recomputed_regions_equal_the_plain_run(case, recipe):
     plain = case(lambda model: None, GPU)
     handles = []
     ours = case(lambda model: handles.append(offload(model, recipe=RECIPES[recipe])), GPU)
@@ -143,7 +143,7 @@ def test_regions_that_run_again_equal_the_plain_run(case, recipe):
 
 
 def test_a_default_device_of_the_user_leaves_host_memory_alone():
-    context = door()
+    context = new_context()
     x = torch.randn(4, 8, device=GPU, requires_grad=True)
     with torch.device(GPU), context:
         y = x.sin().exp()
@@ -151,7 +151,7 @@ def test_a_default_device_of_the_user_leaves_host_memory_alone():
     assert context.stats().out.count > 0
 
 
-def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_in_step():
+def test_random_attention_is_saved_and_the_next_dropout_draws_equal_numbers():
     class Attends(Simple):
         def forward(self, x):
             q, k = (part(x).view(2, 64, 4, 32).transpose(1, 2).half() for part in (self.first, self.second))
@@ -172,7 +172,7 @@ def test_attention_that_draws_random_numbers_is_held_and_the_next_dropout_stays_
 
 
 class Flexible(nn.Module):
-    """Attention that is written as a function."""
+    """Attention with a score function in Python."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class Flexible(nn.Module):
 
 @pytest.mark.parametrize("is_cast", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_flex_attention_is_held(is_compiled, is_cast):
-    results, saves = [], []
+def test_flex_attention_is_saved(is_compiled, is_cast):
+    results, parcels = [], []
     for ops in (None, ("convolution",), ("attention",)):
         torch._dynamo.reset()
         model = make(lambda: Stack(Flexible), GPU)
@@ -196,15 +196,15 @@ def test_flex_attention_is_held(is_compiled, is_cast):
             layer.compile()
         around = functools.partial(torch.autocast, GPU.type, torch.bfloat16, enabled=is_cast)
         results.append(train(model, lambda data: data.tensor(4, 256, 256), GPU, around=around))
-        saves.append(0 if handle is None else handle.stats().parcels.count)
+        parcels.append(0 if handle is None else handle.stats().parcels.count)
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
-    assert saves[2] > saves[1]
+    assert parcels[2] > parcels[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_comes_back_as_it_was(layout):
-    context = door()
+def test_layout_comes_back_unchanged(layout):
+    context = new_context()
     for _ in range(2):
         got, wanted = unpacked_layout(context, GPU, layout)
         assert (got.dtype, got.device, got.shape, got.stride()) == (
@@ -218,13 +218,13 @@ def test_layout_comes_back_as_it_was(layout):
 
 
 @pytest.mark.parametrize("changed", CHANGED, ids=lambda changed: changed.__name__)
-def test_change_after_a_save_raises_as_it_does_without_us(changed):
+def test_change_of_a_saved_tensor_raises_as_in_plain_autograd(changed):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed(contextlib.nullcontext(), GPU).backward()
-    context = door()
+    context = new_context()
     for _ in range(2):
         loss = changed(context, GPU)
-        torch.cuda.synchronize()  # all copies have landed: that must not matter
+        torch.cuda.synchronize()  # landed copies must not hide the change
         with pytest.raises(ebbtide.ModifiedError, match=r"<root>.*version 0.*version 1"):
             loss.backward()
         del loss
@@ -233,13 +233,13 @@ def test_change_after_a_save_raises_as_it_does_without_us(changed):
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 def test_flash_attention(precision):
-    """Its backward wants q, k, v, the result and the sums with their very strides."""
+    """Backward of flash attention needs q, k, v, the output and the log-sum-exp with unchanged strides."""
     backends = [SDPBackend.FLASH_ATTENTION if precision is torch.bfloat16 else SDPBackend.MATH]
 
-    def run(door):
+    def run(context):
         data = Data(GPU)
         x, w = data.leaf(4, 64, 128), data.leaf(128, 384)
-        with door:
+        with context:
             qkv = (x @ w).to(precision).unflatten(-1, (3, 2, 64)).transpose(1, 3)
             with sdpa_kernel(backends):
                 out = functional.scaled_dot_product_attention(*qkv.unbind(2), is_causal=True)
@@ -247,12 +247,12 @@ def test_flash_attention(precision):
             del qkv, out
         return finish(loss, x, w)
 
-    context = door()
+    context = new_context()
     same(run, context)
     check_moved(context.stats())
 
 
-# -- doors and regions -------------------------------------------------------------------------------------------------
+# -- entry points and regions ------------------------------------------------------------------------------------------
 
 
 def three_steps(model, call=None):
@@ -269,7 +269,7 @@ def three_steps(model, call=None):
 
 
 @pytest.mark.parametrize("choice", [{}, {"include": "layers.*.mlp"}, {"exclude": nn.Linear}, {"keep_last": 1}], ids=str)
-def test_module_door(choice):
+def test_offload_of_a_module(choice):
     model = make(Transformer, GPU)
     handle = offload(model, **choice)
     assert_equal(three_steps(model), three_steps(make(Transformer, GPU)))
@@ -279,7 +279,7 @@ def test_module_door(choice):
     check_at_rest(handle.stats)
 
 
-def test_two_models_of_which_one_is_offloaded_twice_as_wide():
+def test_two_models_of_different_width():
     models = [make(lambda: Tower(128, 3), GPU, 1), make(lambda: Tower(256, 2), GPU, 2)]
     twins = copy.deepcopy(models)
     handles = [offload(model) for model in models]
@@ -357,12 +357,12 @@ def test_transformers_model():
 def test_another_compute_stream(where):
     side = torch.cuda.Stream()
 
-    def run(door):
+    def run(context):
         model = make(Tower, GPU)
         (batch,) = batches(1)
         side.wait_stream(torch.cuda.current_stream())
         forward = torch.cuda.stream(side) if where != "backward" else contextlib.nullcontext()
-        with forward, door:
+        with forward, context:
             torch.cuda._sleep(10_000_000)  # the device falls far behind the host
             loss = model(batch)
         backward = torch.cuda.stream(side) if where != "forward" else contextlib.nullcontext()
@@ -373,7 +373,7 @@ def test_another_compute_stream(where):
         torch.cuda.synchronize()
         return [loss.detach(), *gradients(model)]
 
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     same(run, context)
     check_moved(context.stats())
 
@@ -381,10 +381,10 @@ def test_another_compute_stream(where):
 def test_streams_in_turns_within_one_forward():
     sides = [torch.cuda.Stream(), torch.cuda.Stream()]
 
-    def run(door):
+    def run(context):
         model = make(Tower, GPU)
         (x,) = batches(1)
-        with door:
+        with context:
             for at, layer in enumerate(model.layers):
                 side = sides[at % 2]
                 side.wait_stream(torch.cuda.current_stream())
@@ -396,7 +396,7 @@ def test_streams_in_turns_within_one_forward():
         torch.cuda.synchronize()
         return [loss.detach(), *gradients(model)]
 
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     same(run, context)
     check_moved(context.stats())
 
@@ -404,7 +404,7 @@ def test_streams_in_turns_within_one_forward():
 def test_two_threads_share_an_engine():
     models = [make(Tower, GPU, seed) for seed in range(2)]
     twins = copy.deepcopy(models)
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     steps = batches(4)
     results: dict[int, list[torch.Tensor]] = {}
     start = threading.Barrier(2)
@@ -436,22 +436,22 @@ def test_two_threads_share_an_engine():
     check_moved(context.stats())
 
 
-def test_no_memory_is_used_after_it_was_given_away():
-    """Sizes of all kinds, the device far behind the host, and freed blocks taken and spoilt at once."""
+def test_no_memory_is_read_after_release():
+    """Random sizes; the device is far behind the host; freed blocks are reused and overwritten at once."""
     choose = random.Random(0)
     plans = [
         (choose.choice([3, 64, 500, 1024, 2048]), [choose.randint(8, 700) for _ in range(choose.randint(2, 7))])
         for _ in range(30)
     ]
-    context = door(prefetch="2MiB", window="1MiB")
+    context = new_context(prefetch="2MiB", window="1MiB")
 
-    def run(door):
+    def run(context):
         results = []
         for step, (rows, widths) in enumerate(plans):
             data = Data(GPU, step)
             x = data.tensor(rows, widths[0])
             weights = [data.leaf(m, n) for m, n in itertools.pairwise(widths)]
-            with door:
+            with context:
                 for at, weight in enumerate(weights):
                     x = (x @ weight / weight.shape[0] ** 0.5).sin() * 1.5
                     if at % 3 == step % 3:
@@ -466,7 +466,7 @@ def test_no_memory_is_used_after_it_was_given_away():
         return results
 
     def spoil(like):
-        """What reads a block after its end reads NaN."""
+        """Fill freed blocks with NaN."""
         for _ in range(3):
             torch.full((like.numel(),), float("nan"), device=GPU)
 
@@ -494,7 +494,7 @@ def test_blocks_compiled_one_by_one(order):
         torch.cuda.synchronize()
         assert_equal(ours, plain)
     assert dict(torch._dynamo.utils.counters["graph_break"]) == {}
-    assert {f"layers.{at}" for at in range(4)} <= {region for _, region in handle._scope._slots}
+    assert {f"layers.{at}" for at in range(4)} <= {region for _, region in handle._attachment.context._numbers}
     check_moved(handle.stats())
     check_at_rest(handle.stats)
 
@@ -505,17 +505,17 @@ def test_context_around_compiled_blocks():
         layer.compile(fullgraph=True)
     steps = batches(3)
 
-    def run(door):
+    def run(context):
         model.zero_grad()
         losses = []
         for batch in steps:
-            with door:
+            with context:
                 loss = model(batch)
             loss.backward()
             losses.append(loss.detach())
         return [*losses, *(grad.clone() for grad in gradients(model))]
 
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     same(run, context)
     check_moved(context.stats())
 
@@ -524,7 +524,7 @@ def test_context_around_compiled_blocks():
 
 
 def roomy():
-    """Sizes as people leave them, in proportion to this model."""
+    """Default sizes in proportion to the model."""
     return {"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}
 
 
@@ -590,15 +590,15 @@ def test_peak_memory_is_really_lower():
 
 
 def test_masks_travel_as_bits():
-    """An eighth of the bytes moves, the rest of the mask is free at once, and every value comes back."""
-    context = door(window="1MiB", prefetch="4MiB")
+    """A mask moves as an eighth of its bytes; the mask is freed at once; every value comes back."""
+    context = new_context(window="1MiB", prefetch="4MiB")
 
-    def run(door):
+    def run(context):
         torch.manual_seed(0)
         data = Data(GPU)
         x, w = data.leaf(512, 1000), data.leaf(1000, 1000)
         y = x * 1.0
-        with door:
+        with context:
             for _ in range(6):
                 mask = torch.rand_like(y) > 0.3
                 y = torch.where(mask, y @ w, 0.0).masked_fill(mask.flip(0), 0.5).tanh()
@@ -608,14 +608,14 @@ def test_masks_travel_as_bits():
 
     same(run, context)
     packed = context.stats().packed
-    assert packed.count == 3 * 13  # two a layer, and the one of dropout
+    assert packed.count == 3 * 13  # two masks per layer, one mask of dropout
     assert packed.nbytes == 3 * 13 * 512_000
 
 
 def test_packing_a_mask_takes_and_leaves_little_on_the_device():
     mask_bytes = 512 * MIB
     x = Data(GPU).leaf(1)
-    context = door(window="1GiB", min_bytes="1MiB")
+    context = new_context(window="1GiB", min_bytes="1MiB")
     mask = torch.ones(mask_bytes, dtype=torch.bool, device=GPU)
     mask[::3] = False
     torch.cuda.synchronize()
@@ -636,10 +636,10 @@ def test_packing_a_mask_takes_and_leaves_little_on_the_device():
 
 
 def test_packing_masks_never_waits_for_the_device():
-    context = door()
+    context = new_context()
     x = Data(GPU).leaf(64, 64)
     mask = Data(GPU).tensor(64, 64) > 0
-    for mode in ("default", "default", "error"):  # the first steps take memory of the host
+    for mode in ("default", "default", "error"):  # the first steps allocate host memory
         torch.cuda.set_sync_debug_mode(mode)
         try:
             with context:
@@ -654,7 +654,7 @@ def test_a_kept_graph_does_not_collect_on_the_device():
     model = make(Tower, GPU)
     handle = offload(model, prefetch="4MiB")
     (batch,) = batches(1)
-    model(batch).backward()  # the workspaces of backward's own thread come to stay
+    model(batch).backward()  # the backward thread allocates permanent workspaces
     model.zero_grad()
     loss = model(batch)
     torch.cuda.synchronize()
@@ -663,7 +663,7 @@ def test_a_kept_graph_does_not_collect_on_the_device():
         loss.backward(retain_graph=True)
         model.zero_grad()
         torch.cuda.synchronize()
-        # The prefetch window, and a parcel beyond it. All saves of this graph are ten times as much.
+        # The prefetch window and one parcel more. All saved tensors of the graph take ten times as much.
         assert torch.cuda.memory_allocated() - away <= 8 * MIB
     check_moved(handle.stats())
 
@@ -672,10 +672,10 @@ def test_a_kept_graph_does_not_collect_on_the_device():
 
 
 def test_figures_can_be_read_while_the_device_is_behind():
-    """Events of compute may be pending when the lane's have passed: reading times must not ask for those."""
+    """Compute events may be pending when the lane's events have passed: reading times must not query the former."""
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(24)]).to(GPU)
     x = torch.randn(8192, 4096, device=GPU, requires_grad=True)
-    context = door(min_bytes="1MiB", window="1GiB", prefetch="1GiB", host_limit="8GiB")
+    context = new_context(min_bytes="1MiB", window="1GiB", prefetch="1GiB", host_limit="8GiB")
     for _ in range(4):
         with context:
             loss = model(x).sum()
@@ -687,11 +687,11 @@ def test_figures_can_be_read_while_the_device_is_behind():
     check_moved(context.stats())
 
 
-def test_a_long_run_reads_its_times_on_the_way():
-    """Far more waits than are kept unread."""
+def test_a_long_run_reads_times_during_the_run():
+    """Far more waits than the recorder keeps unread."""
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(120)]).to(GPU)
     x = torch.randn(4096, 512, device=GPU, requires_grad=True)
-    context = door(min_bytes=1, window="64MiB", prefetch="64MiB")
+    context = new_context(min_bytes=1, window="64MiB", prefetch="64MiB")
     for _ in range(12):
         with context:
             loss = model(x).sum()
@@ -701,7 +701,7 @@ def test_a_long_run_reads_its_times_on_the_way():
 
 @pytest.mark.parametrize("offset", [1, 3, 4])
 def test_a_column_block_gives_the_same_gradient(offset):
-    """Alignment chooses the kernel, and the kernel the order of a sum."""
+    """Alignment chooses the kernel, and the kernel chooses the order of a sum."""
     big = torch.randn(2048, 2048, device=GPU, dtype=torch.bfloat16, requires_grad=True)
 
     def run(context):
@@ -712,7 +712,7 @@ def test_a_column_block_gives_the_same_gradient(offset):
         return [weight.grad]
 
     plain = run(contextlib.nullcontext())
-    context = door()
+    context = new_context()
     for _ in range(2):
         assert_equal(run(context), plain)
     check_moved(context.stats())
@@ -720,7 +720,7 @@ def test_a_column_block_gives_the_same_gradient(offset):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
 def test_one_model_over_two_devices():
-    """Each device has an engine, a pair of lanes and an autograd thread of its own."""
+    """Each device has an engine, a pair of lanes and an autograd thread."""
     other = torch.device("cuda", 1)
 
     def run(context):
@@ -738,7 +738,7 @@ def test_one_model_over_two_devices():
         return [*results, *grads]
 
     plain = run(contextlib.nullcontext())
-    context = door()
+    context = new_context()
     assert_equal(run(context), plain)
     assert_equal(run(context), plain)
     check_moved(context.stats())
@@ -756,7 +756,7 @@ def one_step(model, batch, context):
 
 
 def warm_up(model, batch, context):
-    """As PyTorch asks for before a capture: some steps on a stream beside. Ours learns, and takes its host memory."""
+    """Three steps on a side stream, as PyTorch requires before a capture. The engine allocates host memory."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -794,9 +794,10 @@ def pinned_allocations():
     return torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
-def arenas(door):
-    """Host memory of the captures of a context or handle."""
-    return [memory for captured in door._engines._captures.values() for memory in captured.store._memory]
+def captured_memory(context):
+    """Host memory of the captures of a context."""
+    engines = context._engines
+    return [memory for captured in engines._captures.values() for memory in captured.store._memory]
 
 
 @pytest.mark.parametrize(
@@ -807,7 +808,7 @@ def arenas(door):
         ({"window": "6MiB", "prefetch": "4MiB"}, {EventKind.RELEASED}),
         ({"window": "16MiB", "prefetch": "16MiB", "min_bytes": "64KiB"}, {EventKind.RELEASED, EventKind.FETCHED}),
     ],
-    ids=["as it comes", "nothing ahead", "some waits", "small ones too"],
+    ids=["release at once", "no prefetch", "some waits", "small tensors too"],
 )
 @pytest.mark.parametrize("kind", ["context", "handle"])
 def test_a_whole_step_in_one_graph(kind, sizes, happens):
@@ -815,13 +816,13 @@ def test_a_whole_step_in_one_graph(kind, sizes, happens):
     twin = copy.deepcopy(model)
     context = contextlib.nullcontext()
     if kind == "context":
-        context = watched = door(**sizes)
+        context = watched = new_context(**sizes)
     else:
         watched = offload(model, **sizes)
     (batch,) = batches(1)
     warm_up(model, batch, context)
     seen = set()
-    unsubscribe = watched.subscribe(lambda event: seen.add(event.what))
+    unsubscribe = watched.subscribe(lambda event: seen.add(event.kind))
     before, pinned = watched.stats(), pinned_allocations()
     graph, static = torch.cuda.CUDAGraph(), batch.clone()
     with torch.cuda.graph(graph):
@@ -868,39 +869,39 @@ def test_a_whole_step_with_recipes_in_one_graph(recipe, moves):
         assert_equal(recorded(batch), plain_step(twin, batch))
 
 
-def test_a_region_that_draws_does_not_run_again_in_a_graph():
+def test_a_region_with_random_numbers_is_not_recomputed_in_a_graph():
     model = make(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Dropout()) for _ in range(2))), GPU)
     offload(model, recipe="recompute")
     batch = torch.randn(512, 512, device=GPU)
-    with pytest.raises(ebbtide.CaptureError, match="draws random numbers"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(ebbtide.CaptureError, match="random numbers"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(batch).sum().backward()
     torch.cuda.synchronize()
-    model(batch).sum().backward()  # outside of a graph it can
+    model(batch).sum().backward()  # works outside of a graph
 
 
-def test_replays_really_travel():
+def test_replays_copy_bytes_to_the_host():
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)
-    context = door(prefetch="4MiB")
+    context = new_context(prefetch="4MiB")
     recorded = Recorded(model, context)
-    rooms = arenas(context)
-    assert rooms
+    memories = captured_memory(context)
+    assert memories
     for batch in batches(2):
-        for room in rooms:
-            room.fill_(0xFF)
+        for memory in memories:
+            memory.fill_(0xFF)
         assert_equal(recorded(batch), plain_step(twin, batch))
-        assert all(bool((room != 0xFF).any()) for room in rooms)
+        assert all(bool((memory != 0xFF).any()) for memory in memories)
 
 
 def test_eager_steps_and_replays_in_turns():
     model, eager = make(Tower, GPU), make(Tower, GPU, 1)
     twin, eager_twin = copy.deepcopy(model), copy.deepcopy(eager)
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     recorded = Recorded(model, context)
     for batch in batches(4):
         recorded.batch.copy_(batch)
         eager.zero_grad()
-        recorded.graph.replay()  # the device is far behind when the eager step takes its room
+        recorded.graph.replay()  # the device is far behind when the eager step reuses host memory
         loss = one_step(eager, batch, context)
         recorded.graph.replay()
         torch.cuda.synchronize()
@@ -912,10 +913,10 @@ def test_eager_steps_and_replays_in_turns():
 def test_two_graphs_replayed_in_turns():
     models = [make(Tower, GPU, seed) for seed in range(2)]
     twins = copy.deepcopy(models)
-    context = door(prefetch="4MiB")
+    context = new_context(prefetch="4MiB")
     recorded = [Recorded(model, context, rows=rows) for model, rows in zip(models, (8, 4), strict=True)]
-    rooms = arenas(context)
-    ranges = sorted((room.data_ptr(), room.data_ptr() + room.numel()) for room in rooms)
+    memories = captured_memory(context)
+    ranges = sorted((memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in memories)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
     for wide, narrow in zip(batches(3), batches(3, rows=4), strict=True):
         assert_equal(recorded[0](wide), plain_step(twins[0], wide))
@@ -934,7 +935,7 @@ def test_accumulation_in_one_graph():
 
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)
-    recorded = Recorded(model, door(prefetch="4MiB"), two_micro_batches)
+    recorded = Recorded(model, new_context(prefetch="4MiB"), two_micro_batches)
     for batch in batches(3):
         twin.zero_grad(set_to_none=True)
         plain = two_micro_batches(twin, batch, contextlib.nullcontext())
@@ -970,14 +971,14 @@ def test_several_streams_in_one_graph():
 
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     recorded = Recorded(model, context, forked)
     for batch in batches(3):
         assert_equal(recorded(batch), plain_step(twin, batch))
 
 
 def test_a_graph_that_is_kept_beyond_its_capture():
-    """All lanes are joined, or the capture could not end; and what was saved in it cannot be had outside."""
+    """All lanes are joined: else the capture could not end. Tensors saved in the capture cannot be unpacked outside."""
     kept = []
 
     def twice(model, batch, context):
@@ -990,7 +991,7 @@ def test_a_graph_that_is_kept_beyond_its_capture():
 
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)
-    context = door(prefetch="4MiB")
+    context = new_context(prefetch="4MiB")
     recorded = Recorded(model, context, twice)
     for batch in batches(2):
         twin.zero_grad(set_to_none=True)
@@ -1007,7 +1008,7 @@ def test_a_graph_that_is_kept_beyond_its_capture():
 
 def test_an_eager_graph_needed_in_a_capture():
     model = make(Tower, GPU)
-    context = door()
+    context = new_context()
     (batch,) = batches(1)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -1027,7 +1028,7 @@ def test_an_eager_graph_needed_in_a_capture():
 def test_an_eager_graph_that_dies_in_a_capture():
     model, other = make(Tower, GPU), make(Tower, GPU, 1)
     twin = copy.deepcopy(model)
-    context, roomy_context = door(prefetch="8MiB"), door(window="1GiB")
+    context, roomy_context = new_context(prefetch="8MiB"), new_context(window="1GiB")
     side = torch.cuda.Stream()
     (batch,) = batches(1)
     side.wait_stream(torch.cuda.current_stream())
@@ -1038,7 +1039,7 @@ def test_an_eager_graph_that_dies_in_a_capture():
             one_step(model, batch, context)
         model.zero_grad(set_to_none=True)
         with roomy_context:
-            older = other(batch)  # all of it sent, none released: its end has copies to wait for
+            older = other(batch)  # all parcels sent, none released: the graph dies with pending copies
         with torch.cuda.graph(graph, stream=side):
             del older
             loss = one_step(model, batch, context)
@@ -1065,18 +1066,18 @@ def test_captured_memory_is_really_lower():
     model = make(lambda: Tower(depth=8), GPU)
     plain = pool_bytes(model, contextlib.nullcontext())
     torch.cuda.empty_cache()
-    context = door(**roomy())
+    context = new_context(**roomy())
     ours = pool_bytes(model, context)
     assert ours < 0.7 * plain
     check_moved(context.stats())
 
 
-def test_without_a_step_before_all_of_a_capture_stays():
+def test_without_a_warm_up_step_all_tensors_of_a_capture_stay():
     model = make(Tower, GPU)
     twin = copy.deepcopy(model)
     (batch,) = batches(1)
     warm_up(model, batch, contextlib.nullcontext())
-    context = door()
+    context = new_context()
     graph = torch.cuda.CUDAGraph()
     with (
         pytest.warns(ebbtide.EbbtideWarning, match="run a step with the same settings before"),
@@ -1092,7 +1093,7 @@ def test_without_a_step_before_all_of_a_capture_stays():
 
 
 class Waves(nn.Module):
-    """Blocks that can be graphed one by one, and something eager after each that saves."""
+    """Blocks to be captured one by one, each followed by eager operators with saved tensors."""
 
     def __init__(self, width: int = 256, depth: int = 4) -> None:
         super().__init__()
@@ -1114,7 +1115,7 @@ def test_context_around_graphed_callables():
     model = make(Waves, GPU)
     twin = copy.deepcopy(model)
     graphed_layers(model)
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     for batch in batches(4):
         batch.requires_grad_()
         model.zero_grad(set_to_none=True)
@@ -1125,10 +1126,10 @@ def test_context_around_graphed_callables():
 
 
 def test_context_around_the_making_of_graphed_callables():
-    """Forward and backward are captured apart there: nothing may move."""
+    """make_graphed_callables captures forward and backward separately: nothing may move."""
     model = make(Waves, GPU)
     twin = copy.deepcopy(model)
-    context = door(prefetch="8MiB")
+    context = new_context(prefetch="8MiB")
     with context:
         graphed_layers(model)
     assert context.stats().kept[Reason.CAPTURING].count > 0

@@ -1,4 +1,4 @@
-"""Liger's kernels on a Llama, which write over what they are given: bit for bit the run without offloading."""
+"""Llama with kernels of Liger, which overwrite their arguments: training equals the plain run bit for bit."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default", "error::ebbtide.EbbtideWarning"),  # triton and transformers have theirs
+    pytest.mark.filterwarnings("default", "error::ebbtide.EbbtideWarning"),  # triton and transformers warn too
 ]
 
 MOVES = {"store": "host", "host_limit": "4GiB", "min_bytes": 1}
 
 
 def train(settings, **kernels):
-    """Losses, gradients and weights of six steps of two parts each; and the figures."""
+    """Return losses, gradients and weights of six steps of two micro-batches, and stats."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=256,
@@ -64,11 +64,11 @@ def train(settings, **kernels):
     ids=["everything", "all in the window", "selective", "recompute", "budget", "auto"],
 )
 @pytest.mark.parametrize("is_loss_linear", [True, False])
-def test_a_training_with_ligers_kernels_computes_the_same(settings, is_loss_linear):
+def test_training_with_kernels_of_liger_equals_the_plain_run(settings, is_loss_linear):
     kernels = {"fused_linear_cross_entropy": is_loss_linear, "cross_entropy": not is_loss_linear}
     plain, _ = train(None, **kernels)
     again, _ = train(None, **kernels)
-    assert all(map(torch.equal, again, plain))  # else there is nothing to compare with
+    assert all(map(torch.equal, again, plain))  # else a comparison proves nothing
     ours, stats = train(settings, **kernels)
     assert [at for at, (a, b) in enumerate(zip(ours, plain, strict=True)) if not torch.equal(a, b)] == []
     if settings.get("window") == 1:

@@ -1,4 +1,4 @@
-"""accelerate's own loop on one process; on several see test_sharded.py."""
+"""accelerate's own loop on one process; for several processes see test_sharded.py."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def _fresh_accelerator():
 
 
 def trained(order=None, settings=ALL, **about):
-    """Losses and weights of a loop that accumulates two batches; `order`: offloaded before or after it is prepared."""
+    """Losses and weights of a loop that accumulates two batches; `order`: offload() before or after prepare()."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **about)
     model = make(Transformer, CPU)
@@ -106,7 +106,7 @@ def _fresh_compiler():
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("is_regional", [False, True])
-def test_what_prepare_compiles_is_offloaded_after_it(is_regional):
+def test_a_model_compiled_by_prepare_is_offloaded_after_prepare(is_regional):
     about = {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=is_regional)}
     with pytest.raises(ConfigError, match=r"call offload\(\) after prepare\(\)"):
         trained("before", **about)
@@ -133,7 +133,7 @@ def test_regions_that_prepare_compiles_are_planned():
     ("distributed_type", "is_regional", "is_in_place"),
     [("DEEPSPEED", False, True), ("DEEPSPEED", True, True), ("FSDP", True, True), ("FSDP", False, False)],
 )
-def test_what_is_compiled_in_place_is_offloaded_before_too(distributed_type, is_regional, is_in_place):
+def test_a_model_compiled_in_place_is_offloaded_before_prepare_too(distributed_type, is_regional, is_in_place):
     plugin = SimpleNamespace(backend="INDUCTOR", use_regional_compilation=is_regional)
     state = SimpleNamespace(dynamo_plugin=plugin, distributed_type=distributed_type)
     accelerator = SimpleNamespace(state=state, unwrap_model=lambda model: model)

@@ -1,4 +1,4 @@
-"""diffusers' own transformers with `offload_transformers` and its flags, against twins that are not offloaded."""
+"""diffusers' own transformers with `offload_transformers` and its flags, against un-offloaded twins."""
 
 import argparse
 import functools
@@ -20,7 +20,7 @@ from examples import diffusers_wan
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 MOVES = {"store": "mock", "min_bytes": 1}
-ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # a small window in comparison, as on a large model
 SETTINGS = {
     "everything": ALL,
     "selective": {**MOVES, "recipe": "selective"},
@@ -28,7 +28,7 @@ SETTINGS = {
     "budget": {**MOVES, "budget": "64GiB"},
     "auto": MOVES,
 }
-MOVING = ("everything", "selective", "recompute", "budget")  # within a budget, the steps that are measured
+MOVING = ("everything", "selective", "recompute", "budget")  # within a budget, the measured steps
 PLANNED = ("budget", "auto")
 
 
@@ -81,7 +81,7 @@ def test_adapters_train_the_same(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_adapters_that_a_forward_scales_train_the_same(name):
-    """The transformer sets the scale on its adapters when it is called, and takes it back before it returns."""
+    """The transformer sets the scale of its adapters in forward, and resets the scale before the end."""
     model, twin = with_adapter(tiny.seeded("wan")), with_adapter(tiny.seeded("wan"))
     offloaded = offload_transformers(model, **SETTINGS[name])
     losses = [
@@ -98,7 +98,7 @@ def test_adapters_that_a_forward_scales_train_the_same(name):
 @pytest.mark.parametrize("kind", ["wan", "flux"])
 @pytest.mark.parametrize("name", ["everything", "auto"])
 def test_checkpointed_blocks_train_the_same(prepare, is_before, kind, name):
-    """Only what the checkpoints are given is left to move."""
+    """Only the inputs of the checkpoints can move."""
     model, twin = tiny.seeded(kind), prepare(tiny.seeded(kind))
     if is_before:
         prepare(model)
@@ -115,7 +115,7 @@ def test_checkpointed_blocks_train_the_same(prepare, is_before, kind, name):
 @pytest.mark.parametrize("prepare", [checkpointed, wrapped])
 def test_a_budget_and_checkpoints_are_refused(prepare):
     model = prepare(tiny.seeded("wan"))
-    with pytest.raises(ConfigError, match="a budget decides what runs again, and the blocks of WanTransformer3DModel"):
+    with pytest.raises(ConfigError, match="decides what is recomputed, and the blocks of WanTransformer3DModel"):
         offload_transformers(model, **MOVES, budget="8GiB")
     assert tiny.train(model, "wan", steps=1)
 
@@ -178,7 +178,7 @@ def test_one_block_is_found():
     assert list(offloaded.handles["Named"].regions) == ["blocks.0"]
 
 
-def test_without_blocks_it_is_said():
+def test_a_model_without_blocks_is_refused():
     for model in (torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8))):
         with pytest.raises(ModuleError, match=r"trains and has no repeated blocks \(a ModuleList of two or more"):
             offload_transformers(Named("blocks"), model, **ALL)
@@ -192,7 +192,7 @@ def pipeline(**modules):
     return SimpleNamespace(components={"scheduler": scheduler, "vae": vae, "tokenizer": None, **modules})
 
 
-def test_what_is_frozen_is_left_alone():
+def test_frozen_transformers_are_left_alone():
     transformer, frozen, adapted = tiny.wan(), tiny.wan().requires_grad_(False), with_adapter(tiny.wan())
     given = pipeline(transformer=transformer, transformer_2=frozen, transformer_3=adapted)
     offloaded = offload_transformers(given, **ALL)
@@ -202,7 +202,7 @@ def test_what_is_frozen_is_left_alone():
     assert all(stats.out.nbytes > 0 for stats in offloaded.stats().values())
     assert handle_of(frozen) is None
     assert not any(module._forward_pre_hooks for module in frozen.modules())
-    with pytest.raises(ModuleError, match=r"nothing of what is given \(vae, transformer\) trains"):
+    with pytest.raises(ModuleError, match=r"none of the arguments \(vae, transformer\) trains"):
         offload_transformers(pipeline(transformer=frozen), **ALL)
 
 
@@ -213,10 +213,10 @@ def test_a_pipeline_of_diffusers():
     assert list(offload_transformers(whole, **ALL).handles) == ["transformer"]
 
 
-def test_each_once_however_often_it_is_given():
+def test_repeated_arguments_are_offloaded_once():
     first, second = tiny.wan(), tiny.wan()
     fastvideos = SimpleNamespace(trainable_transformer_modules={"transformer": first, "transformer_2": second})
-    parallel = torch.nn.Sequential(first)  # a wrapper, as DDP is one
+    parallel = torch.nn.Sequential(first)  # a wrapper, like DDP
     roles = torch.nn.ModuleDict({"student": torch.nn.ModuleDict({"transformer": second})})
     offloaded = offload_transformers(fastvideos, first, roles, **ALL)
     assert list(offloaded.handles) == ["transformer", "transformer_2"]
@@ -234,7 +234,7 @@ def test_two_of_one_class_have_names_of_their_own():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_that_train_in_turns(name):
-    """As those of Wan 2.2, each for its part of the noise."""
+    """As the two of Wan 2.2, each for a part of the noise."""
     models, twins = ([tiny.seeded("wan"), tiny.seeded("wan")] for _ in range(2))
     offloaded = offload_transformers(*models, **SETTINGS[name])
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_without_the_flag_nothing_is_done():
     model, frozen = tiny.seeded("wan"), torch.nn.Linear(4, 4).requires_grad_(False)
     offloaded = offload_transformers(model, frozen, **settings_of(parsed()))
     assert tiny.train(model, "wan", steps=1)
-    assert offloaded.stats()["WanTransformer3DModel"].saves == 0
+    assert offloaded.stats()["WanTransformer3DModel"].saved_tensors == 0
     with pytest.raises(ConfigError, match="--offload-host-limit does nothing without --activation-offloading: add it"):
         settings_of(parsed("--offload-host-limit", "8GiB"))
 
@@ -298,7 +298,7 @@ def test_the_memory_profile_has_every_block():
     profile = offloaded.profiles()["WanTransformer3DModel"]
     blocks = [region for region in profile.regions if region.name.startswith("blocks.")]
     assert [region.name for region in blocks] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert all(sum(save.nbytes for save in region.saves) > 0 for region in blocks)
+    assert all(sum(save.nbytes for save in region.saved_tensors) > 0 for region in blocks)
     text = offloaded.memory_profile()
     assert str(profile) in text
     assert str(offloaded.handles["WanTransformer3DModel"].plan) in text

@@ -1,4 +1,4 @@
-"""Losses and kernels that overwrite what they are given, as Liger's do: the same results, or the error torch gives."""
+"""Losses and kernels that overwrite their arguments, as Liger's do: equal results, or the error of torch."""
 
 import contextlib
 import copy
@@ -11,20 +11,20 @@ from torch.nn import functional
 import ebbtide
 from ebbtide import ModifiedError, Plan, Recipe, RegionPlan, compat
 from ebbtide._recompute import saved_outputs
-from ebbtide._utils.storage import sums_of
+from ebbtide._utils.storage import checksum_of
 
 MOVES = {"store": "mock", "min_bytes": 1}
-ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # a small part of the saved tensors, as in a large model
 WIDTH, WORDS, TOKENS = 32, 50, 24
 
 
 def write(t, value):
-    """As a kernel of its own does it: no version is counted."""
+    """Write like a custom kernel, without a new version."""
     t.detach().numpy()[...] = value.detach().numpy()
 
 
 class FusedCrossEntropy(torch.autograd.Function):
-    """Writes the gradient over the logits in forward and saves that; scales it in place in backward."""
+    """Writes the gradient over the logits in forward and saves the result; scales in place in backward."""
 
     @staticmethod
     def forward(ctx, logits, target):
@@ -66,7 +66,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 class SiluTimes(torch.autograd.Function):
-    """Writes both gradients over what it saved, in backward."""
+    """Writes two gradients over two saved tensors, in backward."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 
 class Turned(torch.autograd.Function):
-    """Writes its result over its input, the output of a product, as Liger does with q and k."""
+    """Writes the result over the input, the output of a product, as Liger does with q and k."""
 
     @staticmethod
     def forward(ctx, x):
@@ -155,7 +155,7 @@ class Net(nn.Module):
 
 
 def train(model, context=contextlib.nullcontext):
-    """Losses and gradients of five steps of two parts each: what comes to the loss is not 1."""
+    """Losses and gradients of five steps of two parts each, with an incoming gradient other than 1."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results = []
     for step in range(5):
@@ -197,7 +197,7 @@ def test_a_training_computes_the_same(loss, layer, settings):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_so_it_does_in_contexts(monkeypatch, loss):
+def test_training_in_contexts_computes_the_same(monkeypatch, loss):
     monkeypatch.setattr(compat.OffloadActivations, "settings", {"store": "mock"})
     model = Net(Layer, loss)
     plain = train(copy.deepcopy(model))
@@ -211,7 +211,7 @@ def test_so_it_does_in_contexts(monkeypatch, loss):
 
 
 class Overwrites(torch.autograd.Function):
-    """The gradient over the logits again, by torch's own operators, which count versions."""
+    """Writes the gradient over the logits with torch's operators, which count versions."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -225,7 +225,7 @@ class Overwrites(torch.autograd.Function):
         return ctx.saved_tensors[0].mul_(grad)
 
 
-def test_what_was_saved_before_and_overwritten_raises_as_it_does_without_hooks():
+def test_a_saved_tensor_overwritten_later_raises_as_without_hooks():
     def loss(context):
         weight = torch.ones(8, 8, requires_grad=True)
         with context:
@@ -256,7 +256,7 @@ def turning(fails=False):
     return model, torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)), hook
 
 
-def test_a_forward_that_failed_says_nothing_of_what_is_overwritten():
+def test_a_failed_forward_compares_no_checksums():
     model, x, hook = turning(fails=True)
     ebbtide.offload(model, **MOVES, recipe="selective")
     with pytest.raises(torch.OutOfMemoryError, match="as from a device"):
@@ -266,21 +266,21 @@ def test_a_forward_that_failed_says_nothing_of_what_is_overwritten():
         assert same(losses_and_gradients(model, x), losses_and_gradients(turning()[0], x))
 
 
-def test_other_sites_are_looked_at_for_themselves():
+def test_each_site_is_compared_by_itself():
     model, x, _ = turning()
     handle = ebbtide.offload(model, **MOVES, recipe=Recipe("selective", sites=(1,)))
     plain = losses_and_gradients(turning()[0], x)
     assert same(losses_and_gradients(model, x), plain)
-    handle.set_recipe(Recipe("selective", sites=(0,)))  # the one that is turned
+    handle.set_recipe(Recipe("selective", sites=(0,)))  # the overwritten output
     for _ in range(2):
         assert same(losses_and_gradients(model, x), plain)
 
 
-def test_what_is_overwritten_is_summed_once(monkeypatch):
+def test_checksums_are_taken_once(monkeypatch):
     model, x, _ = turning()
     ebbtide.offload(model, **MOVES, recipe="selective")
     sums = []
-    monkeypatch.setattr(saved_outputs, "sums_of", lambda storage: sums.append(storage.nbytes()) or sums_of(storage))
+    monkeypatch.setattr(saved_outputs, "checksum_of", lambda s: sums.append(s.nbytes()) or checksum_of(s))
     counts = []
     for _ in range(35):
         losses_and_gradients(model, x)
@@ -289,14 +289,14 @@ def test_what_is_overwritten_is_summed_once(monkeypatch):
     assert counts == [counts[0]] * 35
 
 
-def test_a_planner_holds_nothing_that_is_overwritten():
+def test_a_planner_saves_no_overwritten_output():
     model, x, _ = turning()
     twin = turning()[0]
     handle = ebbtide.offload(model, **{**MOVES, "store": "disk"}, budget="1TiB")
     for _ in range(5):
         assert same(losses_and_gradients(model, x), losses_and_gradients(twin, x))
-    indices = [[dear.index for dear in region.dear] for region in handle.profile.regions]
-    assert indices == [[1]] * 3  # of gate and up; what down returns no second run makes
+    indices = [[dear.index for dear in region.expensive_ops] for region in handle.profile.regions]
+    assert indices == [[1]] * 3  # up; gate is overwritten, and recomputation stops before down
     regions = {region.name: RegionPlan(Recipe("selective", sites=tuple(k))) for region, k in
                zip(handle.profile.regions, indices, strict=True)}  # fmt: skip
     handle.set_plan(Plan(regions))

@@ -18,7 +18,7 @@ from ebbtide.integrations.lightning import OffloadCallback
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 MOVES = {"store": "mock", "min_bytes": 1}
-ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # a small window in comparison, as on a large model
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Steps:
-    """`way`: "self" calls the task in its step, "part" what is in it, "manual" steps its optimizer itself."""
+    """`way`: the step calls the task ("self"), or a part of the task ("part"), or steps the optimizer ("manual")."""
 
     def __init__(self, way="self"):
         super().__init__()
@@ -101,7 +101,7 @@ class Distilled(Task):
 
 
 class Watcher(lightning.pytorch.Callback):
-    """Parcels that were moved, step by step; with `fails_at`, an error in that step."""
+    """Moved parcels, step by step; `fails_at`: a step that raises."""
 
     def __init__(self, callback, fails_at=None):
         self.callback, self.fails_at = callback, fails_at
@@ -145,7 +145,7 @@ def test_a_training_computes_the_same(settings, way):
 
 
 @pytest.mark.parametrize("way", ["self", "part", "manual"])
-def test_what_a_step_saves_moves(way):
+def test_saved_tensors_of_a_step_move(way):
     callback = OffloadCallback(**ALL)
     watcher = Watcher(callback)
     _, trainer = trained(watcher, callback, make=lambda: Task(way))
@@ -153,7 +153,7 @@ def test_what_a_step_saves_moves(way):
     assert all(then > before for before, then in zip(watcher.parcels, watcher.parcels[1:], strict=False))
     assert trainer.callback_metrics["ebbtide/moved_gib"] > 0
     assert trainer.callback_metrics["ebbtide/stall_ms"] >= 0
-    assert trainer.callback_metrics["ebbtide/host_gib"] == 0  # between steps nothing is on its way
+    assert trainer.callback_metrics["ebbtide/host_gib"] == 0  # between steps no parcel is on its way
     _, trainer = trained(OffloadCallback(**ALL, logs=False))
     assert not any(name.startswith("ebbtide") for name in trainer.callback_metrics)
 
@@ -168,7 +168,7 @@ def test_what_a_step_saves_moves(way):
     ],
     ids=str,
 )
-def test_what_its_trainer_does_besides(settings):
+def test_other_features_of_the_trainer(settings):
     assert same(trained(OffloadCallback(**ALL), **settings)[0], trained(**settings)[0])
 
 
@@ -209,7 +209,7 @@ def test_a_submodule_by_name():
         (checkpoint_wrapper, {"budget": "8GiB"}, "and the blocks of Task are checkpointed"),
     ],
 )
-def test_what_moves_or_runs_again_the_same_is_refused(wrapper, settings, message):
+def test_another_offload_or_checkpointing_is_refused(wrapper, settings, message):
     def make():
         task = Task()
         task.net.layers[1] = wrapper(task.net.layers[1])
@@ -240,7 +240,7 @@ def test_the_result_of_a_fit_that_failed():
 
 
 def test_metrics_reach_the_loggers(tmp_path):
-    """Also those that are known from the first planned step on only."""
+    """Also metrics known from the first planned step on only."""
     callback = OffloadCallback(**MOVES, budget="16GiB")
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     trained(callback, logger=logger, log_every_n_steps=1)
@@ -269,7 +269,7 @@ def test_a_fit_without_a_step_leaves_nothing_behind(nothing):
     task, trainer = trained(callback, **nothing)
     assert callback.handle is None
     assert trainer.strategy.model is task
-    ebbtide.offload(task, **ALL).remove()  # it has no other handle
+    ebbtide.offload(task, **ALL).remove()  # the only handle
 
 
 def test_a_forward_of_the_modules_own_stays():
@@ -292,7 +292,7 @@ def test_the_other_package():
 
 
 def test_two_processes(monkeypatch):
-    """DDP; what the parent has afterwards comes from the first of them."""
+    """DDP; the parent has the results of the first rank."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     results = [
         trained(*callbacks, strategy="ddp_spawn", devices=2, num_sanity_val_steps=1)

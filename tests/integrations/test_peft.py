@@ -1,4 +1,4 @@
-"""Adapters on frozen and on quantised weights: the same is trained, and no weight moves."""
+"""Adapters on frozen and on quantised weights: training is unchanged, and no weight moves."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ import ebbtide
 from ebbtide import compat
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.parcel import Ticket
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 MOVES = {"store": "mock", "min_bytes": 1}
-ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
-STEPS = 5  # of which a planner watches two
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # little waits, as on a large model
+STEPS = 5  # a planner measures two
 
 QUANTISED = {
     "bitsandbytes nf4": BitsAndBytesConfig(
@@ -50,7 +50,7 @@ def saved(tmp_path_factory):
 
 
 def adapted(kind, folder):
-    """A model with adapters on it that already do something, loaded the way its users load one."""
+    """A model with adapters of some effect, loaded in the manner of users."""
     quantised = QUANTISED.get(kind.removesuffix(" with dora"))
     model = LlamaForCausalLM.from_pretrained(folder, quantization_config=quantised)
     if quantised is not None:
@@ -72,7 +72,7 @@ def adapted(kind, folder):
 
 
 def train(model, context=contextlib.nullcontext):
-    """Losses and gradients of every step, and the adapters at its end."""
+    """Losses and gradients of every step, and the adapters at the end."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in trained)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
@@ -93,7 +93,7 @@ def same(ours, plain):
 
 
 class Spy:
-    """What travels, looked at when it leaves: the storages of weights, and copies of weights without quantisation."""
+    """Inspects tensors that leave: storages of weights, and copies of weights without quantisation."""
 
     def __init__(self, model):
         weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -111,7 +111,7 @@ class Spy:
 
 
 def copies_of(weight):
-    """As a product takes it, either way round."""
+    """The weight as an operand of a product, in either orientation."""
     if not type(weight).__module__.startswith("torchao"):
         return
     plain = [weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight.dequantize()]
@@ -121,7 +121,7 @@ def copies_of(weight):
 
 
 def tensors_in(thing):
-    """All tensors of a model: its parameters and buffers, what these are made of, and what quantisation keeps."""
+    """All tensors of a model: parameters and buffers, their inner tensors, and the state of quantisation."""
     if isinstance(thing, torch.nn.Module):
         for module in thing.modules():
             own = {key: value for key, value in vars(module).items() if key != "_modules"}
@@ -160,7 +160,7 @@ def spy_on(monkeypatch):
 
 
 def check_trains_the_same(folder, kind, settings, spy_on):
-    """And no weight moves. Gives what did, and the figures."""
+    """No weight moves. Returns the moved tensors, and the statistics."""
     plain = train(adapted(kind, folder))
     model = adapted(kind, folder)
     handle = ebbtide.offload(model, **settings)
@@ -174,7 +174,7 @@ def check_trains_the_same(folder, kind, settings, spy_on):
 
 @pytest.mark.parametrize("settings", [ALL, SELECTIVE], ids=["everything", "selective"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_trained_the_same_and_no_weight_moves(saved, spy_on, kind, settings):
+def test_adapters_train_unchanged_and_no_weight_moves(saved, spy_on, kind, settings):
     spy, stats = check_trains_the_same(saved, kind, settings, spy_on)
     assert spy.moved > 0
     assert stats.out.nbytes > 0
@@ -183,13 +183,13 @@ def test_adapters_are_trained_the_same_and_no_weight_moves(saved, spy_on, kind, 
 
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("kind", ["dora", "bitsandbytes nf4", "torchao int8"])
-def test_so_they_are_with_a_planner(saved, spy_on, kind, settings):
+def test_adapters_train_unchanged_with_a_planner(saved, spy_on, kind, settings):
     check_trains_the_same(saved, kind, settings, spy_on)
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "torchao int4"])
-def test_weights_that_torchao_expands_for_a_product_are_expanded_again_where_the_region_runs_again(saved, spy_on, kind):
-    """Nobody but the graph keeps what it saved of them, so moving all moves these too."""
+def test_weights_expanded_by_torchao_are_expanded_again_in_a_recomputation(saved, spy_on, kind):
+    """Only the graph keeps the expanded weights, so mode "all" moves them too."""
     everything, stats = check_trains_the_same(saved, kind, ALL, spy_on)
     assert everything.copies > 0
     assert Reason.HELD not in stats.kept
@@ -198,7 +198,7 @@ def test_weights_that_torchao_expands_for_a_product_are_expanded_again_where_the
 
 
 def test_inputs_that_bitsandbytes_keeps_itself_are_learned_to_stay(saved, spy_on):
-    """Its 8-bit product holds on to them where no hook sees it; its 4-bit one does not."""
+    """The 8-bit product holds on to inputs where no hook sees them; the 4-bit product does not."""
     _, stats = check_trains_the_same(saved, "bitsandbytes int8", ALL, spy_on)
     assert stats.kept[Reason.HELD].count > 0
     _, stats = check_trains_the_same(saved, "bitsandbytes nf4", ALL, spy_on)
@@ -207,13 +207,13 @@ def test_inputs_that_bitsandbytes_keeps_itself_are_learned_to_stay(saved, spy_on
 
 @pytest.mark.parametrize("make", [compat.get_lora_act_offloading_ctx_manager, ebbtide.offload_activations])
 @pytest.mark.parametrize("kind", ["lora", "bitsandbytes nf4", "torchao int8"])
-def test_so_they_are_in_contexts(monkeypatch, saved, spy_on, kind, make):
+def test_adapters_train_unchanged_in_contexts(monkeypatch, saved, spy_on, kind, make):
     monkeypatch.setattr(compat.OffloadActivations, "settings", {"store": "mock"})
     plain = train(adapted(kind, saved))
     model = adapted(kind, saved)
     if make is ebbtide.offload_activations:
         context = ebbtide.offload_activations(**ALL)
-        context.know_weights(model)
+        context.register_weights(model)
     else:
         context = make(model, min_offload_size=1, max_fwd_stash_size=1)
     spy = spy_on(model)

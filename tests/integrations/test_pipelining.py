@@ -1,4 +1,4 @@
-"""Stages of torch's pipelines, two processes on gloo: they compute as their twins do, and a budget is refused."""
+"""Stages of torch's pipelines, two processes on gloo: stages compute as their twins do, and a budget is refused."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ MICROBATCHES = 4
 
 
 class Part(nn.Module):
-    """One block of a list, as a model that was taken apart has it."""
+    """One block of a list, as in a model taken apart."""
 
     def __init__(self):
         super().__init__()
@@ -92,40 +92,40 @@ def test_a_stage_of_one_block_computes_as_its_twin(tmp_path, name, settings):
 
 
 def with_a_budget(rank, folder, is_staged_first, wrap):
-    """What is raised by offload(), and by the schedule's first step."""
+    """Errors of offload(), and of the first step of the schedule."""
     torch.set_num_threads(1)
     join(rank, folder)
     module = nn.Sequential(part(rank)) if wrap == "inner" else part(rank)
     offloaded = module[0] if wrap == "inner" else module
     schedule = staged(module, rank, "1F1B") if is_staged_first else None
-    said = ["", ""]
+    errors = ["", ""]
     try:
         ebbtide.offload(offloaded, **within(), **SETTINGS)
     except ConfigError as error:
-        said[0] = str(error)
+        errors[0] = str(error)
     else:
         schedule = schedule or staged(module, rank, "1F1B")
         try:
             train(schedule, module, rank)
-        except Exception as error:  # what it raises is torch's: ours is the reason
+        except Exception as error:  # torch raises its own, with ours as the reason
             while error is not None and not isinstance(error, ConfigError):
                 error = error.__cause__ or error.__context__
-            said[1] = str(error)
-    write_down(rank, folder, said)
+            errors[1] = str(error)
+    write_down(rank, folder, errors)
     os._exit(0)
 
 
 @pytest.mark.parametrize("wrap", ["", "inner"])
 def test_a_budget_for_a_stage_is_refused_by_every_rank(tmp_path, wrap):
     spawn(with_a_budget, str(tmp_path), True, wrap)
-    for said, _ in read(tmp_path):
-        assert said.startswith("budget= for Part, a stage of a pipeline")
-        assert "Write recipe=" in said
+    for errors, _ in read(tmp_path):
+        assert errors.startswith("budget= for Part, a stage of a pipeline")
+        assert "Write recipe=" in errors
 
 
 @pytest.mark.parametrize("wrap", ["", "inner"])
-def test_a_budget_for_a_stage_that_is_made_later_is_refused_before_its_first_step(tmp_path, wrap):
-    """By the first stage. The others wait for what it sends, and end with its process."""
+def test_a_budget_for_a_later_stage_is_refused_before_its_first_step(tmp_path, wrap):
+    """By the first stage. Later stages wait for the first, and end with its process."""
     spawn(with_a_budget, str(tmp_path), False, wrap)
     (at_offload, in_step), (other_at_offload, _) = read(tmp_path)
     assert (at_offload, other_at_offload) == ("", "")
@@ -158,7 +158,7 @@ def forward_backward_no_pipelining(step):
     ("function", "is_refused"),
     [("forward_backward_pipelining_without_interleaving", True), ("forward_backward_no_pipelining", False)],
 )
-def test_schedules_of_megatron_are_known_by_their_names(one_of_two_ranks, function, is_refused):
+def test_schedules_of_megatron_are_known_by_name(one_of_two_ranks, function, is_refused):
     from ebbtide._control.ranks import refuse_pipeline
 
     schedules = {"__name__": "megatron.core.pipeline_parallel.schedules"}
@@ -176,7 +176,7 @@ def test_schedules_of_megatron_are_known_by_their_names(one_of_two_ranks, functi
         assert schedules[function](step) == "goes on"
 
 
-def test_what_is_no_part_of_a_stage_has_a_budget(one_of_two_ranks):
+def test_a_module_outside_of_stages_may_have_a_budget(one_of_two_ranks):
     from ebbtide._control.ranks import refuse_pipeline
 
     owned, other = part(0), part(0)

@@ -14,7 +14,7 @@ ALL = {"store": "mock", "min_bytes": 1, "mode": "all", "window": "1KiB"}
 
 
 def shard_on_the_cpu():
-    """accelerate shards on accelerators only: where processes are on CPUs it leaves the FSDP plugin out, silently."""
+    """accelerate shards on accelerators only: processes on CPUs silently go without the FSDP plugin."""
     from accelerate import DistributedType, PartialState
 
     PartialState(cpu=True)
@@ -22,7 +22,7 @@ def shard_on_the_cpu():
 
 
 def accelerated(is_offloaded, folder, kind):
-    """Losses, weights and what was moved, of accelerate's own loop."""
+    """Losses, weights and moved bytes of accelerate's own loop."""
     import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from cases import Transformer, make, tokens
@@ -66,7 +66,7 @@ def transformers_trainer(is_offloaded, folder, kind):
             seen.append(0 if callback.handle is None else callback.handle.stats().out.nbytes)
 
     words = tokenizer()
-    given = TrainingArguments(
+    arguments = TrainingArguments(
         **few_steps(folder),
         gradient_accumulation_steps=2,
         fsdp=True,
@@ -75,7 +75,7 @@ def transformers_trainer(is_offloaded, folder, kind):
     shard_on_the_cpu()
     trainer = Trainer(
         language_model(),
-        given,
+        arguments,
         train_dataset=rows("text").map(lambda row: words(row["text"]), remove_columns=["text"]),
         data_collator=DataCollatorForLanguageModeling(words, mlm=False),
         callbacks=[callback, Watcher()] if is_offloaded else [],
@@ -87,7 +87,7 @@ def transformers_trainer(is_offloaded, folder, kind):
 
 
 def sharded_by_block(model, mesh):
-    """As a strategy is told by its user. The mesh has a place for tensor parallelism too, of one process."""
+    """A strategy with settings of a user. The mesh also has a dimension for tensor parallelism, of one process."""
     from torch.distributed.fsdp import fully_shard
 
     for module in [*model.layers, model]:
@@ -167,7 +167,7 @@ def lightning_trainer(is_offloaded, folder, kind):
 
 
 def plain_loop(is_offloaded, folder, kind):
-    """What runs again is what FSDP1 wraps: parameters are gathered inside of it, for backward before its second run."""
+    """FSDP1 wraps the recomputed modules: parameters are gathered inside, for backward before the recomputation."""
     import torch
     from cases import Block, Transformer, make, tokens
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -195,7 +195,7 @@ def plain_loop(is_offloaded, folder, kind):
 
 
 def weights_of(model):
-    """The rank's own part of each, bit for bit."""
+    """The part of each tensor on this rank, bit for bit."""
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     return [p.detach().contiguous().numpy().tobytes().hex() for p in local]
 
@@ -207,11 +207,11 @@ def main(run, kind, is_offloaded, folder):
     result = globals()[run](is_offloaded == "True", folder, kind)
     Path(f"{folder}/{is_offloaded}{os.environ['RANK']}.json").write_text(json.dumps(result))
     torch.distributed.barrier()
-    os._exit(0)  # threads of gloo do not always end in good order with the interpreter
+    os._exit(0)  # threads of gloo do not always end in order with the interpreter
 
 
 def launched(run, kind, is_offloaded, folder, port):
-    """What each rank writes down, of processes as torchrun starts them."""
+    """Results of each rank, of processes started in the manner of torchrun."""
     paths = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
     shared = {
         **os.environ,
@@ -234,7 +234,7 @@ def launched(run, kind, is_offloaded, folder, port):
         for rank in range(RANKS)
     ]
     try:
-        errors = [process.communicate(timeout=1800)[1] for process in processes]  # one that died holds up the rest
+        errors = [process.communicate(timeout=1800)[1] for process in processes]  # a dead process holds up the rest
     finally:
         for process in processes:
             process.kill()
@@ -263,7 +263,7 @@ def a_free_port():
         ("plain_loop", "fsdp1 with flat parameters"),
     ],
 )
-def test_two_processes_compute_the_same(tmp_path, run, kind):
+def test_two_processes_compute_equal_results(tmp_path, run, kind):
     ours = launched(run, kind, True, tmp_path, a_free_port())
     twin = launched(run, kind, False, tmp_path, a_free_port())
     for (losses, weights, moved, sharded), (expected, same, _, _) in zip(ours, twin, strict=True):

@@ -1,4 +1,4 @@
-"""transformers' own Trainer with the callback, the mixin and the arguments; and TRL's trainers that have no switch."""
+"""transformers' own Trainer with the callback, the mixin and the arguments; TRL's trainers without a switch."""
 
 import gc
 import inspect
@@ -33,7 +33,7 @@ from ebbtide.integrations.transformers import ActivationOffloadingMixin, Offload
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 MOVES = {"store": "mock", "min_bytes": 1}
-ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # what waits is little, as on a large model
+ALL = {**MOVES, "mode": "all", "window": "1KiB"}  # a small window in comparison, as on a large model
 
 
 def arguments(tmp_path, **settings):
@@ -89,7 +89,7 @@ def test_a_training_computes_the_same(tmp_path, settings, training):
     assert not any(module._forward_pre_hooks for module in ours.model.modules())
 
 
-def test_figures_join_the_logs(tmp_path):
+def test_metrics_join_the_logs(tmp_path):
     seen = []
 
     class Reporter(TrainerCallback):
@@ -101,12 +101,12 @@ def test_figures_join_the_logs(tmp_path):
     for entry in [*entries, *(logs for logs in seen if "loss" in logs)]:
         assert entry["ebbtide/moved_gib"] > 0
         assert entry["ebbtide/stall_ms"] >= 0
-        assert entry["ebbtide/host_gib"] == 0  # between steps nothing is on its way
+        assert entry["ebbtide/host_gib"] == 0  # between steps no parcel is on its way
     assert "train_runtime" in ours.state.log_history[-1]
-    assert ours.state.log_history[-1]["ebbtide/moved_gib"] == 0  # since the log before
+    assert ours.state.log_history[-1]["ebbtide/moved_gib"] == 0  # since the previous log
 
 
-def test_the_mixins_figures_are_seen_by_reporters_that_come_first(tmp_path):
+def test_the_mixins_metrics_reach_reporters_that_come_first(tmp_path):
     seen = []
 
     class Reporter(TrainerCallback):
@@ -134,7 +134,7 @@ def test_arguments_come_from_a_parser(tmp_path):
     assert same(ours, trained(tmp_path))
 
 
-def test_arguments_reach_offload_as_they_are_given(tmp_path):
+def test_arguments_reach_offload_unchanged(tmp_path):
     given = {
         "mode": "all",
         "include": ["layers.*.mlp", "norm"],
@@ -151,11 +151,14 @@ def test_arguments_reach_offload_as_they_are_given(tmp_path):
         line += [f"--offload_{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     _, parsed = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses(line)
     assert parsed.settings() == given
-    settable = inspect.signature(ebbtide.offload).parameters.keys() - {"module", "process_group"}  # a group is no text
+    settable = inspect.signature(ebbtide.offload).parameters.keys() - {
+        "module",
+        "process_group",
+    }  # a process group has no text
     assert {each.name for each in fields(OffloadArguments)} == {f"offload_{name}" for name in settable}
 
 
-def test_a_plan_is_given_as_its_file(tmp_path):
+def test_a_plan_is_read_from_its_file(tmp_path):
     file = tmp_path / "plan.json"
     plan = Plan({"model.layers.0": RegionPlan(Recipe("recompute"))})
     plan.save(file)
@@ -166,7 +169,7 @@ def test_a_plan_is_given_as_its_file(tmp_path):
 
 @pytest.fixture
 def compiles():
-    """Arguments of a training that accelerate compiles for."""
+    """Arguments of a training with accelerate's compiler."""
     yield {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     AcceleratorState._reset_state(reset_partial_state=True)
     torch._dynamo.reset()
@@ -231,7 +234,7 @@ def test_a_budget_and_checkpoints_of_the_models_own_are_refused(tmp_path):
 
 
 def test_deepspeeds_offload_and_the_callback_are_refused(tmp_path):
-    """The plugin is what TrainingArguments make of `deepspeed=`, with the configuration as it was read."""
+    """The plugin as made by TrainingArguments from `deepspeed=`, with the configuration as read."""
     given = TrainingArguments(**few_steps(tmp_path))
     model, callback = language_model(), OffloadCallback(**MOVES)
     given.deepspeed_plugin = SimpleNamespace(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
@@ -246,13 +249,13 @@ def test_deepspeeds_offload_and_the_callback_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_a_budget_and_checkpoints_are_refused(tmp_path, name):
-    said = r"a budget decides what runs again.*write gradient_checkpointing=False in TrainingArguments.*takes_over=True"
+    said = r"decides what is recomputed.*write gradient_checkpointing=False in TrainingArguments.*takes_over=True"
     with pytest.raises(ConfigError, match=said):
         trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), **{name: True})
 
 
 class Watched(TrainerCallback):
-    """Whether any block is checkpointed at the end of each step, and the plan then."""
+    """Whether any block is checkpointed at the end of each step, and the plan."""
 
     def __init__(self, callback):
         self.callback, self.checkpointed, self.plans = callback, [], []
@@ -284,7 +287,7 @@ def test_a_budget_takes_checkpoints_over(tmp_path, checkpoints):
     assert same(ours, trained(tmp_path, activation_checkpointing=True))
 
 
-def test_a_budget_takes_over_what_was_checkpointed_by_hand(tmp_path):
+def test_a_budget_takes_over_checkpointing_by_hand(tmp_path):
     class Checkpointed(Trainer):
         def __init__(self, model, *args, **kwargs):
             model.activation_checkpointing_enable()
@@ -304,7 +307,7 @@ def test_without_a_budget_checkpoints_stay_on(tmp_path):
 
 
 def default_script(tmp_path, make, *callbacks):
-    """As TRL and transformers have it by default, but for what makes it short."""
+    """Defaults of TRL and transformers, but for the length."""
     config, extra = (trl.SFTConfig, {"processing_class": tokenizer()}) if make is trl.SFTTrainer else (None, {})
     given = {**few_steps(tmp_path), "max_steps": 5}
     words = tokenizer()
@@ -337,7 +340,7 @@ def test_the_first_lines_of_the_documentation_use_their_budget_in_a_default_scri
         assert same(ours, default_script(tmp_path, make))
 
 
-def test_a_callback_that_moves_nothing_under_checkpoints_says_so(tmp_path):
+def test_a_callback_that_moves_nothing_under_checkpoints_warns(tmp_path):
     with pytest.warns(ebbtide.EbbtideWarning, match="moved nothing in its first planned forward .* smaller than min_b"):
         default_script(tmp_path, trl.SFTTrainer, OffloadCallback(store="mock"))
 
@@ -346,7 +349,7 @@ def test_trls_switch_and_the_callback_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(compat.OffloadActivations, "settings", {"store": "mock"})
     given = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], activation_offloading=True, max_steps=1)
     callback = OffloadCallback(**MOVES)
-    with compat.install("trl"):  # their own needs an accelerator to be made
+    with compat.install("trl"):  # transformers' own class needs an accelerator
         trainer = trl.SFTTrainer(
             language_model(), given, train_dataset=rows("text"), processing_class=tokenizer(), callbacks=[callback]
         )
@@ -355,7 +358,7 @@ def test_trls_switch_and_the_callback_are_refused(tmp_path, monkeypatch):
 
 
 class Seen(TrainerCallback):
-    """As a reporter, which stands before the callbacks of the user."""
+    """A stand-in for reporters, which come before the callbacks of the user."""
 
     def __init__(self, callback):
         self.callback = callback
@@ -412,7 +415,7 @@ def test_the_result_lives_on(tmp_path, settings):
     assert callback.result is None
     seen = Seen(callback)
     ours = trained(tmp_path, callback, seen)
-    assert seen.packed > 0  # as of now, while it runs
+    assert seen.packed > 0  # of the running training
     result = callback.result
     assert result.stats().parcels.count >= seen.packed
     assert result.report() in str(result)
@@ -465,7 +468,7 @@ def test_a_training_that_failed_leaves_the_model_to_the_next(tmp_path):
 def test_a_handle_that_a_failed_training_left_can_be_removed(tmp_path):
     model = language_model()
     given = arguments(tmp_path)
-    OffloadCallback(**ALL).on_train_begin(given, None, None, model=model)  # and no end
+    OffloadCallback(**ALL).on_train_begin(given, None, None, model=model)  # without on_train_end
     after = OffloadCallback(**ALL)
     with pytest.raises(ModuleError, match="already applied"):
         after.on_train_begin(given, None, None, model=model)
@@ -475,7 +478,7 @@ def test_a_handle_that_a_failed_training_left_can_be_removed(tmp_path):
 
 
 def rewarded(kind, tmp_path, *callbacks, checkpoints=False):
-    """Trainers that make their own completions, and have no switch for offloading."""
+    """Trainers that generate completions, without a switch for offloading."""
     config, make = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
     given = config(
         **few_steps(tmp_path),

@@ -1,4 +1,4 @@
-"""Trainers in versions that lack the name an integration is built on."""
+"""Trainers in versions without a name that an integration imports."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ from ebbtide._utils.packages import extra
 
 
 def stand_in(monkeypatch, path):
-    """Modules with nothing in them, one for each part of `path`."""
+    """Empty modules, one for each part of `path`."""
     parts = path.split(".")
     for count in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:count]))

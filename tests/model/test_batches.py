@@ -1,4 +1,4 @@
-"""How large a batch is, whatever it is wrapped in, and at what price."""
+"""The size of a batch, in any container, and the cost of finding the size."""
 
 import collections
 import dataclasses
@@ -6,13 +6,13 @@ import dataclasses
 import pytest
 import torch
 
-from ebbtide._model.batches import MOST_IN_ONE, MOST_VALUES, tensors_in, tokens_of
+from ebbtide._model.batches import tensors_in, tokens_of
 
 SMALL, LARGE = torch.ones(2, 3), torch.ones(4, 5)
 
 
 @dataclasses.dataclass
-class CopyTiming:
+class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     mask: torch.Tensor = dataclasses.field(init=False)
@@ -23,7 +23,7 @@ class Pair(collections.namedtuple("Pair", "first second")):
 
 
 class Counted(list):
-    """Counts what is taken out of it."""
+    """Counts the values taken from a list."""
 
     taken = 0
 
@@ -48,44 +48,44 @@ BATCHES = {
     "tuple in a dict": {"x": (SMALL, LARGE), "y": 3},
     "UserDict": collections.UserDict(x=LARGE, y=SMALL),
     "named tuple": Pair(SMALL, LARGE),
-    "dataclass": CopyTiming(LARGE, SMALL),
-    "dataclasses in a list": [CopyTiming(SMALL, SMALL), CopyTiming(SMALL, LARGE)],
+    "dataclass": Batch(LARGE, SMALL),
+    "dataclasses in a list": [Batch(SMALL, SMALL), Batch(SMALL, LARGE)],
 }
 
 
 @pytest.mark.parametrize("name", [*BATCHES, "BatchEncoding", "BatchFeature", "ModelOutput"])
-def test_the_largest_tensor_is_found_in_all_that_batches_come_in(name):
-    given = BATCHES[name] if name in BATCHES else transformers_batch(name)
-    assert tokens_of((given,), {}) == LARGE.numel()
-    assert tokens_of((SMALL, "text", None), {"batch": given, "use_cache": False}) == LARGE.numel()
-    assert {t.shape for t in tensors_in([given])} >= {LARGE.shape}
+def test_the_largest_tensor_is_found_in_every_container(name):
+    batch = BATCHES[name] if name in BATCHES else transformers_batch(name)
+    assert tokens_of((batch,), {}) == LARGE.numel()
+    assert tokens_of((SMALL, "text", None), {"batch": batch, "use_cache": False}) == LARGE.numel()
+    assert {t.shape for t in tensors_in([batch])} >= {LARGE.shape}
 
 
-def test_what_has_no_tensor_is_of_no_size():
+def test_a_batch_without_tensors_has_no_size():
     assert tokens_of((), {}) == 0
-    assert tokens_of((3, "text", [1, 2], {"a": None}, CopyTiming), {"labels": ()}) == 0
+    assert tokens_of((3, "text", [1, 2], {"a": None}, Batch), {"labels": ()}) == 0
 
 
 def test_lists_of_numbers_are_not_walked_to_their_end():
     Counted.taken = 0
     assert tokens_of((Counted(range(10**6)), LARGE), {}) == LARGE.numel()
-    assert Counted.taken <= MOST_IN_ONE
+    assert Counted.taken <= 256
 
 
-def test_of_lists_in_lists_only_so_many_values_are_looked_at():
+def test_values_of_nested_lists_are_visited_up_to_a_limit():
     Counted.taken = 0
     rows = Counted(Counted([0] * 1000) for _ in range(1000))
     Counted.taken = 0
     assert tokens_of((rows,), {"x": LARGE}) == LARGE.numel()
-    assert Counted.taken <= MOST_VALUES
+    assert Counted.taken <= 1024
 
 
-def test_a_tensor_behind_long_lists_is_seen_for_the_outermost_come_first():
-    deep = [[0] * MOST_IN_ONE for _ in range(MOST_VALUES)]
+def test_outer_tensors_are_found_before_long_lists():
+    deep = [[0] * 256 for _ in range(1024)]
     assert tokens_of((deep, deep, [LARGE]), {}) == LARGE.numel()
 
 
-def test_a_list_in_itself_comes_to_an_end():
+def test_a_list_inside_itself_ends():
     endless = [SMALL]
     endless.append(endless)
     assert tokens_of((endless,), {}) == SMALL.numel()

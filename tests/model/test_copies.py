@@ -1,4 +1,4 @@
-"""Copies and pickles of a module with a handle are plain ones, and the module goes on moving."""
+"""Copies and pickles of an offloaded module are plain modules, and the original goes on offloading."""
 
 import copy
 import io
@@ -47,7 +47,7 @@ COPIES = {
 
 
 def attributes(model):
-    """Of each module, without what is in the dicts of all modules, and how many hooks of which kind it has."""
+    """Per module: attributes beyond those of every module, and the number of hooks of each kind."""
     hooks = [name for name in vars(model) if name.endswith(("_hooks", "_always_called"))]
     return [(set(vars(module)), [len(getattr(module, name)) for name in hooks]) for module in model.modules()]
 
@@ -83,12 +83,12 @@ def test_a_copy_is_a_plain_model(way, settings, backend):
     twin = trained_twin()
     assert attributes(made) == attributes(twin)
     assert b"ebbtide" not in pickle.dumps(made)
-    saves = handle.stats().saves
+    count = handle.stats().saved_tensors
     assert_equal(three_steps(made), three_steps(twin))
-    assert handle.stats().saves == saves  # the copy's forwards are none of the handle's
+    assert handle.stats().saved_tensors == count  # forwards of the copy do not count
     assert attributes(model) == before
     assert_equal(three_steps(model), three_steps(trained_twin()))
-    assert handle.stats().saves > saves
+    assert handle.stats().saved_tensors > count
     handle.remove()
     if backend is None:
         assert attributes(model) == attributes(twin)
@@ -100,31 +100,31 @@ def test_a_copy_of_a_model_compiled_as_a_whole_is_compiled_for_itself():
     with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
         three_steps(model)
     made = copy.deepcopy(model)
-    saves = handle.stats().saves
+    count = handle.stats().saved_tensors
     assert_equal(three_steps(made), three_steps(trained_twin()))
-    assert handle.stats().saves == saves
+    assert handle.stats().saved_tensors == count
     handle.remove()
-    offload(model)  # nothing of the first handle is left on what was compiled
+    offload(model)  # the first handle left nothing on the compiled module
 
 
-def test_a_copy_is_offloaded_for_itself():
+def test_a_copy_gets_a_handle_of_its_own():
     model = make(Transformer, CPU)
     handle = offload(model, recipe="recompute")
     made = copy.deepcopy(model)
     other = offload(made, recipe="selective")
     assert_equal(three_steps(made), three_steps(make(Transformer, CPU)))
     assert other.stats().recomputed.count > 0
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
 
 
-def test_a_copy_of_a_part_is_a_plain_one():
+def test_a_copy_of_a_part_is_plain():
     model = make(Transformer, CPU)
     handle = offload(model, recipe="recompute")
     made, twin = copy.deepcopy(model.layers[0]), make(Transformer, CPU).layers[0]
     assert attributes(made) == attributes(twin)
     x, y = (torch.ones(2, 8, 16, requires_grad=True) for _ in range(2))
     assert_equal(finish(made(x).sum(), made, x), finish(twin(y).sum(), twin, y))
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
 
 
 def test_hooks_of_others_are_copied_and_stay_removable():
@@ -162,7 +162,7 @@ def test_an_averaged_model_equals_that_of_a_plain_training(settings):
     assert handle.stats().parcels.count > 0
 
 
-def test_a_handle_itself_is_not_copied():
+def test_a_handle_cannot_be_copied():
     handle = offload(make(Transformer, CPU))
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ebbtide.ModuleError, match=r"belongs to one module .* handle\.remove\(\) first"):

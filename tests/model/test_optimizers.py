@@ -1,4 +1,4 @@
-"""What the state of optimizers takes is part of what a profile says was there, and nothing of the search stays."""
+"""A profile counts the state of optimizers, and the search leaves no hook behind."""
 
 import gc
 import weakref
@@ -42,12 +42,12 @@ def train(model, optimizer, steps=4, trains_from=0):
 
 
 def adam_bytes(model):
-    """Two moments and a count, which is on the host, for each parameter."""
+    """Two moments, and a count on the host, for each parameter."""
     return sum(2 * p.numel() * 4 + 4 for p in model.parameters())
 
 
 class Wrapped:
-    """As accelerate does it."""
+    """A wrapper in the manner of accelerate."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -58,7 +58,7 @@ class Wrapped:
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapped], ids=["plain", "wrapped"])
-def test_state_is_part_of_what_was_there(wrap, settings):
+def test_present_state_is_part_of_the_profile(wrap, settings):
     model = make()
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     train(model, wrap(adam(model)))
@@ -69,10 +69,10 @@ def test_state_is_part_of_what_was_there(wrap, settings):
     handle.remove()
 
 
-def test_state_that_came_later_is_not():
+def test_later_state_is_not_part_of_the_profile():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
-    train(model, adam(model), trains_from=2)  # behind the step that is watched for details
+    train(model, adam(model), trains_from=2)  # after the step measured for details
     assert "optimizer" not in handle.profile.base
     handle.remove()
 
@@ -85,7 +85,7 @@ def test_an_optimizer_without_state_is_not_named():
     handle.remove()
 
 
-def test_a_budget_that_nothing_fits_names_it():
+def test_an_impossible_budget_names_the_state():
     model = make()
     handle = ebbtide.offload(model, budget="1MiB", **SETTINGS)
     with pytest.raises(PlanError, match=r"held by: .*optimizer \d"):
@@ -96,11 +96,11 @@ def test_a_budget_that_nothing_fits_names_it():
 # -- whose state -------------------------------------------------------------------------------------------------------
 
 
-def test_only_this_models_and_each_storage_once():
+def test_state_counts_for_the_model_alone_and_each_storage_once():
     model, other = nn.Linear(8, 8), nn.Linear(8, 8)
     optimizer, others = adam(model), adam(other)
     seen = Optimizers()
-    seen.watch()
+    seen.start()
     for each, its in ((model, optimizer), (other, others)):
         each(torch.ones(1, 8)).sum().backward()
         its.step()
@@ -115,7 +115,7 @@ def test_only_this_models_and_each_storage_once():
     del optimizer, its
     gc.collect()
     assert seen.state_bytes(parameters, CPU) == 0
-    seen.end()
+    seen.stop()
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def one_of_two_ranks():
     torch.distributed.destroy_process_group()
 
 
-def test_of_sharded_tensors_this_ranks_part(one_of_two_ranks):
+def test_sharded_state_counts_with_the_part_of_the_rank(one_of_two_ranks):
     model = nn.Linear(8, 8, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), one_of_two_ranks, [Shard(0)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -133,33 +133,33 @@ def test_of_sharded_tensors_this_ranks_part(one_of_two_ranks):
     model.weight.grad = model.weight.detach().clone()
     assert memory_of(model, {}, CPU) == ({"parameters": 128, "gradients": 128}, {})
     seen = Optimizers()
-    seen.watch()
+    seen.start()
     optimizer.step()
     assert seen.state_bytes(list(model.parameters()), CPU) == 128
-    seen.end()
+    seen.stop()
 
 
 def compiled_steps(is_watched):
-    """The graphs that a compiled step is broken into, and their reasons."""
+    """Graphs and graph breaks of a compiled step, with the reasons."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = Optimizers()
     if is_watched:
-        seen.watch()
+        seen.start()
     compiled = torch.compile(optimizer.step, backend="eager")
     for _ in range(2):
         model(torch.ones(1, 8)).sum().backward()
         compiled()
-    seen.end()
+    seen.stop()
     assert (seen.state_bytes(list(model.parameters()), CPU) > 0) == is_watched
     counters = torch._dynamo.utils.counters
     return dict(counters["graph_break"]), counters["stats"]["calls_captured"]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_is_found_and_has_no_more_graphs():
+def test_a_compiled_step_is_found_and_has_no_further_graphs():
     plain = compiled_steps(is_watched=False)
     assert compiled_steps(is_watched=True) == plain
     assert plain[1] > 0
@@ -168,14 +168,14 @@ def test_a_compiled_step_is_found_and_has_no_more_graphs():
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
-def test_until_there_is_a_plan():
+def test_the_watch_ends_with_a_plan():
     model, before = make(), len(hooks)
     handle = ebbtide.offload(model, **SETTINGS)
     optimizer = adam(model)
     for k in range(5):
         assert len(hooks) == before + (k < 4)
         train(model, optimizer, 1)
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     known = handle.profile
     handle.remove()
     ebbtide.offload(model, profile=known, **SETTINGS)
@@ -191,7 +191,7 @@ def test_until_there_is_a_plan():
     ],
     ids=["remove", "set_recipe", "set_plan"],
 )
-def test_until_somebody_else_says_what_is_done(end):
+def test_the_watch_ends_with_a_plan_of_the_user(end):
     model, before = make(), len(hooks)
     handle = ebbtide.offload(model, **SETTINGS)
     train(model, adam(model), 2)
@@ -200,7 +200,7 @@ def test_until_somebody_else_says_what_is_done(end):
     assert len(hooks) == before
 
 
-def test_until_an_error():
+def test_the_watch_ends_with_an_error():
     model, before = make(), len(hooks)
     ebbtide.offload(model, budget="1MiB", **SETTINGS)
     with pytest.raises(PlanError):
@@ -208,20 +208,20 @@ def test_until_an_error():
     assert len(hooks) == before
 
 
-def test_not_if_the_door_refuses():
+def test_the_watch_ends_if_offload_refuses():
     before = len(hooks)
     with pytest.raises(PlanError):
         ebbtide.offload(nn.Linear(8, 8), **SETTINGS)
     assert len(hooks) == before
 
 
-def test_until_a_rehearsal_is_over():
+def test_the_watch_ends_with_a_dry_run():
     before = len(hooks)
     ebbtide.plan(make(), batch(0), budget=a_large_budget(), **SETTINGS)
     assert len(hooks) == before
 
 
-def test_no_longer_than_the_model_and_the_optimizer_live():
+def test_the_watch_ends_with_the_model_and_the_optimizer():
     model, before = make(), len(hooks)
     optimizer = adam(model)
     ebbtide.offload(model, **SETTINGS)

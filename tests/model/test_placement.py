@@ -1,4 +1,4 @@
-"""Where a model computes: known without walking it, and never out of date."""
+"""The device of a model: known without a walk, and never out of date."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ def _fresh_process():
 
 
 class Walked(Stack):
-    """Counts how often all its modules are asked for."""
+    """Counts the walks over all modules."""
 
     walks = 0
 
@@ -44,9 +44,9 @@ def test_a_model_that_stays_is_walked_once():
 def test_a_handle_does_not_walk_its_model_to_find_its_engine():
     model = Walked()
     handle = ebbtide.offload(model, **SETTINGS)
-    engine = handle.engine()
+    engine = handle._attachment.engine()
     before = model.walks
-    assert [handle.engine() for _ in range(10)] == [engine] * 10
+    assert [handle._attachment.engine() for _ in range(10)] == [engine] * 10
     assert engine is not None
     assert model.walks == before
 
@@ -66,7 +66,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_what_moves_after_it_was_asked_for_is_noticed(how):
+def test_a_move_is_noticed(how):
     model = small_and_large()
     home = PlacementCache(model)
     assert home.device() == CPU
@@ -77,7 +77,7 @@ def test_what_moves_after_it_was_asked_for_is_noticed(how):
     assert home.device() == CPU
 
 
-def test_parameters_that_come_later_are_seen():
+def test_later_parameters_are_seen():
     model = nn.ModuleList([nn.ReLU()])
     home = PlacementCache(model)
     assert home.device() is None
@@ -85,21 +85,21 @@ def test_parameters_that_come_later_are_seen():
     assert home.device() == META
 
 
-def test_the_device_is_the_one_that_most_bytes_are_on():
+def test_the_device_is_the_one_with_most_bytes():
     model = nn.ModuleList([nn.Linear(64, 64), *(nn.Linear(60, 60, device=META) for _ in range(2))])
     assert PlacementCache(model).device() == META
 
 
-def test_a_handle_notices_too():
+def test_a_handle_notices_a_move():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
-    assert handle.engine() is not None
+    assert handle._attachment.engine() is not None
     model.to(META)
-    assert handle.engine() is None
+    assert handle._attachment.engine() is None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_parts_of_torch_script_are_passed_by():
+def test_parts_of_torch_script_are_skipped():
     model = make()
     model.scripted = torch.jit.script(nn.Linear(2, 2))
     assert PlacementCache(model).device() == CPU

@@ -1,4 +1,4 @@
-"""What runs inside `restored` leaves no trace, whatever kind of tensor a buffer is and whatever a module carries."""
+"""Code inside `restored` leaves no trace, for all kinds of buffers and of carried state."""
 
 import copy
 import random
@@ -43,7 +43,7 @@ class Twin(torch.Tensor):
 
 
 class Stuck(Twin):
-    """One that cannot be copied."""
+    """A tensor without an operator to copy."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -64,7 +64,7 @@ def cleared(buffer):
 
 
 def changed_below(buffer):
-    """In one of the elements that all others are."""
+    """Changes a memory cell behind several elements."""
     buffer.as_strided((1,), (1,), 0).add_(1)
 
 
@@ -98,7 +98,7 @@ ONES = torch.arange(1.0, 5.0)
         "inference", "inference, expanded", "coo", "coo cleared", "csr", "csr cleared", "bsr cleared", "wrapper",
     ],
 )  # fmt: skip
-def test_a_buffer_is_the_same_tensor_with_the_same_bytes(make_buffer, change):
+def test_a_buffer_is_the_identical_tensor_with_identical_bytes(make_buffer, change):
     model = nn.Linear(2, 2)
     buffer = make_buffer()
     model.register_buffer("known", buffer)
@@ -113,7 +113,7 @@ def test_a_buffer_is_the_same_tensor_with_the_same_bytes(make_buffer, change):
 
 
 def parts_of(buffer):
-    """The bytes of what it is made of."""
+    """The bytes of each component."""
     if isinstance(buffer, Twin):
         return [bits(buffer.one), bits(buffer.other)]
     if buffer.layout is torch.sparse_coo:
@@ -132,7 +132,7 @@ def test_a_buffer_that_cannot_be_copied_is_refused_before_anything_runs():
 
 
 class Shifted(nn.Module):
-    """Blocks, and buffers of which one moment is seen by every row."""
+    """Blocks, and a buffer with a single row in memory for all rows."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_model_with_such_buffers_is_measured_and_left_as_it_was():
     ebbtide.release_memory()
 
 
-def test_a_buffer_without_memory_is_said_at_the_door():
+def test_a_buffer_without_memory_is_refused_at_the_entry_point():
     model = Shifted()
     model.register_buffer("missing", torch.ones(3, device="meta"))
     with pytest.raises(ModuleError, match="meta device"):
@@ -173,7 +173,7 @@ def test_a_buffer_without_memory_is_said_at_the_door():
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False)], ids=["parameter", "buffer"])
-def test_what_the_first_forward_makes_has_to_be_there(lazy):
+def test_lazy_modules_must_be_initialised(lazy):
     model = Shifted()
     model.lazy = lazy
     with pytest.raises(ModuleError, match="run one forward"):
@@ -184,7 +184,7 @@ def test_what_the_first_forward_makes_has_to_be_there(lazy):
 
 
 class Carries(nn.Module):
-    """A state for each kind of attribute, by all of which goes what the next forward computes."""
+    """State in each kind of attribute, all read by the next forward."""
 
     def __init__(self):
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_model_that_carries_state_goes_on_as_if_nothing_had_been_measured(step
     ebbtide.release_memory()
 
 
-def test_an_lstm_that_carries_its_state_over_batches():
+def test_an_lstm_with_state_across_batches():
     class Carrying(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,8 +273,6 @@ def test_an_lstm_that_carries_its_state_over_batches():
 
 
 def test_registers_and_resources_are_left_alone():
-    """What a first step has set up stays set up."""
-
     class Resource:
         pass
 

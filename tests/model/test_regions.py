@@ -1,4 +1,4 @@
-"""Which modules are regions when nobody names them."""
+"""The regions of a model without names from the user."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Norm(nn.LayerNorm):
 
 
 class Stages(nn.ModuleList):
-    """A list that is called."""
+    """A list with a forward."""
 
     def forward(self, x):
         for stage in self:
@@ -28,7 +28,7 @@ class Stages(nn.ModuleList):
 
 
 class Level(nn.Module):
-    """Has no forward of its own."""
+    """A container without a forward."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def listed(*modules):
         (lambda: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), []),
     ],
 )  # fmt: skip
-def test_blocks_are_what_forward_enters(module, names):
+def test_blocks_are_the_modules_that_forward_calls(module, names):
     model = nn.Module()
     model.front, model.inner = nn.Linear(8, 8), module()
     found = find_regions(model)
@@ -78,7 +78,7 @@ def test_blocks_are_what_forward_enters(module, names):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_a_compiled_block_is_entered():
+def test_a_compiled_block_is_called():
     assert list(find_regions(listed(torch.compile(Block()), torch.compile(Block())))) == ["0", "1"]
     assert list(find_regions(listed(*(torch.jit.script(Norm()) for _ in range(2))))) == ["0", "1"]
 
@@ -111,7 +111,7 @@ class Projected(Block):
 
 
 class Stage(nn.Module):
-    """A part of a model, as pipelines have it: the rest is None."""
+    """A part of a model in a pipeline: missing parts are None."""
 
     def __init__(self, layers):
         super().__init__()
@@ -158,7 +158,7 @@ class Stage(nn.Module):
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_only_block_of_a_list_is_one(module, names):
+def test_the_only_block_of_a_list_is_a_region(module, names):
     assert list(find_regions(module())) == names
 
 
@@ -180,7 +180,7 @@ def test_a_stage_with_one_block_computes_the_same(kind, settings):
     for k in range(5):
         assert_equal(*(_step(each, k, lambda out: out.square().mean()) for each in (model, twin)))
     assert len(handle.plan.regions) == 1
-    assert "recipe" in settings or handle._control.phase is Phase.PLANNED
+    assert "recipe" in settings or handle._planning.controller.phase is Phase.PLANNED
     assert handle.stats().recomputed.count > 0 or not settings
 
 
@@ -209,7 +209,7 @@ def test_lists_of_lists_are_planned(settings):
     for k in range(5):
         ours, plain = (_step(each, k) for each in (model, twin))
         assert_equal(ours, plain)
-    assert handle._control.phase is Phase.PLANNED
+    assert handle._planning.controller.phase is Phase.PLANNED
     assert list(handle.plan.regions) == ["levels.0.0", "levels.0.1", "levels.1.0", "levels.1.1"]
     assert all(region.forward_s > 0 for region in handle.profile.regions)
 
@@ -233,7 +233,7 @@ def test_lists_of_small_layers_are_no_regions():
 
 
 class Rms(nn.Module):
-    """No class of torch's."""
+    """A norm of a class unknown to torch."""
 
 
 class OwnRmsNorm(Rms):
@@ -278,7 +278,7 @@ SHARED = Block()
         (lambda: holding(layers=listed(Norm()), norm=Norm()), None),
     ],
 )
-def test_the_norm_that_is_behind_the_last_blocks(model, name):
+def test_the_norm_after_the_last_blocks(model, name):
     made = model()
     expected = [] if name is None else [name]
     assert list(find_norm(made, find_regions(made))) == expected
@@ -287,7 +287,7 @@ def test_the_norm_that_is_behind_the_last_blocks(model, name):
 # -- regions inside of regions -----------------------------------------------------------------------------------------
 
 
-def test_a_region_inside_of_another_is_refused():
+def test_a_region_inside_another_is_refused():
     model = Unet()
     named = dict(model.named_modules())
     with pytest.raises(PlanError, match=r"region 'levels\.1\.0\.up' is inside of region 'levels\.1\.0'"):
@@ -296,7 +296,7 @@ def test_a_region_inside_of_another_is_refused():
     refuse_nested(find_regions(model))
 
 
-def test_one_that_only_another_name_leads_into_is_refused_too():
+def test_a_region_inside_another_by_a_second_name_is_refused():
     shared, holder = Block(), nn.Sequential(Block())
     holder.also = shared
     with pytest.raises(PlanError, match="region 'b' is inside of region 'a'"):
@@ -304,7 +304,7 @@ def test_one_that_only_another_name_leads_into_is_refused_too():
 
 
 class Calls(nn.Module):
-    """Calls itself, or a block that is none of its children."""
+    """Calls itself, or a block that is no child."""
 
     def __init__(self, inner=None):
         super().__init__()
@@ -317,7 +317,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}])
-def test_regions_that_turn_out_to_nest_are_not_planned(settings):
+def test_regions_found_to_nest_are_not_planned(settings):
     last = Calls()
     model = nn.Sequential(Calls(last), last)
     handle = ebbtide.offload(model, **SETTINGS, **settings)
@@ -326,5 +326,5 @@ def test_regions_that_turn_out_to_nest_are_not_planned(settings):
             model(batch(k)).sum().backward()
     assert handle.profile is None
     handle.remove()
-    with pytest.raises(PlanError, match="one inside of another"):
+    with pytest.raises(PlanError, match="changing or nested regions"):
         measure(model, batch(0), **SETTINGS)

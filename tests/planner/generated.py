@@ -2,8 +2,18 @@
 
 from hypothesis import strategies as st
 
-from ebbtide._planner.launch_ahead import with_host
-from ebbtide._profiling.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
+from ebbtide._planner.simulate import with_host
+from ebbtide._profiling.profile import (
+    ExpensiveOp,
+    Host,
+    HostTime,
+    Link,
+    Outside,
+    PostRegionPoint,
+    Profile,
+    RegionProfile,
+    SavedTensor,
+)
 
 MB = 1_000_000
 MS = 1e-3
@@ -17,17 +27,17 @@ def regions(draw, name):
     forward_s = draw(_times)
     moments = st.floats(0, 1).map(lambda share: share * forward_s)
     sizes = draw(st.lists(_megabytes, max_size=3))
-    saves = tuple(Save(k, size, draw(moments)) for k, size in enumerate(sizes))
-    dear = tuple(
-        Dear(
+    tensors = tuple(SavedTensor(k, size, draw(moments)) for k, size in enumerate(sizes))
+    ops = tuple(
+        ExpensiveOp(
             index=k,
             nbytes=draw(_megabytes),
             at_s=draw(moments),
-            again_s=draw(st.floats(0, 0.4)) * forward_s,
+            recompute_s=draw(st.floats(0, 0.4)) * forward_s,
             op="aten::mm",
-            led=tuple(sorted(draw(st.sets(st.sampled_from(range(len(sizes))))))) if sizes else (),
-            led_s=draw(st.floats(0, 0.2)) * forward_s,
-            led_ops=draw(st.integers(0, 5)),
+            downstream=tuple(sorted(draw(st.sets(st.sampled_from(range(len(sizes))))))) if sizes else (),
+            downstream_s=draw(st.floats(0, 0.2)) * forward_s,
+            downstream_ops=draw(st.integers(0, 5)),
         )
         for k in range(draw(st.integers(0, 1)))
     )
@@ -35,11 +45,11 @@ def regions(draw, name):
         name=name,
         forward_s=forward_s,
         backward_s=draw(_times),
-        again_s=draw(st.one_of(st.just(0.0), _times)),
-        saves=saves,
-        stuck_bytes=draw(_megabytes),
-        inputs=tuple(Save(0, size, 0.0) for size in draw(st.lists(_megabytes, max_size=1))),
-        dear=dear,
+        recompute_s=draw(st.one_of(st.just(0.0), _times)),
+        saved_tensors=tensors,
+        not_movable_bytes=draw(_megabytes),
+        inputs=tuple(SavedTensor(0, size, 0.0) for size in draw(st.lists(_megabytes, max_size=1))),
+        expensive_ops=ops,
         forward_work_bytes=draw(_megabytes),
         backward_work_bytes=draw(_megabytes),
         grad_bytes=draw(st.sampled_from([0, 0, 5 * MB])),
@@ -51,17 +61,17 @@ _host_times = st.builds(HostTime, _times, _times, _times, st.integers(0, 9))
 
 @st.composite
 def hosts(draw, count):
-    """It may be ahead of compute, or far behind."""
+    """A host ahead of compute, or far too slow."""
     return Host(
         regions=tuple(draw(_host_times) for _ in range(count)),
         before_s=draw(_times),
         after_s=draw(_times),
-        turn_s=draw(_times),
-        lead_s=draw(st.sampled_from([0.0, 2 * MS, 1.0])),
-        steady_lead_s=0.0,
+        backward_before_s=draw(_times),
+        launch_ahead_s=draw(st.sampled_from([0.0, 2 * MS, 1.0])),
+        steady_launch_ahead_s=0.0,
         frame_s=draw(_times),
         op_s=draw(st.sampled_from([0.0, MS])),
-        held_s=draw(st.sampled_from([0.0, MS])),
+        saved_output_s=draw(st.sampled_from([0.0, MS])),
         moved_s=draw(st.sampled_from([0.0, MS])),
     )
 
@@ -75,16 +85,18 @@ def profiles(draw, most_regions=3, shared_names=False):
     step = Profile(
         made_for={"model": "generated"},
         regions=tuple(draw(regions(name)) for name in names),
-        around=Around(
+        outside=Outside(
             before_s=draw(_times),
             after_s=draw(_times),
-            turn_s=draw(_times),
-            end_s=draw(_times),
+            backward_before_s=draw(_times),
+            backward_after_s=draw(_times),
             kept_bytes=draw(_megabytes),
-            turns=tuple(Turn(save, draw(_times), draw(_megabytes)) for save in range(-1, draw(st.integers(-1, 3)))),
+            post_region_points=tuple(
+                PostRegionPoint(index, draw(_times), draw(_megabytes)) for index in range(-1, draw(st.integers(-1, 3)))
+            ),
             held_bytes=draw(_megabytes),
         ),
-        link=Link(rate, back, rate, back, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 0.02, 0.3]))),
+        link=Link(rate, back, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 0.02, 0.3]))),
         base_bytes=draw(_megabytes),
         base={"parameters": 10 * MB},
         host_limit_bytes=None,

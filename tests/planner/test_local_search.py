@@ -1,4 +1,4 @@
-"""Small changes on a ladder of budgets: never worse, the same every time, whatever was asked before."""
+"""Local search on a grid of budgets: never worse, and the same in every run and order of requests."""
 
 import pytest
 from planner.workloads import GIB, workload_a
@@ -11,22 +11,22 @@ def step():
     return workload_a()
 
 
-def rungs(step):
+def some_budgets(step):
     solver = Solver(step)
     low = solver.smallest_budget()
     return [low + k * GIB for k in range(0, 12, 3)]
 
 
-def test_polished_plans_are_faster_than_what_counting_proposes(step, monkeypatch):
-    ours = [Solver(step).solve(budget).predicted.step_s for budget in rungs(step)]
+def test_local_search_is_faster_than_the_relaxation_alone(step, monkeypatch):
+    ours = [Solver(step).solve(budget).predicted.step_s for budget in some_budgets(step)]
     monkeypatch.setattr("ebbtide._planner.local_search.BudgetGrid.up_to", lambda self, budget: [])
-    counted = [Solver(step).solve(budget).predicted.step_s for budget in rungs(step)]
-    assert all(mine <= plain for mine, plain in zip(ours, counted, strict=True))
-    assert sum(ours) < sum(counted)
+    proposed = [Solver(step).solve(budget).predicted.step_s for budget in some_budgets(step)]
+    assert all(mine <= plain for mine, plain in zip(ours, proposed, strict=True))
+    assert sum(ours) < sum(proposed)
 
 
-def test_what_was_asked_before_changes_nothing(step):
-    budgets = rungs(step)
+def test_earlier_requests_change_nothing(step):
+    budgets = some_budgets(step)
     upwards, downwards = Solver(step), Solver(step)
     first = [str(upwards.solve(budget)) for budget in budgets]
     second = [str(downwards.solve(budget)) for budget in reversed(budgets)]

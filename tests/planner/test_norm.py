@@ -1,4 +1,4 @@
-"""The norm behind the blocks is planned with them, wherever forward calls it; all steps equal the twin's."""
+"""The norm after the blocks is planned with the blocks, wherever forward calls the norm; steps equal the twin's."""
 
 import dataclasses
 import warnings
@@ -13,8 +13,8 @@ import ebbtide
 from ebbtide import EbbtideWarning
 from ebbtide._control.controller import Phase
 from ebbtide._dry_run import measure
-from ebbtide._planner.solve import Solver, smallest_budget
-from ebbtide.types import Reason
+from ebbtide._planner.solve import Solver
+from ebbtide._types import Reason
 
 NBYTES = ROWS * WIDTH * 4
 LAYERS = ["layers.0", "layers.1", "layers.2"]
@@ -22,7 +22,7 @@ BUDGETS = [{}, {"budget": "64GiB"}]
 
 
 class RmsNorm(nn.Module):
-    """As models write their own."""
+    """A norm in the manner of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -35,10 +35,10 @@ class RmsNorm(nn.Module):
 
 
 class Calls(Block):
-    """A block that calls what is outside of it."""
+    """A block that calls a module outside of the block."""
 
     def forward(self, x):
-        return self.norm_behind[0](super().forward(x))
+        return self.norm_outside[0](super().forward(x))
 
 
 class Model(nn.Module):
@@ -49,7 +49,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 8)
         self.order = order
         for layer in self.layers:
-            layer.norm_behind = [self.norm]  # in a list it is none of the block's own modules
+            layer.norm_outside = [self.norm]  # in a list: no child of the block
 
     def forward(self, x):
         if self.order == "before":
@@ -71,7 +71,7 @@ def make(*args):
 
 
 def seen(model, k):
-    """What a step makes; a norm that is never called has no gradient."""
+    """Results of a step; a norm that is never called has no gradient."""
     return [t for t in step(model, k) if t is not None]
 
 
@@ -79,7 +79,7 @@ def follow(model, twin, steps=8):
     handle = model.__dict__["_ebbtide_handle"]
     for k in range(steps):
         assert_equal(seen(model, k), seen(twin, k))
-    return handle._control.phase
+    return handle._planning.controller.phase
 
 
 ORDERS = {
@@ -93,7 +93,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("settings", BUDGETS)
-def test_it_is_planned_where_forward_calls_it(order, settings):
+def test_the_norm_is_planned_where_forward_calls_it(order, settings):
     model = make(order)
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     assert follow(model, make(order)) is Phase.PLANNED
@@ -104,41 +104,41 @@ def test_it_is_planned_where_forward_calls_it(order, settings):
 
 
 @pytest.mark.parametrize("settings", BUDGETS)
-def test_one_that_blocks_call_is_planned_with_them(settings):
+def test_a_norm_that_blocks_call_is_planned_with_the_blocks(settings):
     model = make("never", Calls)
     handle = ebbtide.offload(model, **SETTINGS, **settings)
     assert follow(model, make("never", Calls)) is Phase.PLANNED
     assert list(handle.plan.regions) == LAYERS
 
 
-def test_measuring_lets_go_of_one_that_blocks_call():
+def test_measuring_drops_a_norm_that_blocks_call():
     profile = measure(make("never", Calls), batch(0), **SETTINGS)
     assert [region.name for region in profile.regions] == LAYERS
 
 
-def test_what_it_saves_is_its_own_and_no_more_behind_the_last_region():
+def test_tensors_saved_by_the_norm_belong_to_the_norm():
     with_norm = measure(make(), batch(0), **SETTINGS)
     without = measure(make(), batch(0), regions=["layers.*"], **SETTINGS)
     norm = with_norm.regions[-1]
-    # y for its square and for the product, rsqrt's result for its own backward, the product for that with the weight.
-    assert [save.nbytes for save in norm.saves if save.nbytes >= NBYTES] == [NBYTES, NBYTES]
+    # y for the square and for the product, the result of rsqrt, and the product for the product with the weight.
+    assert [save.nbytes for save in norm.saved_tensors if save.nbytes >= NBYTES] == [NBYTES, NBYTES]
     assert [save.nbytes for save in norm.inputs] == [NBYTES]
-    assert norm.again_s > 0
-    assert len(with_norm.around.turns) < len(without.around.turns)
+    assert norm.recompute_s > 0
+    assert len(with_norm.outside.post_region_points) < len(without.outside.post_region_points)
     assert with_norm.regions[:-1] != without.regions[:-1]  # times differ
     for mine, other in zip(with_norm.regions[:-1], without.regions, strict=True):
-        assert [(s.index, s.nbytes) for s in mine.saves] == [(s.index, s.nbytes) for s in other.saves]
+        assert [(s.index, s.nbytes) for s in mine.saved_tensors] == [(s.index, s.nbytes) for s in other.saved_tensors]
 
 
 def tight(profile):
-    """The plan that needs the least memory, where the peak is behind the last region and nothing may move."""
-    turns = tuple(dataclasses.replace(turn, peak_bytes=2**30) for turn in profile.around.turns)
-    around = dataclasses.replace(profile.around, turns=turns)
-    known = dataclasses.replace(profile, around=around, base_bytes=0, base={}, host_limit_bytes=0)
-    return Solver(known).solve(smallest_budget(known))
+    """The plan with the least memory, where the peak is after the last region and nothing may move."""
+    turns = tuple(dataclasses.replace(turn, peak_bytes=2**30) for turn in profile.outside.post_region_points)
+    around = dataclasses.replace(profile.outside, post_region_points=turns)
+    known = dataclasses.replace(profile, outside=around, base_bytes=0, base={}, host_limit_bytes=0)
+    return Solver(known).solve(Solver(known).smallest_budget())
 
 
-def test_a_plan_that_runs_it_again_equals_the_twin():
+def test_a_plan_that_recomputes_the_norm_equals_the_twin():
     model = make()
     planned = tight(measure(model, batch(0), **SETTINGS))
     assert str(planned.regions["norm"].recipe) == "recompute, inputs kept"
@@ -148,19 +148,19 @@ def test_a_plan_that_runs_it_again_equals_the_twin():
     assert handle.stats().recomputed.count > 0
 
 
-def test_without_a_budget_nothing_of_it_leaves():
-    """It is needed again at once."""
+def test_without_a_budget_the_norm_moves_nothing():
+    """Backward needs the tensors at once."""
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     left = set()
     handle.subscribe(
-        lambda event: left.add(event.site.split("#")[0]) if event.what is ebbtide.EventKind.RELEASED else None
+        lambda event: left.add(event.site.split("#")[0]) if event.kind is ebbtide.EventKind.RELEASED else None
     )
     follow(model, make())
     assert "norm" not in left
 
 
-def test_it_is_no_region_of_recipes_or_of_what_is_kept_last():
+def test_the_norm_is_no_region_of_recipes_or_of_keep_last():
     for settings in ({"recipe": "recompute"}, {"keep_last": 1}, {"mode": "all"}, {"regions": "layers.*"}):
         model = make()
         handle = ebbtide.offload(model, **SETTINGS, **settings)
@@ -169,7 +169,7 @@ def test_it_is_no_region_of_recipes_or_of_what_is_kept_last():
     assert handle.stats().kept.get(Reason.KEEP_LAST) is None
 
 
-def test_a_profile_without_it_is_of_use_still(tmp_path):
+def test_a_profile_without_the_norm_is_still_of_use(tmp_path):
     path = tmp_path / "profile.json"
     model = make()
     measure(model, batch(0), regions=["layers.*"], **SETTINGS).save(path)
@@ -179,7 +179,7 @@ def test_a_profile_without_it_is_of_use_still(tmp_path):
 
 
 class Headed(Model):
-    """Its head is compiled together with the norm."""
+    """The head is compiled together with the norm."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class Headed(Model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", BUDGETS)
-def test_one_in_a_graph_of_more_goes_unplanned(settings):
+def test_a_norm_inside_a_larger_graph_goes_unplanned(settings):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Headed()

@@ -1,4 +1,4 @@
-"""Predicted peaks against counted ones: all storages that operators or lanes make on the CPU are counted."""
+"""Predicted peaks against counted peaks: all storages made by operators or lanes on the CPU are counted."""
 
 import gc
 import random
@@ -13,27 +13,27 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbtide
-from ebbtide import offload as door
+from ebbtide import _offload as entry_point
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._planner.solve import Solver
 from ebbtide._profiling.profile import OUTSIDE
-from ebbtide.types import Memory
+from ebbtide._types import Memory
 
 WIDTH = 64
 TOKENS = 1024
 SCALARS = 512  # bytes: the loss, its gradient, and sums of some blocks
-TABLE = 4 * TOKENS  # bytes of what blocks share: it is there twice where one block keeps it and another has it back
+TABLE = 4 * TOKENS  # bytes shared by the blocks: present twice if one block keeps them and another has fetched them
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of the storages that are alive, of those that it has seen being made."""
+    """Bytes of the live storages made under observation."""
 
     def __init__(self):
         super().__init__()
         self.peak = 0
         self._allocated = 0
         self._alive = {}
-        self._died = deque()  # by lanes too: two threads that count in one number lose some of it
+        self._died = deque()  # lanes append too: two threads would lose increments of one number
 
     @property
     def allocated(self):
@@ -87,13 +87,13 @@ class Block(nn.Module):
         self.feed = FeedForward()
 
     def forward(self, x, table):
-        x.tanh().sin().exp()  # a branch that nobody uses, as of a metric: made again, and asked for by nobody
+        x.tanh().sin().exp()  # an unused branch, as for a metric: recomputed, and never read
         x = x + self.attention(x * table)
         return x + self.feed(self.norm(x))
 
 
 class Body(nn.Module):
-    """Its forward holds what it embeds until it returns, and its layers share a table, as those of transformers do."""
+    """The forward holds the embedding until the end, and layers share a table, in the manner of transformers."""
 
     def __init__(self, vocabulary):
         super().__init__()
@@ -121,7 +121,7 @@ class Model(nn.Module):
 
 
 class Gated(nn.Module):
-    """Its product saves two at once."""
+    """The product saves two tensors at once."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Gated(nn.Module):
 
 
 class Flat(nn.Module):
-    """One forward down to the loss: what it has made on the way is there until then."""
+    """One forward up to the loss: intermediate tensors live until the end."""
 
     def __init__(self, vocabulary):
         super().__init__()
@@ -152,8 +152,8 @@ class Flat(nn.Module):
 
 
 class Apart(nn.Module):
-    """Between its layers is made what nobody needs any more, a branch that nobody uses, and what the next layer is
-    given and backward needs there too."""
+    """Between layers: temporary tensors, an unused branch, and the input of the next layer, which backward needs
+    there too."""
 
     def __init__(self, vocabulary):
         super().__init__()
@@ -173,9 +173,9 @@ class Apart(nn.Module):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """The CPU as a device that knows what is allocated; what waits on its way out is little, as on a large model."""
+    """The CPU as a device that counts allocations; little waits on the way out, as on a large model."""
     counted = Counted()
-    allocate, make_config = CpuDevice.allocate, door.make_config
+    allocate, make_config = CpuDevice.allocate, entry_point.make_config
 
     def counted_allocate(self, nbytes, stream):
         t = allocate(self, nbytes, stream)
@@ -183,8 +183,8 @@ def counted(monkeypatch):
         return t
 
     def copy_at_once(_self, dst, src, stream):
-        # On an accelerator compute waits for a copy before its memory is used again. A queued one here only holds it:
-        # what backward has used before it could leave would be there as long as the lane is late.
+        # On an accelerator compute waits for a copy before the memory is reused. A queued copy on the CPU holds memory:
+        # tensors used by backward before leaving would stay for as long as the lane is late.
         stream.submit(lambda: dst.copy_(src)).result()
 
     def reset_peak_stats(_self):
@@ -194,14 +194,14 @@ def counted(monkeypatch):
     monkeypatch.setattr(CpuDevice, "reset_peak_stats", reset_peak_stats)
     monkeypatch.setattr(CpuDevice, "allocate", counted_allocate)
     monkeypatch.setattr(CpuDevice, "copy", copy_at_once)
-    monkeypatch.setattr(door, "make_config", lambda **settings: make_config(**{**settings, "window": "512KiB"}))
+    monkeypatch.setattr(entry_point, "make_config", lambda **settings: make_config(**{**settings, "window": "512KiB"}))
     yield counted
     gc.collect()
     ebbtide.release_memory()
 
 
 def peak_of_step(model, tokens, counted):
-    """Most that was allocated in one forward and backward, in bytes."""
+    """Peak of one forward and backward, in bytes."""
     for p in model.parameters():
         p.grad = None if p.grad is None else p.grad.zero_()
     gc.collect()
@@ -212,73 +212,81 @@ def peak_of_step(model, tokens, counted):
 
 
 def timed(profile, seed):
-    """The same with times and rates by `seed`: which plans are tried is not to differ from run to run."""
-    draw = random.Random(seed)
+    """`profile` with times and rates by `seed`: every run tries equal plans."""
+    rng = random.Random(seed)
 
     def about(seconds):
-        return seconds * draw.uniform(0.3, 3.0)
+        return seconds * rng.uniform(0.3, 3.0)
 
     def region(measured):
-        forward_s, again_s = about(1.0), about(1.0)
-        saves, dear = measured.saves, measured.dear
+        forward_s, recompute_s = about(1.0), about(1.0)
+        tensors, ops = measured.saved_tensors, measured.expensive_ops
         return replace(
             measured,
             forward_s=forward_s,
             backward_s=about(2.0),
-            again_s=again_s,
-            saves=tuple(replace(save, at_s=forward_s * k / len(saves)) for k, save in enumerate(saves)),
-            inputs=tuple(replace(save, at_s=0.0) for save in measured.inputs),
-            dear=tuple(
+            recompute_s=recompute_s,
+            saved_tensors=tuple(replace(t, at_s=forward_s * k / len(tensors)) for k, t in enumerate(tensors)),
+            inputs=tuple(replace(t, at_s=0.0) for t in measured.inputs),
+            expensive_ops=tuple(
                 replace(
                     row,
-                    at_s=again_s * k / len(dear),
-                    again_s=again_s * draw.uniform(0.2, 0.9) / len(dear),
-                    led_s=0.1 * again_s * bool(row.led) / len(dear),
+                    at_s=recompute_s * k / len(ops),
+                    recompute_s=recompute_s * rng.uniform(0.2, 0.9) / len(ops),
+                    downstream_s=0.1 * recompute_s * bool(row.downstream) / len(ops),
                 )
-                for k, row in enumerate(dear)
+                for k, row in enumerate(ops)
             ),
         )
 
     regions = tuple(map(region, profile.regions))
-    around = replace(profile.around, before_s=about(0.2), after_s=about(0.2), turn_s=about(0.2), end_s=about(0.2))
-    turns = tuple(replace(turn, at_s=0.01 * k) for k, turn in enumerate(around.turns))
-    # From a link that carries all in a tenth of a forward to one that takes thirty.
-    rate = sum(row.saved_bytes for row in regions) / (len(regions) * 10 ** draw.uniform(-1.0, 1.5))
-    link = replace(profile.link, out=rate, back=rate, out_duplex=rate, back_duplex=rate)
-    return replace(profile, regions=regions, around=replace(around, turns=turns), link=link, host=None)
+    around = replace(
+        profile.outside,
+        before_s=about(0.2),
+        after_s=about(0.2),
+        backward_before_s=about(0.2),
+        backward_after_s=about(0.2),
+    )
+    turns = tuple(replace(turn, at_s=0.01 * k) for k, turn in enumerate(around.post_region_points))
+    # From a link that carries everything in a tenth of a forward to one that takes thirty.
+    rate = sum(row.saved_bytes for row in regions) / (len(regions) * 10 ** rng.uniform(-1.0, 1.5))
+    link = replace(profile.link, out=rate, back=rate)
+    return replace(profile, regions=regions, outside=replace(around, post_region_points=turns), link=link, host=None)
 
 
 SEEDS = (4, 5, 7)
 PARTS = {"regions": ("layers.*.attention", "layers.*.feed")}
 
 
-# The peak is in the blocks' backward, or at the loss. Between parts of blocks something is saved that is of none.
+# The peak is in the backward of the blocks, or at the loss. Between parts of blocks a tensor of no region is saved.
 @pytest.mark.parametrize("vocabulary", [32, 2048])
 @pytest.mark.parametrize(
     ("make", "named"), [(Model, {}), (Flat, {}), (Model, PARTS), (Apart, {"regions": ("layers.*",)})]
 )
-def test_peaks_are_as_predicted_all_along_the_front(counted, make, named, vocabulary):
+def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, vocabulary):
     torch.manual_seed(0)
     model, tokens = make(vocabulary), torch.randint(vocabulary, (TOKENS,))
     for t in (*model.parameters(), tokens):
         counted.count(t.untyped_storage())
-    peak_of_step(model, tokens, counted)  # the gradients are there from here on
+    peak_of_step(model, tokens, counted)  # allocates the gradients
     handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1, **named)
     for _ in range(5):
         peak_of_step(model, tokens, counted)
     profile = handle.profile
     handle.remove()
-    assert any(region.behind_bytes > 0 for region in profile.regions) == bool(named)
-    last = profile.regions[-1]  # the logits are no part of it
+    assert any(region.after_bytes > 0 for region in profile.regions) == bool(named)
+    last = profile.regions[-1]  # without the logits
     assert last.forward_work_bytes <= max(region.forward_work_bytes for region in profile.regions[:-1])
     if not named:
-        assert all(region.has_dead_saves == (make is Model) for region in profile.regions[:-1])
-    if make is Apart:  # what follows each layer keeps what the next one is given
-        assert all(region.saves[0].shares == region.inputs[0].shares == OUTSIDE for region in profile.regions[1:])
+        assert all(region.has_dead_tensors == (make is Model) for region in profile.regions[:-1])
+    if make is Apart:  # code after each layer keeps the input of the next
+        assert all(
+            region.saved_tensors[0].shares == region.inputs[0].shares == OUTSIDE for region in profile.regions[1:]
+        )
     actions = set()
     beyond = SCALARS + (TABLE if make is Model else 0)
     for seed in SEEDS:
-        for point in Solver(timed(profile, seed)).front(5):
+        for point in Solver(timed(profile, seed)).pareto_curve(5):
             handle = ebbtide.offload(model, plan=point.plan, store="mock", min_bytes=1)
             peaks = [peak_of_step(model, tokens, counted) for _ in range(3)]
             handle.remove()

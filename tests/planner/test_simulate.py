@@ -1,4 +1,4 @@
-"""The judge: cases counted by hand, and what must hold whatever is simulated."""
+"""The simulator: cases counted by hand, and properties of every outcome."""
 
 import dataclasses
 
@@ -6,26 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.generated import profiles
-from planner.workloads import MS, around, layers, profile, region
+from planner.workloads import MS, layers, outside, profile, region
 
 from ebbtide import PlanError
 from ebbtide._planner.options import option_for, options_of
-from ebbtide._planner.simulate import Pace, least_budget, pace_within, simulate, simulate_below
-from ebbtide._planner.solve import solve
+from ebbtide._planner.simulate import Windows, least_budget, simulate, simulate_below, windows_within
+from ebbtide._planner.solve import Solver
 from ebbtide._plans import Recipe
-from ebbtide._profiling.profile import Link, Save
+from ebbtide._profiling.profile import Link, SavedTensor
 
 MB = 1_000_000
 WIDE = 10**12
 
 
 def wide(count, **changes):
-    return Pace(**{"windows": (WIDE,) * count, "turns": (WIDE,), "prefetch": (WIDE,) * count, **changes})
+    return Windows(**{"forward": (WIDE,) * count, "post_region": (WIDE,), "prefetch": (WIDE,) * count, **changes})
 
 
 def one_parcel(megabytes, **changes):
     """A region that saves one parcel at its start: 10 ms forward, 20 ms backward."""
-    return region(saves=(Save(0, megabytes * MB, 0.0),), backward_work_bytes=0, forward_work_bytes=0, **changes)
+    return region(
+        saved_tensors=(SavedTensor(0, megabytes * MB, 0.0),), backward_work_bytes=0, forward_work_bytes=0, **changes
+    )
 
 
 def moving(step):
@@ -33,7 +35,9 @@ def moving(step):
 
 
 def test_with_everything_kept_it_is_the_plain_step():
-    step = profile(*layers(3), around=around(before_s=1 * MS, after_s=2 * MS, turn_s=3 * MS, end_s=4 * MS))
+    step = profile(
+        *layers(3), outside=outside(before_s=1 * MS, after_s=2 * MS, backward_before_s=3 * MS, backward_after_s=4 * MS)
+    )
     outcome = simulate(step, [option_for(each, Recipe("keep")) for each in step.regions], wide(3))
     assert outcome.step_s == pytest.approx(step.plain_s) == pytest.approx(100 * MS)
     assert outcome.forward_s == pytest.approx(33 * MS)
@@ -41,108 +45,110 @@ def test_with_everything_kept_it_is_the_plain_step():
     assert outcome.peak_bytes == 1000 * MB + 900 * MB + 100 * MB  # base, saved, the last backward's working memory
 
 
-def test_a_parcel_that_fits_the_time_costs_nothing_but_comes_back_when_it_is_asked_for():
-    """50 MB are 5 ms each way at 10 GB/s; nothing is ahead of the only need there is."""
+def test_a_parcel_that_fits_forward_stalls_backward_alone():
+    """50 MB are 5 ms each way at 10 GB/s; no earlier need could hide the copy."""
     step = profile(one_parcel(50))
-    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
+    outcome = simulate(step, moving(step), wide(1, post_region=(0,)))
     assert outcome.stall_forward_s == 0
     assert outcome.stall_backward_s == pytest.approx(5 * MS)
     assert outcome.step_s == pytest.approx(35 * MS)
     assert outcome.moved_bytes == outcome.host_bytes == 50 * MB
 
 
-def test_compute_waits_at_the_release_for_what_has_not_landed():
+def test_compute_waits_at_the_release_until_a_parcel_has_landed():
     """300 MB are 30 ms: 20 more than forward takes."""
     step = profile(one_parcel(300))
-    outcome = simulate(step, moving(step), wide(1, turns=(299 * MB,)))
+    outcome = simulate(step, moving(step), wide(1, post_region=(299 * MB,)))
     assert outcome.stall_forward_s == pytest.approx(20 * MS)
     assert outcome.forward_s == pytest.approx(30 * MS)
 
 
-def test_what_has_not_left_is_used_from_the_device():
+def test_parcels_that_have_not_left_are_used_from_the_device():
     step = profile(one_parcel(300))
-    outcome = simulate(step, moving(step), wide(1, turns=(300 * MB,)))
+    outcome = simulate(step, moving(step), wide(1, post_region=(300 * MB,)))
     assert outcome.step_s == pytest.approx(step.plain_s)
     assert (outcome.moved_bytes, outcome.stall_forward_s, outcome.stall_backward_s) == (0, 0, 0)
     assert outcome.tail_bytes(moving(step)) == [300 * MB]
 
 
 def test_a_lane_copies_in_order():
-    """Two parcels of 20 ms: the second begins when the first is over, 10 ms after its own region began."""
+    """Two parcels of 20 ms: the second begins after the first, 10 ms into the second region."""
     step = profile(one_parcel(200), one_parcel(200))
-    outcome = simulate(step, moving(step), wide(2, turns=(0,)))
+    outcome = simulate(step, moving(step), wide(2, post_region=(0,)))
     assert outcome.forward_s == pytest.approx(40 * MS)
     assert outcome.stall_forward_s == pytest.approx(20 * MS)
 
 
 def test_latency_is_paid_per_copy():
-    step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=10 * MS, interference=0))
-    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
+    step = profile(one_parcel(50), link=Link(1e10, 1e10, latency_s=10 * MS, interference=0))
+    outcome = simulate(step, moving(step), wide(1, post_region=(0,)))
     assert outcome.forward_s == pytest.approx(15 * MS)
     assert outcome.stall_backward_s == pytest.approx(15 * MS)
 
 
-def test_copies_slow_compute_beside_them():
-    """5 ms of the forward pass beside a copy."""
-    step = profile(one_parcel(50), link=Link(1e10, 1e10, 1e10, 1e10, latency_s=0, interference=0.1))
-    outcome = simulate(step, moving(step), wide(1, turns=(0,)))
+def test_copies_slow_concurrent_compute():
+    """5 ms of the forward pass are concurrent with a copy."""
+    step = profile(one_parcel(50), link=Link(1e10, 1e10, latency_s=0, interference=0.1))
+    outcome = simulate(step, moving(step), wide(1, post_region=(0,)))
     assert outcome.forward_s == pytest.approx(10.5 * MS)
 
 
 def test_the_next_parcels_come_while_the_ones_before_are_used():
-    """The last region's own parcel is a miss of 5 ms; the first region's comes meanwhile."""
+    """The last region's parcel is a miss of 5 ms; the first region's parcel is prefetched meanwhile."""
     step = profile(one_parcel(50), one_parcel(50))
-    outcome = simulate(step, moving(step), wide(2, turns=(0,)))
+    outcome = simulate(step, moving(step), wide(2, post_region=(0,)))
     assert outcome.stall_backward_s == pytest.approx(5 * MS)
 
 
-def test_without_a_window_nothing_comes_ahead():
+def test_without_a_window_nothing_is_prefetched():
     step = profile(one_parcel(50), one_parcel(50))
-    outcome = simulate(step, moving(step), wide(2, turns=(0,), prefetch=(0, 0)))
+    outcome = simulate(step, moving(step), wide(2, post_region=(0,), prefetch=(0, 0)))
     assert outcome.stall_backward_s == pytest.approx(10 * MS)
 
 
-def test_what_runs_again_has_all_its_parcels_fetched_when_it_begins():
-    """An input of 20 MB and two outputs of 50 and 100 MB: 17 ms, then 3 ms again."""
+def test_a_recompute_batch_is_fetched_when_backward_begins():
+    """An input of 20 MB and two outputs of 50 and 100 MB: 17 ms, then 3 ms of recomputation."""
     step = profile(region())
     option = option_for(step.regions[0], Recipe("selective", sites=(0, 1)))
-    outcome = simulate(step, [option], wide(1, turns=(0,)))
-    assert option.comes_together
+    outcome = simulate(step, [option], wide(1, post_region=(0,)))
+    assert option.is_recompute_batch
     assert outcome.stall_backward_s == pytest.approx(17 * MS)
     assert outcome.step_s - outcome.forward_s == pytest.approx((17 + 3 + 20) * MS)
 
 
 def test_the_memory_curve_has_a_point_per_region_and_way():
-    step = profile(*layers(2), around=around(kept_bytes=7 * MB, peak_bytes=11 * MB))
+    step = profile(*layers(2), outside=outside(kept_bytes=7 * MB, peak_bytes=11 * MB))
     outcome = simulate(step, [option_for(each, Recipe("keep")) for each in step.regions], wide(2))
     assert [(moment.what, moment.nbytes // MB) for moment in outcome.curve] == [
         ("layers.0 forward", 1007 + 300 + 100),
         ("layers.1 forward", 1007 + 600 + 100),
-        ("behind the last region", 1007 + 600 + 11),
+        ("after the last region", 1007 + 600 + 11),
         ("layers.1 backward", 1007 + 600 + 100),
         ("layers.0 backward", 1007 + 300 + 100),
     ]
     assert [moment.seconds for moment in outcome.curve] == sorted(moment.seconds for moment in outcome.curve)
 
 
-def test_a_small_region_does_not_fetch_what_the_large_one_before_it_has_no_room_for():
-    """The windows of a region look at all that what waits has to pass, not only at its own memory."""
+def test_a_small_region_leaves_room_for_the_large_region_before():
+    """Windows respect all regions that a waiting parcel passes, not only the current region."""
     step = profile(
         one_parcel(50, name="layers.0"),
-        region("layers.1", saves=(), inputs=(), dear=(), again_s=0.0, backward_work_bytes=500 * MB),
+        region(
+            "layers.1", saved_tensors=(), inputs=(), expensive_ops=(), recompute_s=0.0, backward_work_bytes=500 * MB
+        ),
         one_parcel(50, name="layers.2"),
     )
     options = moving(step)
     budget = least_budget(step, options) + 10 * MB
-    outcome = simulate(step, options, pace_within(step, options, budget))
+    outcome = simulate(step, options, windows_within(step, options, budget))
     assert outcome.peak_bytes <= budget
 
 
-def test_a_name_that_is_visited_twice_has_one_window():
+def test_a_region_called_twice_has_one_window():
     step = profile(*(region("shared") for _ in range(3)))
     options = moving(step)
-    pace = pace_within(step, options, 3000 * MB)
-    assert len(set(pace.windows)) == len(set(pace.prefetch)) == 1
+    windows = windows_within(step, options, 3000 * MB)
+    assert len(set(windows.forward)) == len(set(windows.prefetch)) == 1
 
 
 @given(st.data())
@@ -152,9 +158,9 @@ def test_the_peak_stays_within_the_budget(data):
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
     least = least_budget(step, options)
     budget = least + data.draw(st.integers(0, 300)) * MB
-    assert simulate(step, options, pace_within(step, options, budget)).peak_bytes <= budget
-    assert pace_within(step, options, least) is not None
-    assert pace_within(step, options, least - 1) is None
+    assert simulate(step, options, windows_within(step, options, budget)).peak_bytes <= budget
+    assert windows_within(step, options, least) is not None
+    assert windows_within(step, options, least - 1) is None
 
 
 @given(st.data())
@@ -164,33 +170,33 @@ def test_more_memory_never_costs_time(data):
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
     small = least_budget(step, options) + data.draw(st.integers(0, 200)) * MB
     large = small + data.draw(st.integers(0, 100)) * MB
-    before, after = (simulate(step, options, pace_within(step, options, budget)) for budget in (small, large))
+    before, after = (simulate(step, options, windows_within(step, options, budget)) for budget in (small, large))
     assert after.step_s <= before.step_s + 1e-9
 
 
 @given(st.data())
 @settings(max_examples=300)
-def test_only_steps_that_take_longer_are_given_up(data):
+def test_only_steps_that_take_longer_are_abandoned(data):
     step = data.draw(profiles(most_regions=5))
     share, rate = data.draw(st.sampled_from([0.0, 0.013, 0.3, 0.9])), data.draw(st.sampled_from([1e9, 1e10]))
     step = dataclasses.replace(step, link=dataclasses.replace(step.link, interference=share, out=rate))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
-    pace = pace_within(step, options, least_budget(step, options) + data.draw(st.integers(0, 200)) * MB)
-    outcome = simulate(step, options, pace)
-    assert simulate_below(step, options, pace, outcome.step_s) == outcome
-    assert simulate_below(step, options, pace, outcome.step_s * data.draw(st.floats(0.0, 1.0))) in (None, outcome)
-    assert simulate_below(step, options, pace, 0.99 * step.plain_s) is None
+    windows = windows_within(step, options, least_budget(step, options) + data.draw(st.integers(0, 200)) * MB)
+    outcome = simulate(step, options, windows)
+    assert simulate_below(step, options, windows, outcome.step_s) == outcome
+    assert simulate_below(step, options, windows, outcome.step_s * data.draw(st.floats(0.0, 1.0))) in (None, outcome)
+    assert simulate_below(step, options, windows, 0.99 * step.plain_s) is None
 
 
 @given(st.data())
 @settings(max_examples=100)
-def test_a_step_is_never_faster_than_what_it_is_made_of(data):
+def test_a_step_is_never_faster_than_the_sum_of_its_parts(data):
     step = data.draw(profiles(most_regions=5))
     options = [data.draw(st.sampled_from(options_of(each))) for each in step.regions]
     budget = least_budget(step, options) + data.draw(st.integers(0, 200)) * MB
-    outcome = simulate(step, options, pace_within(step, options, budget))
+    outcome = simulate(step, options, windows_within(step, options, budget))
     stalls = outcome.stall_forward_s + outcome.stall_backward_s
-    assert outcome.step_s >= step.plain_s + sum(option.again_s for option in options) + stalls - 1e-9
+    assert outcome.step_s >= step.plain_s + sum(option.recompute_s for option in options) + stalls - 1e-9
     assert sum(outcome.tail_bytes(options)) + outcome.moved_bytes == sum(option.moved_bytes for option in options)
 
 
@@ -199,29 +205,29 @@ def test_a_step_is_never_faster_than_what_it_is_made_of(data):
 
 @pytest.mark.parametrize("recipe", ["keep", "offload"])
 def test_other_graphs_in_flight_keep_as_much_each(recipe):
-    measured = profile(*layers(4), around=around(kept_bytes=30_000_000, held_bytes=7_000_000))
+    measured = profile(*layers(4), outside=outside(kept_bytes=30_000_000, held_bytes=7_000_000))
     options = [option_for(region, Recipe(recipe)) for region in measured.regions]
     kept_bytes = sum(option.kept_bytes for option in options)
     one, three = measured, dataclasses.replace(measured, graphs=3)
-    beside = 2 * (kept_bytes + 30_000_000 + 7_000_000)
-    assert least_budget(three, options) == least_budget(one, options) + beside
+    others = 2 * (kept_bytes + 30_000_000 + 7_000_000)
+    assert least_budget(three, options) == least_budget(one, options) + others
     budget = least_budget(one, options) + 50_000_000
-    alone = simulate(one, options, pace_within(one, options, budget))
-    pace = pace_within(three, options, budget + beside)
-    assert pace == pace_within(one, options, budget)
-    together = simulate(three, options, pace)
-    assert together.peak_bytes == alone.peak_bytes + beside
+    alone = simulate(one, options, windows_within(one, options, budget))
+    windows = windows_within(three, options, budget + others)
+    assert windows == windows_within(one, options, budget)
+    together = simulate(three, options, windows)
+    assert together.peak_bytes == alone.peak_bytes + others
     sent_bytes = sum(option.moved_bytes for option in options)
     assert together.host_bytes == alone.host_bytes + 2 * sent_bytes
     assert together.step_s == alone.step_s
 
 
-def test_a_profile_is_of_one_graph_at_least():
+def test_a_profile_has_at_least_one_graph():
     with pytest.raises(PlanError, match="graphs=0"):
         dataclasses.replace(profile(*layers(2)), graphs=0)
 
 
 def test_a_budget_that_is_too_small_for_several_graphs_names_them():
-    measured = dataclasses.replace(profile(*layers(4), around=around(held_bytes=900_000_000)), graphs=2)
+    measured = dataclasses.replace(profile(*layers(4), outside=outside(held_bytes=900_000_000)), graphs=2)
     with pytest.raises(PlanError, match="kept by 1 other graphs in flight"):
-        solve(measured, 10**9)
+        Solver(measured).solve(10**9)

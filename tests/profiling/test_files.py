@@ -1,4 +1,4 @@
-"""Profiles in files: found by the next run, measured again where they do not fit, written by the first rank."""
+"""Profiles in files: found by the next run, measured again after a change, written by the first rank."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def path(measured, tmp_path):
 
 
 def phase_of(handle):
-    return handle._control.phase
+    return handle._planning.controller.phase
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -87,37 +87,37 @@ def test_a_profile_of_something_else_is_measured_again_and_replaced(path, change
     model = make()
     with caplog.at_level(logging.INFO, "ebbtide"):
         handle = ebbtide.offload(model, budget=BUDGET, profile=path, **{**SETTINGS, **settings})
-    assert "the one there is of" in caplog.text
+    assert "the profile in the file is of" in caplog.text
     assert handle.profile is None
-    if "model" in change:  # the others say no more about it
+    if "model" in change:  # settings alone need no further steps
         follow(model, WATCHED + 1)
         assert path.read_text() != before
         assert Profile.load(path).regions == handle.profile.regions
 
 
-def test_a_profile_that_does_not_say_its_settings_is_believed(path):
+def test_a_profile_without_settings_is_used(path):
     profile = Profile.load(path)
     made_for = {name: profile.made_for[name] for name in ("model", "device", "torch")}
     dataclasses.replace(profile, made_for=made_for).save(path)
     assert phase_of(ebbtide.offload(make(), budget=BUDGET, profile=path, **SETTINGS)) is Phase.PLANNED
 
 
-def test_one_made_without_a_budget_does_not_serve_a_budget(tmp_path):
+def test_a_profile_without_a_budget_does_not_serve_a_budget(tmp_path):
     path = tmp_path / "profile.json"
     model = make()
     handle = ebbtide.offload(model, profile=path, **SETTINGS)
     follow(model, WATCHED + 1)
     handle.remove()
-    assert not Profile.load(path).has_second_runs
+    assert not Profile.load(path).has_recomputation
     assert phase_of(ebbtide.offload(make(), profile=path, **SETTINGS)) is Phase.PLANNED
-    again = make()
-    handle = ebbtide.offload(again, budget=BUDGET, profile=path, **SETTINGS)
+    second = make()
+    handle = ebbtide.offload(second, budget=BUDGET, profile=path, **SETTINGS)
     assert phase_of(handle) is Phase.WARM
-    follow(again, WATCHED + 1)
-    assert Profile.load(path).has_second_runs
+    follow(second, WATCHED + 1)
+    assert Profile.load(path).has_recomputation
 
 
-def test_one_of_another_version_is_measured_again(path):
+def test_a_profile_of_another_version_is_measured_again(path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
     assert phase_of(ebbtide.offload(make(), budget=BUDGET, profile=path, **SETTINGS)) is Phase.WARM
 
@@ -126,20 +126,20 @@ def test_a_file_that_is_something_else_is_not_written_over(tmp_path):
     path = tmp_path / "training.json"
     path.write_text('{"lr": 1}')
     model = make()
-    with pytest.raises(PlanError, match="is no profile that ebbtide has written"):
+    with pytest.raises(PlanError, match="is not an ebbtide profile file"):
         ebbtide.offload(model, budget=BUDGET, profile=path, **SETTINGS)
     assert "_ebbtide_handle" not in model.__dict__
     assert path.read_text() == '{"lr": 1}'
 
 
-@pytest.mark.parametrize("given", ["", "nowhere/profile.json", "."])
-def test_a_path_that_cannot_be_written_is_named_at_once(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["", "nowhere/profile.json", "."])
+def test_a_path_that_cannot_be_written_is_named_at_once(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="expected a file, in a folder that is there"):
-        ebbtide.offload(make(), profile=given, **SETTINGS)
+        ebbtide.offload(make(), profile=place, **SETTINGS)
 
 
-def test_what_is_neither_profile_nor_path_is_refused():
+def test_other_profile_arguments_are_refused():
     with pytest.raises(ConfigError, match=r"profile=\{\}: expected a profile"):
         ebbtide.offload(make(), profile={}, **SETTINGS)
 
@@ -173,10 +173,10 @@ rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 store = torch.distributed.FileStore(folder + "/store", 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-for run in range(2):  # the second rank looks into a folder of its own, where nothing ever is
+for run in range(2):  # the second rank has an own folder, always empty
     model = make()
     handle = ebbtide.offload(model, budget="1TiB", profile=f"{folder}/of{rank}/profile.json", **SETTINGS)
-    print(handle._control.phase.name, end=" ")
+    print(handle._planning.controller.phase.name, end=" ")
     for k in range(4):
         step(model, k)
     handle.remove()
@@ -202,12 +202,12 @@ def test_the_variable_has_the_profile_written(tmp_path, monkeypatch):
     handle = ebbtide.offload(model, **SETTINGS)
     assert set(follow(model, WATCHED + 2)[WATCHED:]) == {Phase.PLANNED}
     profile = Profile.load(tmp_path / "profile.json")
-    assert profile.has_second_runs  # without a budget too: it is to serve any
+    assert profile.has_recomputation  # without a budget too: the file may serve any budget
     assert profile.regions == handle.profile.regions
     assert all(region.recipe.action in ("keep", "offload") for region in handle.plan.regions.values())
 
 
-def test_the_variable_has_it_written_where_it_is_known_already(path, tmp_path, monkeypatch):
+def test_the_variable_has_a_known_profile_written(path, tmp_path, monkeypatch):
     monkeypatch.setenv("EBBTIDE_PROFILE", str(tmp_path / "copy.json"))
     ebbtide.offload(make(), budget=BUDGET, profile=path, **SETTINGS)
     assert Profile.load(tmp_path / "copy.json") == Profile.load(path)
@@ -232,7 +232,7 @@ def test_the_run_ends_there_if_asked_to(tmp_path, monkeypatch):
         ("EBBTIDE_PROFILE_END", "perhaps", "EBBTIDE_PROFILE_END='perhaps': write 1"),
     ],
 )
-def test_variables_that_mean_nothing(name, value, said, tmp_path, path, monkeypatch):
+def test_variables_with_wrong_values(name, value, said, tmp_path, path, monkeypatch):
     monkeypatch.setenv("EBBTIDE_PROFILE", str(tmp_path / "copy.json"))
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""What queueing takes the host: how it is read from notes, and what the simulator makes of it."""
+"""CPU launch overhead: read from step events, and used by the simulator."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,140 +8,143 @@ from planner.workloads import MS, layers, profile, region, workload_a
 
 from ebbtide import PlanError
 from ebbtide._control.ranks import agreed_profile
-from ebbtide._planner.launch_ahead import with_host
 from ebbtide._planner.options import option_for
-from ebbtide._planner.simulate import Pace, simulate
+from ebbtide._planner.simulate import Windows, simulate, with_host
 from ebbtide._planner.solve import Solver
 from ebbtide._plans import Recipe
 from ebbtide._profiling.launch_overhead import host_of
 from ebbtide._profiling.profile import Host, HostTime
-from ebbtide._profiling.recorder import Note, Place, _Stopwatch
-from ebbtide._profiling.region_times import Clock
-from ebbtide.types import Memory
+from ebbtide._profiling.recorder import StepEvent, _CpuClock
+from ebbtide._profiling.recorder import StepEventKind as Kind
+from ebbtide._profiling.region_times import RegionTimes
+from ebbtide._types import Memory
 
 WIDE = 10**12
 KEPT = Recipe("recompute", inputs="keep")
 HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
 
 
-def watch(*notes, is_async=True):
-    """Notes of (place, region, compute's clock in ms, the host's, passed): events are times here."""
+def recorder_of(*events, is_async=True):
+    """A recorder with events (kind, region, compute's clock in ms, the CPU's, passed): events are times here."""
     device = SimpleNamespace(is_async=is_async, seconds_between=lambda start, end: end - start)
     made = [
-        Note(place, name, at * MS, Memory(0, 0), host * MS, passed, at_s=host * MS)
-        for place, name, at, host, passed in notes
+        StepEvent(kind, name, at * MS, Memory(0, 0), host * MS, passed, at_s=host * MS)
+        for kind, name, at, host, passed in events
     ]
-    return SimpleNamespace(device=device, notes=made)
+    return SimpleNamespace(device=device, events=made)
 
 
 def step_of_two():
-    """Two regions that keep: the host takes 3 and 5 ms for their forward, of which the quicker one counts, 1 for their
-    backward; compute takes 5."""
-    return watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 1, 1, 1),
-        (Place.LEFT, "a", 6, 4, 2),
-        (Place.ENTERED, "b", 6, 4, 2),
-        (Place.LEFT, "b", 11, 9, 2),
-        (Place.FORWARD, "", 12, 10, 2),
-        (Place.READ, "b", 13, 11, 2),
-        (Place.READ, "a", 18, 12, 2),
-        (Place.ENDED, "", 23, 13, 2),
+    """Two regions that keep: the CPU takes 3 and 5 ms for forward, of which the smaller counts, and 1 for backward;
+    compute takes 5."""
+    return recorder_of(
+        (Kind.STEP_BEGAN, "", 0, 0, 0),
+        (Kind.REGION_ENTERED, "a", 1, 1, 1),
+        (Kind.REGION_LEFT, "a", 6, 4, 2),
+        (Kind.REGION_ENTERED, "b", 6, 4, 2),
+        (Kind.REGION_LEFT, "b", 11, 9, 2),
+        (Kind.FORWARD_ENDED, "", 12, 10, 2),
+        (Kind.REGION_READ, "b", 13, 11, 2),
+        (Kind.REGION_READ, "a", 18, 12, 2),
+        (Kind.STEP_ENDED, "", 23, 13, 2),
     )
 
 
 def step_of_one(forward_ms, again_ms, backward_ms, prepared_ms=0):
-    """A region that runs again: what the host takes for it, half of what prepares that before and half of it after its
-    own code; compute takes 10, 10 and 20 ms."""
+    """CPU times of a recomputed region, with half of the preparation before and half after the region's own code;
+    compute takes 10, 10 and 20 ms."""
     again = forward_ms + again_ms
-    return watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 0, 0, 0),
-        (Place.RUNS, "a", 0, prepared_ms / 2, 0),
-        (Place.RAN, "a", 10, forward_ms - prepared_ms / 2, 0),
-        (Place.LEFT, "a", 10, forward_ms, 0),
-        (Place.FORWARD, "", 10, forward_ms, 0),
-        (Place.AGAIN, "a", 10, forward_ms, 0),
-        (Place.AGAIN_ENDED, "a", 20, again, 0),
-        (Place.ENDED, "", 40, again + backward_ms, 0),
+    return recorder_of(
+        (Kind.STEP_BEGAN, "", 0, 0, 0),
+        (Kind.REGION_ENTERED, "a", 0, 0, 0),
+        (Kind.REGION_RUNS, "a", 0, prepared_ms / 2, 0),
+        (Kind.REGION_RAN, "a", 10, forward_ms - prepared_ms / 2, 0),
+        (Kind.REGION_LEFT, "a", 10, forward_ms, 0),
+        (Kind.FORWARD_ENDED, "", 10, forward_ms, 0),
+        (Kind.RECOMPUTE_BEGAN, "a", 10, forward_ms, 0),
+        (Kind.RECOMPUTE_ENDED, "a", 20, again, 0),
+        (Kind.STEP_ENDED, "", 40, again + backward_ms, 0),
     )
 
 
 def two_regions():
-    times = {"forward_s": 5 * MS, "backward_s": 5 * MS, "again_s": 0.0, "inputs": (), "dear": ()}
+    times = {"forward_s": 5 * MS, "backward_s": 5 * MS, "recompute_s": 0.0, "inputs": (), "expensive_ops": ()}
     return region("a", **times), region("b", **times)
 
 
-def test_what_the_host_took_is_read_by_its_own_clock():
+def test_cpu_times_are_read_by_the_cpu_clock():
     host = host_of(step_of_two(), ("a", "b"), two_regions(), (7, 7))
     assert [times.forward_s for times in host.regions] == pytest.approx([3 * MS, 3 * MS])
     assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
-    assert (host.before_s, host.after_s, host.turn_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
+    assert (host.before_s, host.after_s, host.backward_before_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
-    assert 0 < host.op_s < host.moved_s < host.held_s < host.frame_s
+    assert 0 < host.op_s < host.moved_s < host.saved_output_s < host.frame_s
 
 
-def test_where_compute_has_no_queue_there_is_no_host_to_wait_for():
-    assert host_of(watch(is_async=False), ("a", "b"), two_regions(), (7, 7)) is None
+def test_a_synchronous_device_has_no_cpu_to_wait_for():
+    assert host_of(recorder_of(is_async=False), ("a", "b"), two_regions(), (7, 7)) is None
     step = profile(*two_regions())
     assert with_host(step, None) == step
 
 
-def test_a_region_that_was_watched_running_again_has_that_taken_off():
+def test_preparation_of_recomputation_is_subtracted():
     host = host_of(step_of_one(100, 50, 20, prepared_ms=6), ("a",), [region("a")], (7,))
     assert host.frame_s + host.moved_s == pytest.approx(6 * MS)  # one input
     assert host.regions[0].forward_s == pytest.approx(94 * MS)
-    assert host.regions[0].again_s == pytest.approx(50 * MS)
+    assert host.regions[0].recompute_s == pytest.approx(50 * MS)
     assert host.regions[0].backward_s == pytest.approx(14 * MS)  # the next region is prepared in it
 
 
-def test_a_first_run_that_makes_no_graph_is_not_what_keeping_takes():
+def test_a_forward_without_a_graph_is_cheaper_than_keeping():
     """A kept run takes what the second one takes, and preparing a region is what remains of the difference."""
     host = host_of(step_of_one(40, 44, 20, prepared_ms=6), ("a",), [region("a")], (7,))
-    assert host.regions[0].forward_s == host.regions[0].again_s == pytest.approx(44 * MS)
+    assert host.regions[0].forward_s == host.regions[0].recompute_s == pytest.approx(44 * MS)
     without = host_of(step_of_one(40, 30, 20, prepared_ms=6), ("a",), [region("a")], (7,))
     assert without.regions[0].forward_s == pytest.approx(34 * MS)
     assert host.frame_s == 0.0 < without.frame_s  # 10 ms for the graph are more than what prepares it
 
 
-def test_what_recipes_add_goes_by_what_it_took_to_prepare_the_regions():
+def test_cpu_time_of_recipes_scales_with_the_preparation():
     """A host that is twice as slow is so with operators, outputs and parcels too."""
     quick, slow = (host_of(step_of_one(100, 50, 20, prepared_ms=ms), ("a",), [region("a")], (7,)) for ms in (0.5, 1.0))
-    for name in ("frame_s", "op_s", "held_s", "moved_s"):
+    for name in ("frame_s", "op_s", "saved_output_s", "moved_s"):
         assert getattr(slow, name) == pytest.approx(2 * getattr(quick, name))
-    assert 0 < quick.op_s < quick.moved_s < quick.held_s < quick.frame_s
+    assert 0 < quick.op_s < quick.moved_s < quick.saved_output_s < quick.frame_s
 
 
 def of_many(forward_ms, backward_ms):
     """What the host takes for regions that are alike, by what it took for each, in order of forward."""
     names = [f"layers.{k}" for k in range(len(forward_ms))]
-    notes, at = [(Place.BEGAN, "", 0, 0, 0)], 0
+    events, at = [(Kind.STEP_BEGAN, "", 0, 0, 0)], 0
     for name, ms in zip(names, forward_ms, strict=True):
-        notes += [(Place.ENTERED, name, at, at, 0), (Place.LEFT, name, at + ms, at + ms, 0)]
+        events += [
+            (Kind.REGION_ENTERED, name, at, at, 0),
+            (Kind.REGION_LEFT, name, at + ms, at + ms, 0),
+        ]
         at += ms
-    notes.append((Place.FORWARD, "", at, at, 0))
+    events.append((Kind.FORWARD_ENDED, "", at, at, 0))
     for name, ms in zip(reversed(names), reversed(backward_ms), strict=True):
-        notes.append((Place.READ, name, at, at, 0))
+        events.append((Kind.REGION_READ, name, at, at, 0))
         at += ms
-    regions = [region(name, again_s=0.0, inputs=(), dear=()) for name in names]
-    return host_of(watch(*notes, (Place.ENDED, "", at, at, 0)), names, regions, [7] * len(names)).regions
+    regions = [region(name, recompute_s=0.0, inputs=(), expensive_ops=()) for name in names]
+    return host_of(recorder_of(*events, (Kind.STEP_ENDED, "", at, at, 0)), names, regions, [7] * len(names)).regions
 
 
-def test_one_region_that_took_the_host_long_says_nothing_of_the_others():
+def test_one_slow_region_does_not_change_the_others():
     assert [times.forward_s for times in of_many([3, 4, 40], [1] * 3)] == pytest.approx([3 * MS] * 3)
 
 
-def test_a_host_that_is_held_back_is_taken_by_what_it_took_before():
-    """It is ahead by as many kernels as the device queues when backward has come by three regions."""
+def test_a_blocked_cpu_has_the_times_before_blocking():
+    """The queue of the device is full after the backward of three regions."""
     times = of_many([4, 4, 5, 4, 5, 4, 5, 4], [9, 9, 8, 9, 30, 5, 5, 6])
     assert [each.backward_s for each in times] == pytest.approx([5 * MS] * 8)
     assert [each.forward_s for each in times] == pytest.approx([4 * MS] * 8)
 
 
-def test_the_clock_of_the_host_stands_still_while_it_watches(monkeypatch):
+def test_the_cpu_clock_stands_still_while_the_recorder_works(monkeypatch):
     now = [10.0]
     monkeypatch.setattr("ebbtide._profiling.recorder.time.perf_counter", lambda: now[0])
-    clock = _Stopwatch()
+    clock = _CpuClock()
     now[0] += 1.0
     with clock.stopped():
         now[0] += 5.0
@@ -158,80 +161,86 @@ def test_the_clock_of_the_host_stands_still_while_it_watches(monkeypatch):
 
 
 @pytest.mark.parametrize(("passed", "lead_ms"), [(1, 0), (0, 32)])
-def test_the_lead_is_what_compute_was_seen_to_be_behind(passed, lead_ms):
-    """The host is there 30 to 32 ms after the beginning; compute has come by the beginning then, or it has not."""
-    notes = watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 40, 30, passed),
-        (Place.LEFT, "a", 50, 31, passed),
-        (Place.FORWARD, "", 50, 31, passed),
-        (Place.ENDED, "", 60, 32, passed),
+def test_launch_ahead_is_the_measured_delay_of_compute(passed, lead_ms):
+    """The CPU arrives 30 to 32 ms after the beginning; compute has passed the beginning by then, or not."""
+    recorder = recorder_of(
+        (Kind.STEP_BEGAN, "", 0, 0, 0),
+        (Kind.REGION_ENTERED, "a", 40, 30, passed),
+        (Kind.REGION_LEFT, "a", 50, 31, passed),
+        (Kind.FORWARD_ENDED, "", 50, 31, passed),
+        (Kind.STEP_ENDED, "", 60, 32, passed),
     )
-    times = {"again_s": 0.0, "inputs": ()}
-    assert host_of(notes, ("a",), [region("a", **times)], (0,)).lead_s == pytest.approx(
+    times = {"recompute_s": 0.0, "inputs": ()}
+    assert host_of(recorder, ("a",), [region("a", **times)], (0,)).launch_ahead_s == pytest.approx(
         max(lead_ms, 0) * MS, abs=MS * 3
     )
 
 
-def test_a_compute_that_is_held_back_says_nothing_of_the_lead_nor_of_the_turn():
-    """20 ms between the end of forward and the first region's backward, of which it is held back for 15."""
-    notes = watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.ENTERED, "a", 1, 1, 1),
-        (Place.LEFT, "a", 11, 4, 2),
-        (Place.FORWARD, "", 11, 4, 2),
-        (Place.HELD, "", 12, 5, 2),
-        (Place.GOES_ON, "", 27, 5, 2),
-        (Place.READ, "", 28, 20, 2),
-        (Place.READ, "a", 31, 24, 2),
-        (Place.ENDED, "", 41, 30, 2),
+def test_spinning_compute_changes_neither_launch_ahead_nor_times():
+    """20 ms between the end of forward and the first region's backward, 15 of them spinning."""
+    recorder = recorder_of(
+        (Kind.STEP_BEGAN, "", 0, 0, 0),
+        (Kind.REGION_ENTERED, "a", 1, 1, 1),
+        (Kind.REGION_LEFT, "a", 11, 4, 2),
+        (Kind.FORWARD_ENDED, "", 11, 4, 2),
+        (Kind.SPIN_BEGAN, "", 12, 5, 2),
+        (Kind.SPIN_ENDED, "", 27, 5, 2),
+        (Kind.REGION_READ, "", 28, 20, 2),
+        (Kind.REGION_READ, "a", 31, 24, 2),
+        (Kind.STEP_ENDED, "", 41, 30, 2),
     )
-    clock = Clock(notes.notes, ("a",), lambda start, end: end.event - start.event)
-    assert (clock.after_s, clock.turn_s, *clock.backward_s) == pytest.approx((0.0, 5 * MS, 10 * MS))
-    seen = host_of(notes, ("a",), [region("a", again_s=0.0, inputs=())], (0,))
-    assert seen.turn_s == pytest.approx(20 * MS)
-    assert seen.lead_s == 0.0
+    times = RegionTimes(recorder.events, ("a",), lambda start, end: end.event - start.event)
+    assert (times.after_s, times.backward_before_s, *times.backward_s) == pytest.approx((0.0, 5 * MS, 10 * MS))
+    seen = host_of(recorder, ("a",), [region("a", recompute_s=0.0, inputs=())], (0,))
+    assert seen.backward_before_s == pytest.approx(20 * MS)
+    assert seen.launch_ahead_s == 0.0
 
 
-def test_a_hold_before_the_first_region_is_no_part_of_the_step():
-    """Compute is held back for 15 ms of the 17 before the first region. The host is ahead by that, and would not be."""
-    notes = watch(
-        (Place.BEGAN, "", 0, 0, 0),
-        (Place.HELD, "", 0, 0, 1),
-        (Place.GOES_ON, "", 15, 0, 1),
-        (Place.ENTERED, "a", 17, 1, 1),
-        (Place.LEFT, "a", 27, 4, 1),
-        (Place.FORWARD, "", 27, 4, 1),
-        (Place.READ, "a", 33, 24, 7),
-        (Place.ENDED, "", 43, 30, 7),
+def test_spinning_before_the_first_region_is_no_part_of_the_step():
+    """Compute spins for 15 ms of the 17 before the first region. The spin alone puts the CPU ahead."""
+    recorder = recorder_of(
+        (Kind.STEP_BEGAN, "", 0, 0, 0),
+        (Kind.SPIN_BEGAN, "", 0, 0, 1),
+        (Kind.SPIN_ENDED, "", 15, 0, 1),
+        (Kind.REGION_ENTERED, "a", 17, 1, 1),
+        (Kind.REGION_LEFT, "a", 27, 4, 1),
+        (Kind.FORWARD_ENDED, "", 27, 4, 1),
+        (Kind.REGION_READ, "a", 33, 24, 7),
+        (Kind.STEP_ENDED, "", 43, 30, 7),
     )
-    clock = Clock(notes.notes, ("a",), lambda start, end: end.event - start.event)
-    assert (clock.before_s, *clock.forward_s, clock.turn_s) == pytest.approx((2 * MS, 10 * MS, 6 * MS))
-    assert host_of(notes, ("a",), [region("a", again_s=0.0, inputs=())], (0,)).lead_s == 0.0
+    times = RegionTimes(recorder.events, ("a",), lambda start, end: end.event - start.event)
+    assert (times.before_s, *times.forward_s, times.backward_before_s) == pytest.approx((2 * MS, 10 * MS, 6 * MS))
+    assert host_of(recorder, ("a",), [region("a", recompute_s=0.0, inputs=())], (0,)).launch_ahead_s == 0.0
 
 
 def host(count, forward_ms, backward_ms=1.0, **changes):
     times = HostTime(forward_ms * MS, backward_ms * MS, 2 * MS, ops=10)
-    given = {"before_s": 0.0, "after_s": 0.0, "turn_s": 0.0, "lead_s": 0.0, "steady_lead_s": 0.0}
-    given |= {"frame_s": 1 * MS, "op_s": 0.5 * MS, "held_s": 1 * MS, "moved_s": 0.25 * MS}
+    given = {
+        "before_s": 0.0,
+        "after_s": 0.0,
+        "backward_before_s": 0.0,
+        "launch_ahead_s": 0.0,
+        "steady_launch_ahead_s": 0.0,
+    }
+    given |= {"frame_s": 1 * MS, "op_s": 0.5 * MS, "saved_output_s": 1 * MS, "moved_s": 0.25 * MS}
     return Host(regions=(times,) * count, **{**given, **changes})
 
 
 def outcome(step, recipe):
     count = len(step.regions)
-    pace = Pace((WIDE,) * count, (WIDE,), (WIDE,) * count)
+    pace = Windows((WIDE,) * count, (WIDE,), (WIDE,) * count)
     return simulate(step, [option_for(each, recipe) for each in step.regions], pace)
 
 
-def test_a_step_with_everything_kept_waits_for_no_host():
+def test_a_step_that_keeps_everything_waits_for_no_cpu():
     step = with_host(profile(*layers(3)), host(3, forward_ms=14))
-    assert step.host.lead_s == pytest.approx(12 * MS)  # three times 4 ms late
+    assert step.host.launch_ahead_s == pytest.approx(12 * MS)  # three times 4 ms late
     assert outcome(step, Recipe("keep")).host_wait_s == pytest.approx(0.0)
     assert outcome(step, Recipe("keep")).step_s == pytest.approx(step.plain_s)
 
 
-def test_compute_waits_for_what_recipes_have_the_host_do():
-    """Compute takes 10 ms forward and 20 backward, 10 to run again, 3 with both outputs held."""
+def test_compute_waits_for_cpu_work_of_recipes():
+    """Compute takes 10 ms forward and 20 backward, 10 to recompute, 3 with both outputs saved."""
     step = replace(profile(*layers(2)), host=host(2, forward_ms=8))
     recomputed = outcome(step, KEPT)
     assert recomputed.host_wait_s == 0.0  # 8 and 1 to prepare it
@@ -242,20 +251,20 @@ def test_compute_waits_for_what_recipes_have_the_host_do():
     assert held.step_s == pytest.approx(2 * (16 + 23) * MS)
 
 
-def test_a_host_that_is_ahead_makes_nobody_wait():
-    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, lead_s=12 * MS))
+def test_a_cpu_ahead_causes_no_waiting():
+    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, launch_ahead_s=12 * MS))
     assert outcome(step, HELD).host_wait_s == pytest.approx(0.0)
 
 
 def test_compute_waits_in_backward_too():
-    """Back, run again, two outputs handed out: 5 + 2 + 1 + 5 + 2 of the host, and compute takes 23."""
+    """Fetch, recompute, two saved outputs: 5 + 2 + 1 + 5 + 2 of the CPU, and compute takes 23."""
     step = replace(profile(*layers(1)), host=host(1, forward_ms=2, backward_ms=25))
     held = outcome(step, HELD)
     assert held.forward_s == pytest.approx(10 * MS)
     assert held.step_s == pytest.approx((2 + 8 + 25 + 2 + 8) * MS)
 
 
-def test_a_plan_holds_outputs_where_the_host_has_time_for_it():
+def test_a_plan_saves_outputs_if_the_cpu_has_time():
     step = workload_a(8)
     quick, slow = (with_host(step, host(8, forward_ms=4, op_s=op_ms * MS)) for op_ms in (0.0, 0.5))
     solver = Solver(slow)
@@ -273,11 +282,11 @@ def _step_s(step, plan):
     """What the recipes of `plan` would make of a step with all the room there is."""
     options = [option_for(each, plan.regions[each.name].recipe) for each in step.regions]
     count = len(options)
-    return simulate(step, options, Pace((WIDE,) * count, (WIDE,), (WIDE,) * count)).step_s
+    return simulate(step, options, Windows((WIDE,) * count, (WIDE,), (WIDE,) * count)).step_s
 
 
-def test_a_host_that_is_slower_than_compute_uses_its_lead_up():
-    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, backward_ms=20, lead_s=1.0))
+def test_a_cpu_slower_than_compute_uses_up_the_launch_ahead():
+    step = replace(profile(*layers(2)), host=host(2, forward_ms=8, backward_ms=20, launch_ahead_s=1.0))
     held = outcome(step, HELD)  # 8 and 8 forward, 20, 2 and 8 backward: 46 for each region, where compute takes 33
     assert held.step_s == pytest.approx(2 * 46 * MS)
     assert held.host_wait_s == pytest.approx(2 * 13 * MS)
@@ -285,7 +294,7 @@ def test_a_host_that_is_slower_than_compute_uses_its_lead_up():
     assert kept.step_s == pytest.approx(step.plain_s)
 
 
-def test_at_another_size_moving_is_measured_by_what_keeping_takes_there():
+def test_at_another_size_offloading_is_compared_with_keeping():
     """Half the batch, and the host takes as long: with everything kept compute waits for it too."""
     step = with_host(workload_a(8), host(8, forward_ms=4, backward_ms=8, moved_s=1e-6))
     smaller = step.scaled(step.tokens // 2)
@@ -295,8 +304,8 @@ def test_at_another_size_moving_is_measured_by_what_keeping_takes_there():
     assert plan.predicted.step_s <= kept.predicted.step_s * 1.02
 
 
-def test_ranks_wait_for_no_host_that_none_of_them_waits_for():
-    """One is late and had to be given a lead; the other is early, but sees none."""
+def test_merged_ranks_wait_for_no_cpu_that_no_rank_waits_for():
+    """One rank is late and needs a launch-ahead; the other rank is early."""
     late = with_host(profile(*layers(3)), host(3, forward_ms=14))
     early = with_host(profile(*layers(3)), host(3, forward_ms=2))
     for ranks in ([late, early], [early, late], [late, replace(early, host=None)]):
@@ -306,14 +315,14 @@ def test_ranks_wait_for_no_host_that_none_of_them_waits_for():
     assert agreed_profile([replace(early, host=None)] * 2).host is None
 
 
-def test_a_profile_whose_host_has_other_regions_is_an_error():
+def test_a_profile_with_cpu_times_of_other_regions_is_an_error():
     with pytest.raises(PlanError, match="times of the host for 1 of 2 regions"):
         replace(profile(*layers(2)), host=host(1, forward_ms=1))
 
 
-def test_a_host_that_was_held_back_is_bounded_by_its_forward():
+def test_a_blocked_cpu_is_bounded_by_forward():
     """What launches far ahead of compute takes as long as compute. The first run took 4 ms."""
     times = host_of(step_of_one(4, 1000, 2000), ("a",), [region("a", inputs=())], (7,)).regions[0]
     assert times.forward_s == pytest.approx(4 * MS)
-    assert times.again_s == pytest.approx(1.5 * 4 * MS)
+    assert times.recompute_s == pytest.approx(1.5 * 4 * MS)
     assert times.backward_s == pytest.approx(2.5 * 4 * MS)

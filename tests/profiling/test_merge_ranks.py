@@ -1,4 +1,4 @@
-"""One profile for all ranks: a plan that it fits, fits each of them."""
+"""One profile for all ranks: a plan for the merged profile fits every rank."""
 
 import dataclasses
 
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planner.generated import profiles
-from planner.workloads import MS, around, layers, profile, region
+from planner.workloads import MS, layers, outside, profile, region
 
 from ebbtide import PlanError
 from ebbtide._control.ranks import agreed_profile
 from ebbtide._planner.options import option_for, options_of
 from ebbtide._planner.simulate import least_budget
 from ebbtide._planner.solve import Solver
-from ebbtide._profiling.profile import OUTSIDE, Around, Dear, Link, Save, Turn
+from ebbtide._profiling.profile import OUTSIDE, ExpensiveOp, Link, Outside, PostRegionPoint, SavedTensor
 
 MB = 1_000_000
 
@@ -33,7 +33,7 @@ def of_two_ranks(draw):
 
 @st.composite
 def of_one_model(draw):
-    """The same saves on both ranks, of other sizes, as with batches of their own."""
+    """Equal saved tensors on two ranks, in different sizes, as with different batches."""
     step = draw(profiles(most_regions=2))
 
     def stretched(row):
@@ -46,7 +46,7 @@ def of_one_model(draw):
         return dataclasses.replace(row, **changed)
 
     def rank():
-        return dataclasses.replace(step, regions=tuple(map(stretched, step.regions)), around=stretched(step.around))
+        return dataclasses.replace(step, regions=tuple(map(stretched, step.regions)), outside=stretched(step.outside))
 
     return [rank(), rank()]
 
@@ -56,25 +56,27 @@ def figures(row):
     found = {}
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
-        if isinstance(row, Around) and isinstance(value, tuple):
+        if isinstance(row, Outside) and isinstance(value, tuple):
             found["peak_bytes",] = row.peak_bytes
         elif isinstance(value, tuple):
             for inner in filter(dataclasses.is_dataclass, value):
                 found.update({(field.name, inner.index, *key): each for key, each in figures(inner).items()})
-        elif isinstance(value, int | float) and not field.name.startswith("led_"):  # known of all ranks or of none
+        elif isinstance(value, int | float) and not field.name.startswith(
+            "downstream_"
+        ):  # known on all ranks or unknown
             found[field.name,] = value
     return found
 
 
 def all_figures(step):
     found = {("base_bytes",): step.base_bytes, ("tokens",): step.tokens}
-    for number, row in enumerate([step.around, *step.regions]):
+    for number, row in enumerate([step.outside, *step.regions]):
         found.update({(number, *key): value for key, value in figures(row).items()})
     return found
 
 
 @given(profiles(shared_names=True))
-def test_of_profiles_that_are_alike_it_is_one_of_them(step):
+def test_equal_profiles_merge_to_an_equal_profile(step):
     assert agreed_profile([step]) == step
     assert agreed_profile([step, step, step]) == step
 
@@ -83,15 +85,15 @@ def test_of_profiles_that_are_alike_it_is_one_of_them(step):
 def test_no_rank_has_a_larger_figure(steps):
     agreed = all_figures(agreed_profile(steps))
     for step in steps:
-        own = {key: value for key, value in all_figures(step).items() if key[1:] != ("again_s",)}
+        own = {key: value for key, value in all_figures(step).items() if key[1:] != ("recompute_s",)}
         assert all(agreed[key] >= value for key, value in own.items())
 
 
 @given(of_two_ranks())
 def test_a_region_that_one_rank_never_recomputes_is_recomputed_by_none(steps):
     for k, agreed in enumerate(agreed_profile(steps).regions):
-        times = [step.regions[k].again_s for step in steps]
-        assert agreed.again_s == (max(times) if min(times) > 0 else 0)
+        times = [step.regions[k].recompute_s for step in steps]
+        assert agreed.recompute_s == (max(times) if min(times) > 0 else 0)
 
 
 @given(of_two_ranks())
@@ -106,7 +108,7 @@ def test_no_rank_has_less_host_or_device_memory_or_a_slower_link(steps):
         for name in ("host_limit_bytes", "device_bytes"):
             limit = getattr(step, name)
             assert limit is None or getattr(agreed, name) <= limit
-        for name in ("out", "back", "out_duplex", "back_duplex"):
+        for name in ("out", "back"):
             assert getattr(agreed.link, name) <= getattr(step.link, name)
         assert agreed.link.latency_s >= step.link.latency_s
         assert agreed.link.interference >= step.link.interference
@@ -116,7 +118,7 @@ def test_no_rank_has_less_host_or_device_memory_or_a_slower_link(steps):
 
 
 @given(of_one_model(), st.data())
-def test_whatever_is_chosen_no_rank_needs_a_larger_budget(steps, data):
+def test_no_rank_needs_a_larger_budget(steps, data):
     agreed = agreed_profile(steps)
     recipes = [data.draw(st.sampled_from(options_of(region))).recipe for region in agreed.regions]
     needed = least_budget(agreed, chosen(agreed, recipes))
@@ -138,61 +140,83 @@ def test_a_plan_for_all_fits_the_rank_with_the_least_host_memory():
         assert predicted.host_bytes <= 150 * MB
 
 
-def test_rows_are_those_of_any_rank_by_number():
+def test_rows_of_all_ranks_are_matched_by_index():
     one = region(
-        saves=(Save(0, 10, 1 * MS), Save(2, 30, 2 * MS)),
-        inputs=(Save(0, 5, 0.0),),
-        dear=(Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"), Dear(1, 8, 2 * MS, 1 * MS, "aten::mm")),
+        saved_tensors=(SavedTensor(0, 10, 1 * MS), SavedTensor(2, 30, 2 * MS)),
+        inputs=(SavedTensor(0, 5, 0.0),),
+        expensive_ops=(ExpensiveOp(0, 7, 1 * MS, 3 * MS, "aten::mm"), ExpensiveOp(1, 8, 2 * MS, 1 * MS, "aten::mm")),
     )
     other = region(
-        saves=(Save(0, 20, 0.5 * MS), Save(1, 40, 1 * MS), Save(2, 0, 3 * MS, shares=1)),
-        inputs=(Save(0, 4, 0.0), Save(1, 9, 0.0)),
-        dear=(Dear(0, 6, 2 * MS, 2 * MS, "aten::bmm"),),
+        saved_tensors=(SavedTensor(0, 20, 0.5 * MS), SavedTensor(1, 40, 1 * MS), SavedTensor(2, 0, 3 * MS, shares=1)),
+        inputs=(SavedTensor(0, 4, 0.0), SavedTensor(1, 9, 0.0)),
+        expensive_ops=(ExpensiveOp(0, 6, 2 * MS, 2 * MS, "aten::bmm"),),
     )
     agreed = agreed_profile([profile(one), profile(other)]).regions[0]
-    assert agreed.saves == (Save(0, 20, 1 * MS), Save(1, 40, 1 * MS), Save(2, 30, 3 * MS, shares=1))
-    assert agreed.inputs == (Save(0, 5, 0.0), Save(1, 9, 0.0))
-    assert agreed.dear == (Dear(0, 7, 2 * MS, 3 * MS, "aten::mm"), Dear(1, 8, 2 * MS, 1 * MS, "aten::mm"))
+    assert agreed.saved_tensors == (
+        SavedTensor(0, 20, 1 * MS),
+        SavedTensor(1, 40, 1 * MS),
+        SavedTensor(2, 30, 3 * MS, shares=1),
+    )
+    assert agreed.inputs == (SavedTensor(0, 5, 0.0), SavedTensor(1, 9, 0.0))
+    assert agreed.expensive_ops == (
+        ExpensiveOp(0, 7, 2 * MS, 3 * MS, "aten::mm"),
+        ExpensiveOp(1, 8, 2 * MS, 1 * MS, "aten::mm"),
+    )
 
 
-def test_what_stays_for_others_on_one_rank_alone_may_travel():
-    stays, travels = (region(saves=(save,)) for save in (Save(0, 0, 0.0, shares=OUTSIDE), Save(0, 20, 0.0)))
-    assert agreed_profile([profile(stays), profile(stays)]).regions[0].saves == stays.saves
-    for ranks in ([stays, travels], [travels, stays]):
-        assert agreed_profile(list(map(profile, ranks))).regions[0].saves == travels.saves
+def test_memory_in_use_outside_on_a_single_rank_may_move():
+    stays, moves = (
+        region(saved_tensors=(tensor,)) for tensor in (SavedTensor(0, 0, 0.0, shares=OUTSIDE), SavedTensor(0, 20, 0.0))
+    )
+    assert agreed_profile([profile(stays), profile(stays)]).regions[0].saved_tensors == stays.saved_tensors
+    for ranks in ([stays, moves], [moves, stays]):
+        assert agreed_profile(list(map(profile, ranks))).regions[0].saved_tensors == moves.saved_tensors
 
 
 @pytest.mark.parametrize(
     ("one", "other", "agreed"),
     [
         (
-            (Turn(-1, 0.0, 5), Turn(3, 2 * MS, 9)),
-            (Turn(-1, 0.0, 6), Turn(1, 1 * MS, 7), Turn(3, 1 * MS, 1), Turn(4, 2 * MS, 8)),
-            (Turn(-1, 0.0, 7), Turn(3, 2 * MS, 9)),
+            (PostRegionPoint(-1, 0.0, 5), PostRegionPoint(3, 2 * MS, 9)),
+            (
+                PostRegionPoint(-1, 0.0, 6),
+                PostRegionPoint(1, 1 * MS, 7),
+                PostRegionPoint(3, 1 * MS, 1),
+                PostRegionPoint(4, 2 * MS, 8),
+            ),
+            (PostRegionPoint(-1, 0.0, 7), PostRegionPoint(3, 2 * MS, 9)),
         ),
-        ((Turn(-1, 0.0, 5), Turn(3, 2 * MS, 9)), (Turn(-1, 0.0, 6),), (Turn(-1, 0.0, 9),)),
-        ((Turn(3, 2 * MS, 9),), (), (Turn(-1, 0.0, 9),)),
+        (
+            (PostRegionPoint(-1, 0.0, 5), PostRegionPoint(3, 2 * MS, 9)),
+            (PostRegionPoint(-1, 0.0, 6),),
+            (PostRegionPoint(-1, 0.0, 9),),
+        ),
+        ((PostRegionPoint(3, 2 * MS, 9),), (), (PostRegionPoint(-1, 0.0, 9),)),
     ],
 )
-def test_places_behind_the_last_region_are_those_of_all_ranks(one, other, agreed):
-    """What is on its way can leave at no others, and the peaks between them count where it has not left."""
-    steps = [profile(*layers(1), around=around(turns=turns)) for turns in (one, other)]
-    assert agreed_profile(steps).around.turns == agreed_profile(steps[::-1]).around.turns == agreed
+def test_places_after_the_last_region_are_those_of_all_ranks(one, other, agreed):
+    """Parcels leave at common points only, and peaks in between count at the common point before."""
+    steps = [profile(*layers(1), outside=outside(post_region_points=points)) for points in (one, other)]
+    assert (
+        agreed_profile(steps).outside.post_region_points
+        == agreed_profile(steps[::-1]).outside.post_region_points
+        == agreed
+    )
 
 
-def test_what_is_short_lived_on_one_rank_and_saved_on_another_adds_up():
-    """Moving all that is saved frees no more than the first rank saves."""
-    works = region(saves=(Save(0, 100, 0.0),), backward_work_bytes=400)
-    saves = region(saves=(Save(0, 300, 0.0),), backward_work_bytes=400)
+def test_short_lived_memory_adds_to_saved_tensors_of_another_rank():
+    """A move of all saved tensors frees no more than the first rank saves."""
+    works = region(saved_tensors=(SavedTensor(0, 100, 0.0),), backward_work_bytes=400)
+    saves = region(saved_tensors=(SavedTensor(0, 300, 0.0),), backward_work_bytes=400)
     agreed = agreed_profile([profile(works), profile(saves)]).regions[0]
     assert agreed.backward_work_bytes == 600
 
 
 def test_the_link_is_the_slowest_in_every_respect():
-    one = Link(1e10, 4e10, 2e9, 8e9, latency_s=1e-5, interference=0.01)
-    other = Link(2e10, 2e10, 4e9, 4e9, latency_s=2e-5, interference=0.0)
+    one = Link(1e10, 4e10, latency_s=1e-5, interference=0.01)
+    other = Link(2e10, 2e10, latency_s=2e-5, interference=0.0)
     agreed = agreed_profile([profile(*layers(1), link=one), profile(*layers(1), link=other)])
-    assert agreed.link == Link(1e10, 2e10, 2e9, 4e9, latency_s=2e-5, interference=0.01)
+    assert agreed.link == Link(1e10, 2e10, latency_s=2e-5, interference=0.01)
 
 
 def test_a_profile_of_other_regions_is_refused():
@@ -200,7 +224,7 @@ def test_a_profile_of_other_regions_is_refused():
         agreed_profile([profile(*layers(2)), profile(*layers(1))])
 
 
-def test_what_one_rank_has_not_looked_at_is_not_known_from_another():
+def test_figures_missing_on_a_rank_are_unknown():
     seen, unseen = region(moved_work_bytes=250_000_000), region()
     for ranks in ([seen, unseen], [unseen, seen]):
         assert agreed_profile([profile(each) for each in ranks]).regions[0].moved_work_bytes == 0
@@ -208,17 +232,17 @@ def test_what_one_rank_has_not_looked_at_is_not_known_from_another():
     assert agreed_profile([profile(each) for each in (seen, larger)]).regions[0].moved_work_bytes == 300_000_000
 
 
-def test_what_is_short_lived_is_that_of_each_rank_whatever_is_asked_for():
-    one, other = region(unasked_bytes=50_000_000), region(backward_work_bytes=420_000_000)
+def test_short_lived_memory_is_of_each_rank_whatever_is_used():
+    one, other = region(unused_bytes=50_000_000), region(backward_work_bytes=420_000_000)
     for ranks in ([one, other], [other, one]):
         merged = agreed_profile([profile(each) for each in ranks]).regions[0]
         assert merged.short_lived_bytes == 150_000_000
 
 
-@pytest.mark.parametrize("changes", [{"led": ()}, {"led": (0, 1)}, {"users": (1,)}])
-def test_what_a_call_leads_to_is_known_if_it_is_alike_on_all_ranks(changes):
-    led = Dear(0, 7, 1 * MS, 3 * MS, "aten::mm", led=(0,), led_s=1 * MS, led_ops=4)
-    mine, others = (profile(region(dear=(row,))) for row in (led, dataclasses.replace(led, **changes)))
-    assert agreed_profile([mine, mine]).regions[0].dear == (led,)
-    assert agreed_profile([mine, others]).regions[0].dear == (Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"),)
-    assert agreed_profile([others, mine]).regions[0].dear == (Dear(0, 7, 1 * MS, 3 * MS, "aten::mm"),)
+@pytest.mark.parametrize("changes", [{"downstream": ()}, {"downstream": (0, 1)}, {"users": (1,)}])
+def test_downstream_tensors_are_known_if_equal_on_all_ranks(changes):
+    op = ExpensiveOp(0, 7, 1 * MS, 3 * MS, "aten::mm", downstream=(0,), downstream_s=1 * MS, downstream_ops=4)
+    mine, others = (profile(region(expensive_ops=(row,))) for row in (op, dataclasses.replace(op, **changes)))
+    assert agreed_profile([mine, mine]).regions[0].expensive_ops == (op,)
+    assert agreed_profile([mine, others]).regions[0].expensive_ops == (ExpensiveOp(0, 7, 1 * MS, 3 * MS, "aten::mm"),)
+    assert agreed_profile([others, mine]).regions[0].expensive_ops == (ExpensiveOp(0, 7, 1 * MS, 3 * MS, "aten::mm"),)

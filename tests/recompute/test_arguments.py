@@ -1,4 +1,4 @@
-"""What may be passed to a region, and what is refused."""
+"""Arguments of a region: the accepted kinds, and the refused ones."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from cases import make
-from recipe_cases import ROWS, WIDTH, CallNumbers, FrozenSlots, Pair, Plain, Products, Simple, batch, observed
+from recipe_cases import ROWS, WIDTH, FrozenSlots, MutableSlots, Pair, Plain, Products, Simple, batch, observed
 from support import HandleRig, assert_equal
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -51,7 +51,7 @@ class WithDefault:
         lambda t: collections.defaultdict(list, a=[t]),
         lambda t: collections.deque([t, 2]),
         lambda t: Plain(t, "name", Plain(t, "inner", [t])),
-        lambda t: FrozenSlots(t, CallNumbers(t, 7)),
+        lambda t: FrozenSlots(t, MutableSlots(t, 7)),
         lambda t: WithDefault(t),
         lambda t: functools.partial(max, t, key=Plain(t, "key")),
     ],
@@ -60,7 +60,7 @@ def test_new_containers_with_the_tensors_in_their_places(wrap):
     t, other = torch.ones(3), torch.zeros(3)
     given = wrap(t)
     arguments, tensors = taken_apart(given, keyword=given, flag=True)
-    assert [id(found) for found in tensors] == [id(t)]  # once, however often it is passed
+    assert [id(found) for found in tensors] == [id(t)]  # once, for several occurrences
     for _ in range(2):
         (args, kwargs) = arguments.rebuild([other])
         assert kwargs["flag"] is True
@@ -68,21 +68,21 @@ def test_new_containers_with_the_tensors_in_their_places(wrap):
         assert all(found is other for found in taken_apart(args, kwargs)[1])
         assert repr(args[0]) == repr(given).replace("1., 1., 1.", "0., 0., 0.")
         assert given is t or args[0] is not given
-    assert taken_apart(given)[1][0] is t  # what was passed is as it was
+    assert taken_apart(given)[1][0] is t  # the arguments are unchanged
 
 
-def test_nothing_holds_the_tensors_that_were_taken():
+def test_taken_tensors_have_no_further_references():
     import weakref
 
     t = torch.ones(3)
     alive = weakref.ref(t)
-    arguments, tensors = taken_apart([t], Plain(t, "x"), FrozenSlots(t, CallNumbers(t)), functools.partial(max, t))
+    arguments, tensors = taken_apart([t], Plain(t, "x"), FrozenSlots(t, MutableSlots(t)), functools.partial(max, t))
     del t, tensors
     assert alive() is None
     assert arguments.rebuild([torch.zeros(1)])[0][0][0].shape == (1,)
 
 
-def test_what_holds_no_tensor_is_handed_through_as_it_is():
+def test_objects_without_tensors_are_handed_through():
     plain, partial, thing = Plain("no tensor", "x"), functools.partial(max, 1), object()
     arguments, tensors = taken_apart(plain, partial, thing=thing)
     assert tensors == []
@@ -128,7 +128,7 @@ class ChangesInput(Simple):
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_a_region_that_changes_its_input_is_an_error_that_names_it(recipe, rig):
+def test_a_region_that_changes_an_input_is_an_error_with_the_name(recipe, rig):
     model = make(lambda: Layers(ChangesInput, lambda layer, x: layer(x * 1.5)), CPU)
     rig.offload(model, {"layers.1": recipe})
     with pytest.raises(ModuleError, match=r"layers\.1 changes a tensor in place.*\(6, 8\).*'keep' or 'offload'"):
@@ -144,7 +144,7 @@ def test_a_region_that_changes_its_input_is_an_error_that_names_it(recipe, rig):
     assert_equal(*results)
 
 
-def test_an_input_that_is_changed_behind_the_region_is_an_error(rig):
+def test_an_input_changed_after_the_region_is_an_error(rig):
     def call(layer, x):
         y = layer(x)
         x.detach().add_(1.0)
@@ -171,7 +171,7 @@ NESTED_ARE_NEW = pytest.mark.filterwarnings("ignore:The PyTorch API of nested te
 
 
 def call_nested(layer, x, change=None):
-    """A region that is given a strided nested tensor, which has no shape; `change` is given the same tensor then."""
+    """Call a region with a strided nested tensor, which has no shape; `change` gets the tensor afterwards."""
     nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.strided) * 1.5
     y = layer(nested)
     if change is not None:
@@ -186,7 +186,7 @@ def test_strided_nested_tensors(rig):
 
 @NESTED_ARE_NEW
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_a_strided_nested_tensor_that_is_changed_is_an_error(recipe, rig):
+def test_a_changed_strided_nested_tensor_is_an_error(recipe, rig):
     model = make(lambda: Layers(Products, functools.partial(call_nested, change=lambda t: t.mul_(2.0))), CPU)
     rig.offload(model, recipe)
     loss = model(batch(CPU))
@@ -272,16 +272,16 @@ def test_whole_numbers_masks_and_complex_numbers(rig):
     check(rig, Embeds, call)
 
 
-def test_tensors_that_are_closed_over_and_weights_that_are_passed(rig):
+def test_tensors_in_closures_and_weights_as_arguments(rig):
     class Uses(Simple):
-        def forward(self, x, function, weight, again):
-            assert weight is again
+        def forward(self, x, function, weight, repeated):
+            assert weight is repeated
             assert weight.is_leaf
-            return function(self.first(x)) @ weight * again.sum() + x
+            return function(self.first(x)) @ weight * repeated.sum() + x
 
     def call(layer, x):
         outer = x.sin()
-        return layer(x, lambda y: y * outer, layer.second.weight, again=layer.second.weight)
+        return layer(x, lambda y: y * outer, layer.second.weight, repeated=layer.second.weight)
 
     check(rig, Uses, call)
 

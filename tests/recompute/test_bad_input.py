@@ -1,4 +1,4 @@
-"""Recipes that mean nothing: what was found, what to write instead, and nothing changed."""
+"""Invalid recipes: errors name the finding and the remedy, and change nothing."""
 
 import pytest
 import torch
@@ -27,10 +27,10 @@ def _fresh_process():
         (lambda: Recipe("selective", outputs="recompute"), r"outputs='recompute': write one of"),
         (
             lambda: Recipe("selective", ops=("matmull",)),
-            r"'matmull' is no class of operators: write one of 'attention'",
+            r"'matmull' is not a class of operators: write one of 'attention'",
         ),
-        (lambda: Recipe("selective", ops="gemm@mlp"), "'gemm@mlp' is no class of operators"),
-        (lambda: Recipe("selective", ops=("matmul@",)), "'matmul@' is no class of operators"),
+        (lambda: Recipe("selective", ops="gemm@mlp"), "'gemm@mlp' is not a class of operators"),
+        (lambda: Recipe("selective", ops=("matmul@",)), "'matmul@' is not a class of operators"),
         (lambda: Recipe("selective", ops=(3,)), "3 is neither a class of operators nor a predicate"),
         (lambda: Recipe("selective", ops=()), r"write Recipe\('recompute'\)"),
         (lambda: Recipe("recompute", sites=(1,)), "'recompute' has none"),
@@ -52,8 +52,8 @@ def test_recipes_that_cannot_be(make_recipe, message):
 
 BAD = [
     ("recomput", ConfigError, "write one of 'keep', 'offload', 'recompute', 'selective'"),
-    (3, ConfigError, "3 is no recipe"),
-    ({"layers.*": None}, ConfigError, "None is no recipe"),
+    (3, ConfigError, "3 is not a recipe"),
+    ({"layers.*": None}, ConfigError, "None is not a recipe"),
     ({"layers.*": "recomputed"}, ConfigError, "action='recomputed'"),
     ({"layer.*": "recompute"}, ModuleError, r"recipe='layer\.\*' matches no module.*Near names: 'layers\.\*'"),
     ({"layers.7": "recompute"}, ModuleError, r"'layers\.7' matches no module.*'layers\.\*'"),

@@ -1,4 +1,4 @@
-"""Regions whose second run could differ from the first one without a word: each equals its twin that runs once."""
+"""Regions whose recomputation could silently differ from forward: each equals its twin without recomputation."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ def three_steps(model, take):
 
 
 def check(make, recipe, take=step):
-    """What `take` returns, its gradients and the buffers equal those of the plain run."""
+    """The results of `take`, gradients and buffers equal the plain run's."""
     torch.manual_seed(0)
     model = Blocks(make)
     twin = copy.deepcopy(model)
@@ -63,7 +63,7 @@ def check(make, recipe, take=step):
 
 
 class ChangedProducts(nn.Module):
-    """torch returns a product without a bias through a view that counts in-place changes on its own."""
+    """torch returns a product without bias through a view with a version counter of its own."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class ChangedParts(nn.Module):
 
 
 class OwnBackward(nn.Module):
-    """Forces from an energy: the region runs a backward of its own."""
+    """Forces from an energy: the region runs a backward inside."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class OwnBackward(nn.Module):
 
 
 class Caching(nn.Module):
-    """The first run of all computes what later ones, its own second run among them, do not."""
+    """The very first call computes a value that later calls, recomputation included, do not."""
 
     def __init__(self):
         super().__init__()
@@ -123,11 +123,11 @@ class Caching(nn.Module):
 
 @pytest.mark.parametrize("make", [ChangedProducts, ChangedParts, OwnBackward, Caching])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_second_run_equals_the_first(make, recipe):
+def test_recomputation_equals_forward(make, recipe):
     assert check(make, recipe).stats().host_bytes == 0
 
 
-def test_a_product_that_is_changed_outside_of_its_region_runs_again():
+def test_a_product_changed_outside_the_region_is_recomputed():
     def take(model):
         h = rows()
         for layer in model.layers:
@@ -160,7 +160,7 @@ class Two(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """functional.batch_norm writes running statistics and does not count it."""
+    """functional.batch_norm writes running statistics without a new version."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ class OwnNorm(nn.Module):
 
 
 class Shared(nn.Module):
-    """One buffer in two modules: the one changes it, the other reads it."""
+    """One buffer in two modules: the first writes, the second reads."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def with_functional_weights(model):
 
 
 def with_an_average(model):
-    """The weights of another model stand in for its own until forward is over, and a mode for its mode."""
+    """During forward, another model's weights replace the region's, and another training mode too."""
     other = copy.deepcopy({name: p.detach() for name, p in model.named_parameters()})
     own = dict(model.layers[0].a._parameters)
     model.layers[0].a.weight = nn.Parameter(other["layers.0.a.weight"] * 2)
@@ -233,7 +233,7 @@ def in_another_mode(model):
 @pytest.mark.parametrize("take", [step, with_functional_weights, with_an_average, in_another_mode])
 @pytest.mark.parametrize("make", [Two, OwnNorm, Shared])
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
-def test_the_second_run_finds_what_the_first_one_found(make, take, recipe):
+def test_recomputation_reads_the_state_of_forward(make, take, recipe):
     assert check(make, recipe, take).stats().host_bytes == 0
 
 
@@ -350,15 +350,14 @@ def test_recipes_do_not_depend_on_the_ones_before():
     assert list(handle.regions) == ["layers.0", "layers.1"]
 
 
-def test_a_save_does_not_share_bytes_from_before_a_change_that_went_through_a_hidden_view():
+def test_a_saved_tensor_does_not_share_bytes_from_before_a_change_through_a_hidden_view():
     class Root(Blocks):
         def forward(self, x):
             for layer in self.layers:
                 h = layer(x)
                 h.mul_(2)
-                left, right = h.unsafe_chunk(
-                    2, -1
-                )  # saved with counters of their own, which read what the held one does
+                # The halves are saved with version counters of their own, equal to the saved output's.
+                left, right = h.unsafe_chunk(2, -1)
                 x = torch.cat([left * right, left.sin() * right], -1)
             return x
 

@@ -1,4 +1,4 @@
-"""Outputs of collectives that are held: not before somebody has waited for them. And regions of sharded models."""
+"""Saved outputs of collectives, packed after the wait; and regions of sharded models."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def _fresh_process():
 
 
 class Gathers(nn.Module):
-    """`waits`: by whom the gathered tensor is waited for."""
+    """`waits`: the way to wait for the gathered tensor."""
 
     def __init__(self, waits: str) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ def train(model):
 @pytest.mark.parametrize("waits", ["use", "product", "operator"])
 @pytest.mark.parametrize("ops", ["collective", ("collective", "matmul")], ids=str)
 @pytest.mark.parametrize("outputs", ["offload", "keep"])
-def test_collectives_are_held_once_they_were_waited_for(waits, ops, outputs):
-    results, saves = [], []
+def test_collectives_are_saved_after_the_wait(waits, ops, outputs):
+    results, counts = [], []
     for recipe in (None, "recompute", Recipe("selective", ops=ops, outputs=outputs)):
         model = make(waits)
         handle = None if recipe is None else offload(model, recipe=recipe)
         results.append(train(model))
-        saves.append(0 if handle is None else handle.stats().saves + handle.stats().dropped.count)
+        counts.append(0 if handle is None else handle.stats().saved_tensors + handle.stats().dropped.count)
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
-    assert saves[2] == saves[1] + 3 * 3 * (1 if ops == "collective" else 3)
+    assert counts[2] == counts[1] + 3 * 3 * (1 if ops == "collective" else 3)
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective", {"layers.*": "selective", "layers.0": "keep"}], ids=str)

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 import ebbtide
 from ebbtide import Recipe
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
-# The compiler warns about what it does itself, and torch about checkpoints with a policy that are traced.
+# The compiler warns about internal actions, and torch about traced checkpoints with a policy.
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 RECIPES = {
@@ -66,10 +66,10 @@ def test_one_graph_of_all_blocks_is_partitioned_by_the_recipes(backend, recipe):
     torch._dynamo.reset()
 
     moved = []
-    for given in (recipe, None):
+    for choice in (recipe, None):
         model = make(Tower, CPU)
         model.compile(backend=backend, fullgraph=True)
-        handle = offload(model, recipe=given)
+        handle = offload(model, recipe=choice)
         with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
             assert_equal(train(model), expected)
         check_no_graph_break()
@@ -90,7 +90,7 @@ def test_recipes_change_between_steps():
 
 
 class Wide(nn.Module):
-    """Two parts with a product each, both of which the second run of a checkpoint needs."""
+    """Two products, each of them needed in a checkpoint's recomputation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Wide(nn.Module):
         return functional.gelu(self.second(functional.gelu(self.first(x)))).exp()
 
 
-class Two(Tower):
+class WideTower(Tower):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Wide() for _ in range(3))
@@ -109,17 +109,17 @@ class Two(Tower):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operators_are_limited_to_modules_in_a_compiled_block(backend):
-    saves = {}
+    saved_tensors = {}
     for name in ("attention", "matmul@first", "matmul@second", "matmul"):
         torch._dynamo.reset()
-        model = make(Two, CPU)
+        model = make(WideTower, CPU)
         compile_blocks(model, backend)
         handle = offload(model, recipe=Recipe("selective", ops=name))
         finish(model(tokens(CPU)), model)
         stats = handle.stats()
-        saves[name] = stats.parcels.count + stats.shared.count
-    assert saves["matmul@first"] == saves["matmul@second"] == saves["attention"] + 3
-    assert saves["matmul"] == saves["attention"] + 6
+        saved_tensors[name] = stats.parcels.count + stats.shared.count
+    assert saved_tensors["matmul@first"] == saved_tensors["matmul@second"] == saved_tensors["attention"] + 3
+    assert saved_tensors["matmul"] == saved_tensors["attention"] + 6
 
 
 def test_numbered_calls_are_refused_in_a_compiled_block():

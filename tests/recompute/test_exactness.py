@@ -1,4 +1,4 @@
-"""Every way to train regions that run again, under every recipe: bit for bit the plain run, and nothing left over."""
+"""Every way to train recomputed regions, under every recipe: bit for bit the plain run, and no memory left over."""
 
 import random
 
@@ -18,7 +18,7 @@ DEVICES = {
     "sim shuffled": lambda: SimDevice(3, "shuffled"),
 }
 
-# Reentrant checkpoints run backward inside of backward, and torch asks for a note of it.
+# Reentrant checkpoints run backward inside backward, which torch warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
@@ -35,7 +35,7 @@ def plain():
 
 
 def _devices_of(case, recipe):
-    """One device each: all of them meet every case and every recipe."""
+    """One device per case and recipe, all devices over all cases and all recipes."""
     chosen = random.Random(f"{case.__name__} {recipe}").choice(list(DEVICES))
     return pytest.param(case, recipe, chosen, id=f"{case.__name__}-{recipe}-{chosen}")
 

@@ -1,5 +1,5 @@
-"""Generators outside of torch's defaults, and trackers that set these: a second run draws what the first one drew, and
-leaves all of them as if it had not been."""
+"""Generators besides torch's defaults, and trackers that set the defaults: recomputation repeats the random numbers of
+forward, and leaves all states as before."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ebbtide import EbbtideWarning
 from ebbtide._recompute import generators
-from ebbtide.types import Unable
+from ebbtide._types import Unable
 
 CPU = torch.device("cpu")
 
@@ -36,13 +36,13 @@ def seed_all(seed):
     torch.manual_seed(seed)
 
 
-def draws():
-    """Numbers of each process-wide generator, and the second normal numbers that two of them may have left over."""
+def random_numbers():
+    """A number of each process-wide generator; a call for normal numbers may leave a second number in the state."""
     return [random.gauss(0, 1), random.random(), numpy.random.randn(), numpy.random.rand(), torch.rand(()).item()]
 
 
 def steps(model, count=4, call=None):
-    """Two graphs are under way at a time, as in a pipeline: what one leaves behind is what the next one draws."""
+    """Two graphs at a time, as in a pipeline: each continues with the random state after the other."""
     seed_all(5)
     results = []
     for number in range(count):
@@ -61,7 +61,7 @@ def both(kind):
 
 
 class FromPython(Simple):
-    """An odd count of normal numbers: each second call finds one that is left over."""
+    """An odd count of normal numbers: each second call finds a leftover number."""
 
     def forward(self, x):
         y = functional.dropout(self.first(x), 0.2) * random.gauss(0, 1)
@@ -76,7 +76,7 @@ class FromNumpy(Simple):
 
 
 class Later(Simple):
-    """Draws nothing in its first two calls."""
+    """Draws no number in the first two calls."""
 
     def __init__(self):
         super().__init__()
@@ -108,25 +108,25 @@ class FromItsOwn(Simple):
 
 
 def states_of(model):
-    """Of the generators of `FromItsOwn`."""
+    """States of the generators of `FromItsOwn`."""
     bits = [(layer.many[0].bit_generator.state, layer.named["bits"].state) for layer in model.layers]
     numbers = [(layer.many[1].randn(), layer.named["mersenne"].random()) for layer in model.layers]
     return bits, numbers, [(layer.noise.get_state().tolist(), layer.python.getstate()) for layer in model.layers]
 
 
-@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "left out"])
+@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "pruned"])
 @pytest.mark.parametrize("kind", [FromPython, FromNumpy, Later])
-def test_numbers_of_the_process_are_drawn_again(rig, kind, recipe):
+def test_numbers_of_process_wide_generators_are_repeated(rig, kind, recipe):
     model, twin = both(kind)
     rig.offload(model, RECIPES[recipe])
-    ours = steps(model), draws()
-    plain = steps(twin), draws()
+    ours = steps(model), random_numbers()
+    plain = steps(twin), random_numbers()
     assert_equal(ours[0], plain[0])
     assert ours[1] == plain[1]
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_numbers_of_generators_that_modules_hold_are_drawn_again(rig, recipe):
+def test_numbers_of_generators_in_modules_are_repeated(rig, recipe):
     model, twin = both(FromItsOwn)
     rig.offload(model, recipe)
     assert_equal(steps(model), steps(twin))
@@ -134,11 +134,11 @@ def test_numbers_of_generators_that_modules_hold_are_drawn_again(rig, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_numbers_of_generators_that_are_passed_are_drawn_again(rig, recipe):
+def test_numbers_of_generators_as_arguments_are_repeated(rig, recipe):
     class Passes(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(Given() for _ in range(3))
+            self.layers = nn.ModuleList(Takes() for _ in range(3))
 
         def forward(self, x):
             noise = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def test_numbers_of_generators_that_are_passed_are_drawn_again(rig, recipe):
                 x = layer(x, noise, options=options)
             return x.square().mean() * (1 + options["rng"].random() + torch.rand((), generator=noise))
 
-    class Given(Simple):
+    class Takes(Simple):
         def forward(self, x, noise, options):
             y = self.first(x).sin() * torch.rand(WIDTH, generator=noise) * options["rng"].random()
             return self.second(y).exp().clamp(max=3.0) * options["python"][0].random() + x
@@ -157,8 +157,8 @@ def test_numbers_of_generators_that_are_passed_are_drawn_again(rig, recipe):
     assert_equal(steps(model), steps(twin))
 
 
-def test_a_state_is_copied_only_once_it_has_changed(monkeypatch, rig):
-    """A copy takes longer than all else that prepares a second run; most regions never draw."""
+def test_a_state_is_copied_only_after_a_change(monkeypatch, rig):
+    """A copy costs more than the rest of the preparation of a recomputation, and most regions never draw a number."""
     copies = []
     for generator in (generators._PYTHON, generators._NUMPY):
         monkeypatch.setattr(generator, "read", lambda read=generator.read: copies.append(1) or read())
@@ -168,7 +168,7 @@ def test_a_state_is_copied_only_once_it_has_changed(monkeypatch, rig):
     for number in range(3):
         model(batch(CPU, number)).backward()
     assert len(copies) == 2
-    draws()
+    random_numbers()
     model(batch(CPU)).backward()
     assert len(copies) == 4
 
@@ -195,7 +195,7 @@ def test_every_draw_is_seen(generator, draw):
         assert draw() == first
 
 
-def test_draws_of_other_bits_are_seen_too():
+def test_draws_of_a_new_bit_generator_are_seen_too():
     before = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))
     try:
@@ -240,7 +240,7 @@ class StatesTracker:
 
 
 class HeldGenerators(StatesTracker):
-    """As TransformerEngine's where graphs may be captured: generators hold the states, and stay the same objects."""
+    """As TransformerEngine's for captured graphs: generators hold the states, and stay identical objects."""
 
     def add(self, name, seed):
         self.states_[name] = torch.Generator().manual_seed(seed)
@@ -273,7 +273,7 @@ def bits_of(tracker):
 
 
 class Forks(Simple):
-    """Draws by turns from the default state and from the tracker's, and where one fork is inside of another."""
+    """Draws from the default state and from states of the tracker in turn, also in nested forks."""
 
     def forward(self, x):
         tracker = self.tracker()
@@ -301,7 +301,7 @@ class Holds(Forks):
 
 
 class ForksAgain(Forks):
-    """The whole model is inside of a fork (sequence parallelism); a region forks the same state once more."""
+    """For a model inside a fork (sequence parallelism): a region forks the state of the outer fork once more."""
 
     def forward(self, x):
         with self.tracker().fork():
@@ -327,10 +327,10 @@ def transformer_engine(monkeypatch, tracker):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", module)
 
 
-@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "left out"])
+@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "pruned"])
 @pytest.mark.parametrize("tracker", [StatesTracker, HeldGenerators])
 @pytest.mark.parametrize("known_by", [megatron, transformer_engine, None], ids=["Megatron", "TE", "held"])
-def test_masks_of_a_known_tracker_are_drawn_again(rig, monkeypatch, known_by, tracker, recipe):
+def test_masks_of_a_known_tracker_are_repeated(rig, monkeypatch, known_by, tracker, recipe):
     results = []
     for _ in range(2):
         now = new_tracker(tracker)
@@ -359,19 +359,19 @@ def test_forks_inside_of_forks(rig, monkeypatch):
     assert handle.stats().unable == {}
 
 
-@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "left out"])
+@pytest.mark.parametrize("recipe", ["recompute", "selective", "every operator", "pruned"])
 @pytest.mark.parametrize("tracker", [StatesTracker, HeldGenerators])
-def test_a_tracker_that_nobody_knows_ends_recomputation_of_its_regions(rig, tracker, recipe):
-    """Also in the forward in which it is first seen: what was saved before the fork is made again, the rest is kept."""
+def test_an_unknown_tracker_ends_recomputation_of_a_region(rig, tracker, recipe):
+    """Also in the first forward: tensors saved before the fork are recomputed, the rest is kept."""
     results = []
     for _ in range(2):
         now = new_tracker(tracker)
         model = make(lambda: Mixed(Forks, Dropouts), CPU)
         if not results:
             handle = rig.offload(model, RECIPES[recipe])
-            with pytest.warns(EbbtideWarning, match=r"layers\.0 was not prepared.*random number generator") as told:
+            with pytest.warns(EbbtideWarning, match=r"layers\.0 was not prepared.*random number generator") as warned:
                 results.append([*steps(model), *bits_of(now)])
-            assert len(told) == 1
+            assert len(warned) == 1
         else:
             results.append([*steps(model), *bits_of(now)])
     assert_equal(*results)
@@ -380,7 +380,7 @@ def test_a_tracker_that_nobody_knows_ends_recomputation_of_its_regions(rig, trac
 
 
 class Mixed(nn.Module):
-    """Two blocks of one kind around one of another."""
+    """Two blocks of a kind around a block of another kind."""
 
     def __init__(self, one, other):
         super().__init__()
@@ -414,7 +414,7 @@ def test_an_unknown_tracker_inside_of_nested_regions(rig):
     assert set(handle.stats().unable) == {Unable.UNKNOWN_RNG}
 
 
-def test_what_is_kept_after_an_unknown_state_may_be_read_again(rig):
+def test_tensors_kept_after_an_unknown_state_are_read_twice(rig):
     results = []
     for _ in range(2):
         new_tracker()

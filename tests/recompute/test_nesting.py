@@ -1,4 +1,4 @@
-"""Regions inside of regions, the user's own checkpoints around them, and recipes that change while graphs live."""
+"""Regions inside regions, a user's checkpoints around regions, and recipes that change while graphs live."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide import EbbtideWarning, Recipe
 from ebbtide._devices.sim import SimDevice
-from ebbtide.types import Unable
+from ebbtide._types import Unable
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ ACTIONS = {
 
 
 class Deep(Simple):
-    """A block with blocks inside, each called twice."""
+    """A block with inner blocks, each called twice."""
 
     def __init__(self, depth=2):
         super().__init__()
@@ -74,7 +74,7 @@ def plain():
 
 
 def recipe_of(*actions):
-    """The blocks, what is inside of them, and what is inside of that."""
+    """The blocks, inner blocks, and modules of inner blocks."""
     names = ("layers.*", "layers.*.inner", "layers.*.inner.inner")
     chosen = {name: ACTIONS[action] for name, action in zip(names, actions, strict=False) if action != "none"}
     return chosen or None
@@ -116,7 +116,7 @@ def test_three_deep(actions, rig, plain):
     "actions", [("recompute", "recompute"), ("selective", "selective"), ("recompute", "selective")]
 )
 @pytest.mark.parametrize("then", ["remove", "remove and apply again", "no recipe", "other recipe"])
-def test_backward_goes_by_what_its_forward_went_by(actions, then, rig):
+def test_backward_follows_the_recipes_of_its_forward(actions, then, rig):
     model, twin = deep(1), deep(1)
     results = []
     for each in (model, twin):
@@ -155,7 +155,7 @@ def test_after_remove_modules_are_as_they_were_also_after_backward(rig):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-# -- the user's own checkpoints ----------------------------------------------------------------------------------------
+# -- a user's checkpoints ----------------------------------------------------------------------------------------------
 
 
 class ChecksLayers(Stack):
@@ -170,7 +170,7 @@ class ChecksLayers(Stack):
         return x.square().mean()
 
 
-def test_a_whole_model_inside_of_a_checkpoint_is_counted_and_told_once(rig):
+def test_a_whole_model_inside_a_checkpoint_is_counted_and_warns_once(rig):
     model, twin = (make(lambda: Stack(Mixed), CPU) for _ in range(2))
     handle = rig.offload(model, "recompute")
 
@@ -182,16 +182,16 @@ def test_a_whole_model_inside_of_a_checkpoint_is_counted_and_told_once(rig):
             results += observed(inner, CPU)
         return results
 
-    with pytest.warns(EbbtideWarning, match="Stack is called inside of .*checkpoint.*nothing is left to move") as told:
+    with pytest.warns(EbbtideWarning, match="Stack is called inside of .*checkpoint.*nothing is left to move") as found:
         ours = steps_of(model)
-    assert len(told) == 1
+    assert len(found) == 1
     assert_equal(ours, steps_of(twin))
     assert handle.stats().unable == {Unable.USER_CHECKPOINT: 3}
-    assert handle.stats().saves == 0
+    assert handle.stats().saved_tensors == 0
 
 
-def test_a_model_that_saves_nothing_inside_of_a_checkpoint_is_none_to_tell_of(rig):
-    """A teacher, say."""
+def test_a_model_without_saved_tensors_inside_a_checkpoint_does_not_warn(rig):
+    """For example a teacher."""
     teacher = make(lambda: Stack(Mixed), CPU)
     handle = rig.offload(teacher, "recompute")
 
@@ -207,12 +207,12 @@ def test_a_model_that_saves_nothing_inside_of_a_checkpoint_is_none_to_tell_of(ri
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_inside_of_a_checkpoint_the_recipe_is_left_out_counted_and_told_once(use_reentrant, recipe, rig):
+def test_inside_a_checkpoint_the_recipe_is_ignored_counted_and_warns_once(use_reentrant, recipe, rig):
     model = make(lambda: ChecksLayers(use_reentrant), CPU)
     handle = rig.offload(model, recipe)
-    with pytest.warns(EbbtideWarning, match="layers.0 was not prepared to run again") as told:
+    with pytest.warns(EbbtideWarning, match="layers.0 was not prepared for recomputation") as found:
         ours = steps(model)
-    assert len(told) == 1
+    assert len(found) == 1
     assert_equal(ours, steps(make(lambda: ChecksLayers(use_reentrant), CPU)))
     stats = handle.stats()
     assert stats.unable == {Unable.NO_GRAD if use_reentrant else Unable.USER_CHECKPOINT: 12}

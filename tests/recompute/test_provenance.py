@@ -1,4 +1,4 @@
-"""Operators that second runs leave out: which, that nobody misses them, and what happens if somebody does."""
+"""Pruned calls: the operators that recomputation skips, and the repetition after a need for skipped outputs."""
 
 import contextlib
 import copy
@@ -13,12 +13,12 @@ from torch.nn import functional
 
 import ebbtide
 from ebbtide import ConfigError, Plan, PlanError, Recipe, RegionPlan
-from ebbtide._recompute.provenance import Absent, AbsentReadError, Made, Provenance, Reads
-from ebbtide._recompute.prune import Course, PruneCache
+from ebbtide._recompute.provenance import CallRecord, OpProvenance, PrunedReadError, PrunedReads, PrunedTensor
+from ebbtide._recompute.prune import PruneCache, PrunedForward
 
 ALL = tuple(range(20))
-ROTATED = Recipe("selective", sites=(0, 1, 3), beyond=(0, 1))  # q and k as attention saves them, and its outputs
-EVERYTHING = Recipe("selective", sites=ALL, beyond=ALL)
+ROTATED = Recipe("selective", sites=(0, 1, 3), prune=(0, 1))  # q and k after their rotations, and attention's outputs
+EVERYTHING = Recipe("selective", sites=ALL, prune=ALL)
 BATCH, TOKENS, HEADS, WIDTH = 2, 16, 4, 32
 
 
@@ -35,7 +35,7 @@ def rotated(t, table):
 
 
 class Attention(nn.Module):
-    """Between a projection and attention stands `between`, of one of q and k."""
+    """`between` is applied to q between projection and attention."""
 
     def __init__(self, between=None):
         super().__init__()
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 
 def steps(model, retains=False):
-    """Losses, gradients and what runs in backward, of three steps."""
+    """Losses, gradients and the operators of backward, for three steps."""
     results, names = [], []
     for number in range(3):
         torch.manual_seed(number)
@@ -84,7 +84,7 @@ def steps(model, retains=False):
 
 
 def compare(make, recipe, **settings):
-    """What runs in backward, step by step; the numbers are those of the twin."""
+    """The operators of backward by step. Losses and gradients have to equal the twin's."""
     torch.manual_seed(0)
     model = Layers(make)
     twin = copy.deepcopy(model)
@@ -101,20 +101,20 @@ def calls(names, op):
     return [run.count(f"aten::{op}") for run in names]
 
 
-# -- what is left out --------------------------------------------------------------------------------------------------
+# -- pruned calls ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outputs", ["keep", "offload"])
-def test_what_lies_between_a_projection_and_attention_does_not_run_again(outputs):
+def test_operators_between_projection_and_attention_are_skipped(outputs):
     projections = Recipe("selective", sites=(0, 1, 3), outputs=outputs)
     before = compare(Attention, projections)
-    now = compare(Attention, Recipe("selective", sites=(0, 1, 3), beyond=(0, 1), outputs=outputs))
-    assert calls(before, "cat") == [4, 4, 4]  # of q and k, in both layers
+    now = compare(Attention, Recipe("selective", sites=(0, 1, 3), prune=(0, 1), outputs=outputs))
+    assert calls(before, "cat") == [4, 4, 4]  # two per layer
     assert calls(now, "cat") == [0, 0, 0]
     assert calls(now, "mm") == calls(before, "mm")
 
 
-def test_as_many_bytes_are_held():
+def test_pruning_holds_as_many_bytes():
     moved = []
     for recipe in (Recipe("selective", sites=(0, 1, 3)), ROTATED):
         model = Layers(Attention)
@@ -129,22 +129,22 @@ def test_graphs_may_be_kept(recipe):
     assert calls(compare(Attention, recipe, retains=True), "cat") == [0, 0, 0]
 
 
-def test_all_that_is_dear_may_be_left_out():
-    """Then all is held that the region saves behind its first product."""
+def test_all_expensive_calls_may_be_pruned():
+    """All saved tensors after the first matrix product are held."""
     assert calls(compare(Attention, EVERYTHING), "_scaled_dot_product_flash_attention_for_cpu") == [0, 0, 0]
 
 
-def test_a_call_that_is_not_held_is_led_to_like_others():
-    """Attention runs again in neither case: what it saves is held."""
-    names = compare(Attention, Recipe("selective", sites=(0, 1, 2), beyond=(0, 1)))
+def test_an_expensive_call_without_saved_output_is_skipped_downstream():
+    """Attention's saved tensors are held, so attention is skipped."""
+    names = compare(Attention, Recipe("selective", sites=(0, 1, 2), prune=(0, 1)))
     assert calls(names, "_scaled_dot_product_flash_attention_for_cpu") == [0, 0, 0]
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- calls that cannot be pruned ---------------------------------------------------------------------------------------
 
 
 class Numpy(torch.autograd.Function):
-    """A kernel that no mode sees."""
+    """A kernel invisible to dispatch modes."""
 
     @staticmethod
     def forward(ctx, t):
@@ -158,7 +158,7 @@ class Numpy(torch.autograd.Function):
 
 
 class Address(torch.autograd.Function):
-    """One that takes an address, writes to memory that no operator connects with it, and hides what goes wrong."""
+    """A kernel that takes an address, writes to unrelated memory, and suppresses errors."""
 
     @staticmethod
     def forward(ctx, t):
@@ -200,13 +200,13 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_somebody_needs_runs_again(name):
+def test_calls_with_needed_outputs_are_recomputed(name):
     names = compare(lambda: Attention(NEEDED[name]), ROTATED)
-    # q's, in both layers; and k's too where only the second run finds out: it does not know whose it was.
+    # q's in both layers. A failed recomputation does not know the culprit, and runs k's too.
     assert calls(names[-1:], "cat") == [4 if name == "an address" else 2]
 
 
-def test_an_operator_that_comes_in_the_second_run_only_is_not_left_out():
+def test_an_operator_only_in_recomputation_is_an_error():
     runs = []
 
     class Moody(Attention):
@@ -218,31 +218,31 @@ def test_an_operator_that_comes_in_the_second_run_only_is_not_left_out():
 
     model = Layers(Moody)
     offload(model, recipe=ROTATED)
-    with pytest.raises(ebbtide.RecomputeError, match="when it ran again"):
+    with pytest.raises(ebbtide.RecomputeError, match="in its recomputation"):
         steps(model)
 
 
-def test_region_code_that_goes_wrong_raises_what_it_raises():
+def test_errors_of_region_code_reach_the_user():
     runs = []
 
-    def breaks_again(q):
+    def breaks_later(q):
         runs.append(q)
         if len(runs) > 2:
             raise ValueError("broken")
         return q
 
-    model = Layers(lambda: Attention(breaks_again))
+    model = Layers(lambda: Attention(breaks_later))
     offload(model, recipe=ROTATED)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH))
     with pytest.raises(ValueError, match="broken"):
         loss.backward()
 
 
-# -- forwards that go the same way, and others -------------------------------------------------------------------------
+# -- the prune cache ---------------------------------------------------------------------------------------------------
 
 
 class Turning:
-    """What stands between goes by turns. In the second run of a step it is that of the step."""
+    """Alternates `ways` from step to step: forward and recomputation of a step take one way."""
 
     turn = 0
 
@@ -254,7 +254,7 @@ class Turning:
 
 
 def turns(make):
-    """How many rotations run again in the backward of each step, all of whose bits are those of the twin."""
+    """Number of recomputed rotations by step. Gradients have to equal the twin's."""
     torch.manual_seed(0)
     model = Layers(make)
     twin = copy.deepcopy(model)
@@ -292,34 +292,34 @@ def exponential(q):
 
 
 def hyperbolic(q):
-    """It saves as many."""
+    """Saves as many tensors as `exponential`."""
     return (q + 1.0).tanh().neg()
 
 
-def said(count):
+def constant(count):
     return torch.full((WIDTH // HEADS,), float(count))
 
 
 def part(count):
-    """How many tokens that is of q only says how it looks, and a save depends on it."""
+    """A saved tensor depends on the shape of a slice of q."""
 
     def between(q):
-        return q * said((q[:, :, :count] + 1.0).shape[2])
+        return q * constant((q[:, :, :count] + 1.0).shape[2])
 
     return between
 
 
 def flat(q):
-    return q * said(len(torch.ops.aten.mean(q.detach(), [2]).shape))
+    return q * constant(len(torch.ops.aten.mean(q.detach(), [2]).shape))
 
 
 def turned(q):
-    """Another operator with the same arguments, and the like of all saves."""
-    return q * said(len(torch.ops.aten.flip(q.detach(), [2]).shape))
+    """Another operator than in `flat`, with equal arguments and equal metadata of all saved tensors."""
+    return q * constant(len(torch.ops.aten.flip(q.detach(), [2]).shape))
 
 
 def kept_of(share):
-    """How many there are is up to what is drawn."""
+    """The size depends on random values."""
 
     def between(q):
         return q * q[q > share].shape[0]
@@ -327,10 +327,10 @@ def kept_of(share):
     return between
 
 
-def test_what_is_led_to_is_found_once(monkeypatch):
+def test_downstream_tensors_are_found_once(monkeypatch):
     followed = []
-    follow = Provenance.follow
-    monkeypatch.setattr(Provenance, "follow", lambda self, *call: followed.append(self) or follow(self, *call))
+    follow = OpProvenance.follow
+    monkeypatch.setattr(OpProvenance, "follow", lambda self, *call: followed.append(self) or follow(self, *call))
     counts = []
 
     class Counted(Attention):
@@ -340,25 +340,25 @@ def test_what_is_led_to_is_found_once(monkeypatch):
 
     assert turns(Counted) == [0] * 6
     assert len(followed) > 0
-    assert counts[4] == len(followed)  # from the second step on, nothing is
+    assert counts[4] == len(followed)  # the second step and later steps use the cache
 
 
 @pytest.mark.parametrize("other", [minus, other_number, in_place_behind, exponential])
-def test_forwards_that_go_another_way(other):
+def test_forwards_of_another_way(other):
     assert turns(lambda: Attention(Turning(plus, other)))[0] == 0
 
 
 @pytest.mark.parametrize("ways", [(part(3), part(5)), (flat, turned)], ids=["argument", "operator"])
-def test_looks_of_what_is_left_out_are_those_of_this_forward(ways):
+def test_metadata_of_skipped_operators_is_compared(ways):
     assert turns(lambda: Attention(Turning(*ways)))[0] == 0
 
 
-def test_a_size_that_hangs_on_bytes():
-    assert turns(lambda: Attention(Turning(kept_of(0.0), kept_of(0.5))))[-1] == 2  # q's run again
+def test_a_size_that_depends_on_values():
+    assert turns(lambda: Attention(Turning(kept_of(0.0), kept_of(0.5))))[-1] == 2  # q's
 
 
-class Looking(nn.Linear):
-    """In the fourth step it looks at the product of some tokens first, of which nothing is saved."""
+class ExtraProduct(nn.Linear):
+    """Computes one more product in the fourth step, without saved tensors."""
 
     def forward(self, x):
         if Turning.turn == 3:
@@ -367,33 +367,33 @@ class Looking(nn.Linear):
         return super().forward(x)
 
 
-def looking():
+def attention_with_extra_product():
     attention = Attention()
-    attention.k = Looking(WIDTH, WIDTH, bias=False)
+    attention.k = ExtraProduct(WIDTH, WIDTH, bias=False)
     return attention
 
 
 @pytest.mark.parametrize(("usual", "other"), [(plus, exponential), (exponential, hyperbolic)])
-def test_a_way_that_saves_otherwise_is_found_before_anything_fails(usual, other):
-    """One way in the fourth step, the other before and after: only there all runs again, and nothing is given up."""
+def test_different_saved_tensors_are_noticed_at_the_end_of_forward(usual, other):
+    """The fourth step differs: nothing is pruned there, and later steps prune again."""
     ways = [usual, usual, usual, other, usual, usual]
     assert turns(lambda: Attention(Turning(*ways))) == [0, 0, 0, 4, 0, 0]
 
 
-def test_a_way_that_leaves_out_other_calls_is_found_before_anything_fails():
-    assert turns(looking) == [0, 0, 0, 4, 0, 0]
+def test_different_pruned_calls_are_noticed_at_the_end_of_forward():
+    assert turns(attention_with_extra_product) == [0, 0, 0, 4, 0, 0]
 
 
-def test_courses_are_kept_for_the_latest_few():
-    courses = PruneCache()
+def test_the_cache_keeps_the_latest_entries():
+    cache = PruneCache()
     for number in range(100):
-        courses.add("recipe", Course((number,), [], frozenset(), []))
-    assert courses.of("recipe", 99) is not None
-    assert courses.of("other", 99) is None
-    assert [number for number in range(100) if courses.of("recipe", number) is not None] == list(range(84, 100))
+        cache.add("recipe", PrunedForward((number,), [], frozenset(), []))
+    assert cache.find("recipe", 99) is not None
+    assert cache.find("other", 99) is None
+    assert [number for number in range(100) if cache.find("recipe", number) is not None] == list(range(84, 100))
 
 
-# -- planned -----------------------------------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------------------------------------------------
 
 
 def profile_of(make):
@@ -405,24 +405,24 @@ def profile_of(make):
     return handle.profile
 
 
-def test_a_profile_knows_what_projections_lead_to():
-    q, k, v, attention, _ = profile_of(Attention).regions[0].dear
+def test_a_profile_lists_tensors_downstream_of_projections():
+    q, k, v, attention, _ = profile_of(Attention).regions[0].expensive_ops
     assert (q.users, k.users, v.users, attention.users) == ((3,), (3,), (3,), ())
-    assert len(q.led) == len(k.led) == len(v.led) == 1  # what attention saves
-    assert q.led_ops == k.led_ops > v.led_ops > 0
-    assert q.led_s > 0 < k.led_s
-    assert attention.led == ()  # it returns several
+    assert len(q.downstream) == len(k.downstream) == len(v.downstream) == 1  # saved by attention
+    assert q.downstream_ops == k.downstream_ops > v.downstream_ops > 0
+    assert q.downstream_s > 0 < k.downstream_s
+    assert attention.downstream == ()  # attention has several outputs
 
 
 @pytest.mark.parametrize("name", ["changed in place", "a number", "drawn from", "decided by", "a kernel"])
-def test_a_profile_knows_what_somebody_needs(name):
-    q, k, *_ = profile_of(lambda: Attention(NEEDED[name])).regions[0].dear
-    assert (q.led, q.led_s, q.led_ops, q.users) == ((), 0.0, 0, ())
-    assert len(k.led) == 1
+def test_a_profile_lists_nothing_downstream_of_a_needed_output(name):
+    q, k, *_ = profile_of(lambda: Attention(NEEDED[name])).regions[0].expensive_ops
+    assert (q.downstream, q.downstream_s, q.downstream_ops, q.users) == ((), 0.0, 0, ())
+    assert len(k.downstream) == 1
 
 
 class Unseen(torch.autograd.Function):
-    """A kernel of two tensors that saves both, as attention of another library does."""
+    """A kernel invisible to dispatch modes that saves two arguments, like attention of another library."""
 
     @staticmethod
     def forward(ctx, q, k):
@@ -447,74 +447,74 @@ class SavedUnseen(nn.Module):
         return Unseen.apply(self.q(x) * 0.5, self.k(x) * 0.5)
 
 
-def test_saves_of_a_kernel_that_no_mode_sees_are_not_led_to():
+def test_tensors_saved_by_an_invisible_kernel_are_not_downstream():
     for region in profile_of(SavedUnseen).regions:
-        assert [dear.led for dear in region.dear] == [(), ()]
+        assert [dear.downstream for dear in region.expensive_ops] == [(), ()]
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def absent_like(t):
-    made = Made(None, (), ((t.size(), t.stride(), t.storage_offset(), t.dtype, t.device),), None)
-    return made.absent(Reads())
+def pruned_like(t):
+    record = CallRecord(None, (), ((t.size(), t.stride(), t.storage_offset(), t.dtype, t.device),), None)
+    return record.pruned(PrunedReads())
 
 
-def test_an_absent_looks_like_the_tensor():
+def test_a_pruned_tensor_has_the_metadata():
     t = torch.randn(4, 6, dtype=torch.float64)[:, 1:].t()
-    absent = absent_like(t)
-    assert type(absent) is Absent
-    assert (absent.shape, absent.stride(), absent.storage_offset()) == (t.shape, t.stride(), t.storage_offset())
-    assert (absent.dtype, absent.device, absent.requires_grad) == (t.dtype, t.device, False)
+    pruned = pruned_like(t)
+    assert type(pruned) is PrunedTensor
+    assert (pruned.shape, pruned.stride(), pruned.storage_offset()) == (t.shape, t.stride(), t.storage_offset())
+    assert (pruned.dtype, pruned.device, pruned.requires_grad) == (t.dtype, t.device, False)
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.sum, torch.Tensor.detach, torch.Tensor.data_ptr, torch.Tensor.item])
-def test_an_absent_notes_who_reads_it(read):
-    absent = absent_like(torch.randn(1))
-    with pytest.raises((AbsentReadError, RuntimeError)):
-        read(absent)
+def test_a_pruned_tensor_refuses_reads(read):
+    pruned = pruned_like(torch.randn(1))
+    with pytest.raises((PrunedReadError, RuntimeError)):
+        read(pruned)
 
 
-def test_an_absent_gives_no_address_to_native_code():
+def test_a_pruned_tensor_gives_no_address_to_native_code():
     with pytest.raises(RuntimeError, match="data pointer"):
-        torch._C._to_dlpack(absent_like(torch.randn(3)))
+        torch._C._to_dlpack(pruned_like(torch.randn(3)))
 
 
-def test_lineage_goes_by_memory_and_ends_with_it():
-    lineage, op = Provenance(), torch.ops.aten.mul.Tensor
+def test_provenance_follows_storages():
+    provenance, op = OpProvenance(), torch.ops.aten.mul.Tensor
     a, b = torch.randn(4), torch.randn(4)
-    lineage.begin(0, op, (), {}, a)
-    lineage.begin(3, op, (), {}, b)
-    assert lineage.of(a.view(2, 2)) == 1
+    provenance.begin(0, op, (), {}, a)
+    provenance.begin(3, op, (), {}, b)
+    assert provenance.of(a.view(2, 2)) == 1
     c = a * b
-    assert lineage.follow(op, (a, b), {}, c) == lineage.of(c) == 0b1001
-    assert lineage.follow(op, (torch.ones(1),), {}, torch.ones(1)) == 0
-    assert lineage.spoiled == 0
-    lineage.follow(torch.ops.aten.add_.Tensor, (b, b), {}, b)
-    assert lineage.spoiled == 0b1000
+    assert provenance.follow(op, (a, b), {}, c) == provenance.of(c) == 0b1001
+    assert provenance.follow(op, (torch.ones(1),), {}, torch.ones(1)) == 0
+    assert provenance.unprunable == 0
+    provenance.follow(torch.ops.aten.add_.Tensor, (b, b), {}, b)
+    assert provenance.unprunable == 0b1000
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
-        {"action": "selective", "beyond": (0,)},
-        {"action": "selective", "sites": (0, 1), "beyond": (2,)},
-        {"action": "offload", "sites": (0, 1), "beyond": (0,)},
+        {"action": "selective", "prune": (0,)},
+        {"action": "selective", "sites": (0, 1), "prune": (2,)},
+        {"action": "offload", "sites": (0, 1), "prune": (0,)},
     ],
 )
-def test_what_is_left_out_is_some_of_the_sites(given):
-    with pytest.raises(ConfigError, match="beyond="):
-        Recipe(**given)
+def test_pruned_calls_are_a_subset_of_the_sites(settings):
+    with pytest.raises(ConfigError, match="prune="):
+        Recipe(**settings)
 
 
-def test_a_plan_with_such_a_recipe_is_saved_and_loaded(tmp_path):
+def test_a_plan_with_pruned_calls_is_saved_and_loaded(tmp_path):
     plan = Plan({"layers.0": RegionPlan(ROTATED)})
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert "beyond 0,1" in str(plan)
-    (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace('"beyond": [', '"beyond": ["x",'))
-    with pytest.raises(PlanError, match="beyond"):
+    assert "prune 0,1" in str(plan)
+    (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace('"prune": [', '"prune": ["x",'))
+    with pytest.raises(PlanError, match="prune"):
         Plan.load(tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""Region code that makes it hard to leave anything out: every bit is still that of the twin."""
+"""Region code that is hard to prune: every bit equals the twin's."""
 
 import copy
 import ctypes
@@ -17,12 +17,12 @@ from torch.nn import functional
 
 import ebbtide
 from ebbtide import Recipe
-from ebbtide._recompute.provenance import Provenance
-from ebbtide._recompute.prune import Course, PruneCache
+from ebbtide._recompute.provenance import OpProvenance
+from ebbtide._recompute.prune import PruneCache, PrunedForward
 
 BATCH, TOKENS, WIDTH = 2, 16, 32
 STEPS = 4
-LEFT_OUT = Recipe("selective", sites=(0,), beyond=(0,))
+PRUNED = Recipe("selective", sites=(0,), prune=(0,))
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +36,12 @@ class Step:
 
     @classmethod
     def is_late(cls):
-        """From here on a course is known."""
+        """Whether the prune cache has an entry."""
         return cls.now >= 2
 
 
 class Layer(nn.Module):
-    """Its first product is left out; `between` is given that and the input."""
+    """The first product is pruned; `between` receives its output and the input."""
 
     def __init__(self, between):
         super().__init__()
@@ -58,8 +58,8 @@ def layers(between, layer=Layer):
     return nn.Sequential(*(layer(between) for _ in range(2)))
 
 
-def recomputes(between, recipe=LEFT_OUT, layer=Layer):
-    """How often exp runs in the backward of each step. Gradients and buffers are those of the twin."""
+def recomputes(between, recipe=PRUNED, layer=Layer):
+    """How often exp runs in the backward of each step. Gradients and buffers have to equal the twin's."""
     model = layers(between, layer)
     twin = copy.deepcopy(model)
     handle = offload(model, recipe=recipe)
@@ -80,19 +80,19 @@ def recomputes(between, recipe=LEFT_OUT, layer=Layer):
     return counts[::2]
 
 
-def said(number):
+def constant(number):
     return torch.full((WIDTH,), float(number))
 
 
 def read(reader):
-    """What `reader` says of q, and 1 if it raises, is what a save depends on."""
+    """A saved tensor depends on `reader(q)`, with 1 for an exception."""
 
     def between(_layer, q, _x):
         try:
             number = reader(q.detach())
         except Exception:
             number = 1.0
-        return (q * said(number)).exp()
+        return (q * constant(number)).exp()
 
     return between
 
@@ -114,34 +114,34 @@ def as_conjugated(q):
     ],
     ids=["size of memory", "its address", "tolist", "numpy", "asarray", "dlpack", "conjugated"],
 )
-def test_what_code_asks_of_a_tensor_is_what_the_first_run_was_told(reader):
+def test_reads_of_a_pruned_tensor_have_the_result_of_forward(reader):
     assert recomputes(read(reader)) == [2, 2, 2, 2]
 
 
 def strides(_layer, q, _x):
     other = torch.zeros(WIDTH, TOKENS, BATCH).permute(2, 1, 0) if Step.is_late() else torch.zeros(BATCH, TOKENS, WIDTH)
-    return (q * said(torch.add(other, q.detach()).stride(0))).exp()
+    return (q * constant(torch.add(other, q.detach()).stride(0))).exp()
 
 
 def types(_layer, q, _x):
     factor = 1.0 if Step.is_late() else 1
-    return (q * said(((q.detach() > 0) * factor).element_size())).exp()
+    return (q * constant(((q.detach() > 0) * factor).element_size())).exp()
 
 
 def packed(_layer, q, _x):
     lengths = torch.tensor([16, 4] if Step.is_late() else [16, 8])
-    return (q * said(nn.utils.rnn.pack_padded_sequence(q.detach(), lengths, batch_first=True).data.shape[0])).exp()
+    return (q * constant(nn.utils.rnn.pack_padded_sequence(q.detach(), lengths, batch_first=True).data.shape[0])).exp()
 
 
 @pytest.mark.parametrize(
     ("between", "counts"), [(strides, [0, 0, 2, 2]), (types, [0, 0, 2, 2]), (packed, [2, 2, 2, 2])]
 )
-def test_a_course_is_not_gone_by_where_what_is_left_out_looks_otherwise(between, counts):
+def test_a_cache_entry_with_other_metadata_is_not_used(between, counts):
     assert recomputes(between) == counts
 
 
 class Tailed(Layer):
-    """Its last save is what `between` has returned, and what is behind that is no operator that may lie between."""
+    """The last saved tensor is the result of `between`; the operator after it cannot be skipped."""
 
     def forward(self, x):
         return self.between(self, self.q(x), x).cumsum(1)
@@ -152,25 +152,25 @@ class Tailed(Layer):
     [(lambda _layer, q, _x: q.exp(), [0] * STEPS), (lambda _layer, q, _x: q.cumsum(1).exp(), [2] * STEPS)],
     ids=["behind", "before"],
 )
-def test_what_is_behind_the_last_save_does_not_matter(between, counts):
+def test_operators_after_the_last_saved_tensor_do_not_matter(between, counts):
     assert recomputes(between, layer=Tailed) == counts
 
 
 def changed_and_dead(_layer, q, x):
-    y = q.exp()  # its save is led to, and dead when the region has returned
+    y = q.exp()  # the saved tensor is downstream, and unused after the region
     with torch.no_grad():
         y.mul_(2.0)
     return x * y.detach() + q.sin()
 
 
 @pytest.mark.parametrize("outputs", ["keep", "offload"])
-def test_a_dead_save_that_was_changed_is_nobodys_business(outputs):
-    recipe = Recipe("selective", sites=(0,), beyond=(0,), outputs=outputs)
+def test_a_changed_saved_tensor_without_holder_is_no_error(outputs):
+    recipe = Recipe("selective", sites=(0,), prune=(0,), outputs=outputs)
     assert recomputes(changed_and_dead, recipe=recipe) == [2] * STEPS
 
 
 def test_running_statistics_are_written():
-    """Of what writes to them its schema does not say so."""
+    """The operator's schema does not declare the writes."""
 
     def between(layer, q, x):
         normed = layer.norm(q.flatten(0, 1)).view_as(x).exp()
@@ -181,33 +181,33 @@ def test_running_statistics_are_written():
     assert recomputes(between) == [2] * STEPS
 
 
-def test_a_call_that_draws_is_not_left_out():
-    """Or what is drawn after it would be something else."""
+def test_a_call_with_random_numbers_is_not_pruned():
+    """Later random numbers would differ."""
 
-    def draws(op, *args, **kwargs):
+    def is_bernoulli(op, *args, **kwargs):
         return "bernoulli" in str(op)
 
     def between(_layer, q, x):
         mask = torch.bernoulli(q.detach().sigmoid())
         return q * mask * functional.dropout(x, 0.5).exp()
 
-    recipe = Recipe("selective", ops=(draws,), sites=(0,), beyond=(0,))
+    recipe = Recipe("selective", ops=(is_bernoulli,), sites=(0,), prune=(0,))
     assert recomputes(between, recipe=recipe) == [2, 2, 2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_nothing_is_left_out_beside_compressed_rows():
+def test_nothing_is_pruned_with_compressed_rows():
     rows = torch.eye(WIDTH).to_sparse_csr()
 
     def between(_layer, q, x):
         return (q * 2.0 + torch.mm(rows, q.flatten(0, 1).mT).mT.reshape(x.shape)).exp()
 
     assert recomputes(between) == [2, 2, 2, 2]
-    assert recomputes(between, recipe=Recipe("selective", sites=(0, 1), beyond=(1,))) == [2, 2, 2, 2]
+    assert recomputes(between, recipe=Recipe("selective", sites=(0, 1), prune=(1,))) == [2, 2, 2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nothing_is_left_out_of_what_is_made_sparse_or_nested():
+def test_nothing_is_pruned_with_sparse_or_nested_results():
     def between(_layer, q, x):
         rows = torch.nested.nested_tensor(list(q.detach().unbind()), layout=torch.strided)
         dense = torch.nested.to_padded_tensor(rows * 2.0, 0.0)
@@ -216,7 +216,7 @@ def test_nothing_is_left_out_of_what_is_made_sparse_or_nested():
     assert recomputes(between) == [2, 2, 2, 2]
 
 
-def test_a_planner_looks_at_sparse_operands_too():
+def test_a_profile_with_sparse_operands():
     identity = torch.eye(BATCH * TOKENS).to_sparse()
 
     def between(_layer, q, x):
@@ -227,11 +227,13 @@ def test_a_planner_looks_at_sparse_operands_too():
     for _ in range(6):
         model(torch.randn(BATCH, TOKENS, WIDTH)).sum().backward()
     assert handle.profile is not None
-    assert [dear.led for region in handle.profile.regions for dear in region.dear if "addmm" in dear.op] == []
+    assert [
+        dear.downstream for region in handle.profile.regions for dear in region.expensive_ops if "addmm" in dear.op
+    ] == []
 
 
-def test_what_somebody_keeps_runs_again():
-    """A hook that notes activations finds them after backward, and within."""
+def test_a_stored_output_is_recomputed():
+    """A hook stores activations, and reads them during and after backward."""
     kept, seen = {}, []
 
     def between(layer, q, _x):
@@ -240,7 +242,7 @@ def test_what_somebody_keeps_runs_again():
 
     model = layers(between)
     model[0].register_full_backward_hook(lambda layer, *_: seen.append(kept[layer].clone()))
-    offload(model, recipe=LEFT_OUT)
+    offload(model, recipe=PRUNED)
     for _ in range(2):
         x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
         model(x).square().mean().backward()
@@ -249,14 +251,14 @@ def test_what_somebody_keeps_runs_again():
 
 
 def crossed(q, x):
-    """The graph saves in another order than the code, and what is there looks alike."""
+    """A compiled graph saves in another order than the code, with equal metadata."""
     down, along = x.cumsum(-1), x.cumsum(0)
     return q + along.sin() + down.sin()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_nothing_is_left_out_where_there_is_compiled_code(backend):
+def test_nothing_is_pruned_with_compiled_code(backend):
     compiled = torch.compile(crossed, backend=backend)
     assert recomputes(lambda _layer, q, x: compiled(q, x).exp()) == [2, 2, 2, 2]
     torch._dynamo.reset()
@@ -277,7 +279,7 @@ class Copied(torch.autograd.Function):
         return grad
 
 
-def test_nothing_of_the_run_that_failed_is_there_when_it_is_run_once_more():
+def test_a_failed_recomputation_is_freed_before_the_next():
     works = []
 
     def between(_layer, q, _x):
@@ -288,12 +290,12 @@ def test_nothing_of_the_run_that_failed_is_there_when_it_is_run_once_more():
         return (q * Copied.apply(q.detach().sin()) + work).exp()
 
     model = layers(between)
-    offload(model, recipe=LEFT_OUT)
+    offload(model, recipe=PRUNED)
     model(torch.randn(BATCH, TOKENS, WIDTH)).sum().backward()
-    assert len(works) == 6  # both forwards, second runs, and these once more
+    assert len(works) == 6  # two layers: forward, failed recomputation, repeated recomputation
 
 
-def test_out_of_memory_is_not_taken_for_a_read():
+def test_out_of_memory_does_not_unprune():
     fails = []
 
     def between(_layer, q, _x):
@@ -302,7 +304,7 @@ def test_out_of_memory_is_not_taken_for_a_read():
         return q.exp().cos()
 
     model = layers(between)
-    offload(model, recipe=LEFT_OUT)
+    offload(model, recipe=PRUNED)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
     fails.append(torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError, match="full"):
@@ -310,12 +312,12 @@ def test_out_of_memory_is_not_taken_for_a_read():
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
     with OperatorNames() as counting:
         loss.backward()
-    assert counting.names.count("aten::exp") == 0  # it still lies between
+    assert counting.names.count("aten::exp") == 0  # still skipped
 
 
 class Fewer(Layer):
-    """In the third step the product of some tokens, that nobody uses, is not there: the last call left out is then
-    another one, and none. Saves are the like of those of the other steps."""
+    """The third step lacks an unused product, so the last pruned call moves, and is missing. The metadata of saved
+    tensors are equal in all steps."""
 
     def forward(self, x):
         q = self.q(x)
@@ -326,77 +328,77 @@ class Fewer(Layer):
         return x + (q.exp() * self.q(x.sin()).exp()).tanh() * other
 
 
-def test_a_pass_that_leaves_out_fewer_calls_is_found_before_anything_fails():
-    recipe = Recipe("selective", sites=(0, 3), beyond=(0, 3))
+def test_fewer_pruned_calls_are_noticed_at_the_end_of_forward():
+    recipe = Recipe("selective", sites=(0, 3), prune=(0, 3))
     assert recomputes(None, recipe=recipe, layer=Fewer) == [0, 0, 4, 0]
 
 
-def plainly(t):
+def with_c10d(t):
     torch.distributed.all_reduce(t)
     return t
 
 
-def functionally(t):
+def with_functional_collectives(t):
     return funcol.wait_tensor(funcol.all_reduce(t, "sum", torch.distributed.group.WORLD))
 
 
 class First(Layer):
-    """Speaks before there is anything to follow."""
+    """Communicates before the pruned call."""
 
     def forward(self, x):
-        return super().forward(x + self.speak(x.detach().clone()))
+        return super().forward(x + self.communicate(x.detach().clone()))
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("layer", [Layer, First])
-@pytest.mark.parametrize("speak", [plainly, functionally])
+@pytest.mark.parametrize("communicate", [with_c10d, with_functional_collectives])
 @pytest.mark.parametrize("ops", [("attention", "matmul"), ("matmul", "collective")])
-def test_nothing_is_left_out_where_ranks_speak_with_each_other(layer, speak, ops, monkeypatch):
-    """A second run that fails and begins anew would do so twice on one of them."""
+def test_nothing_is_pruned_where_ranks_communicate(layer, communicate, ops, monkeypatch):
+    """A repeated recomputation would communicate twice on one rank."""
 
     def between(_layer, q, x):
-        return q.exp() + (speak(x.detach().clone()) if layer is Layer else x)
+        return q.exp() + (communicate(x.detach().clone()) if layer is Layer else x)
 
-    monkeypatch.setattr(First, "speak", staticmethod(speak), raising=False)
-    sites = (1,) if layer is First and speak is functionally and "collective" in ops else (0,)
-    recipe = Recipe("selective", ops=ops, sites=sites, beyond=sites)
+    monkeypatch.setattr(First, "communicate", staticmethod(communicate), raising=False)
+    sites = (1,) if layer is First and communicate is with_functional_collectives and "collective" in ops else (0,)
+    recipe = Recipe("selective", ops=ops, sites=sites, prune=sites)
     assert recomputes(between, recipe=recipe, layer=layer) == [2, 2, 2, 2]
 
 
 class Last(Layer):
-    """Speaks when all is saved."""
+    """Communicates after the last saved tensor."""
 
     def forward(self, x):
         y = self.q(x).exp()
-        self.speak(x.detach().clone())
+        self.communicate(x.detach().clone())
         return y
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("speak", [plainly, functionally])
-def test_ranks_that_speak_behind_the_last_save_do_so_once(speak, monkeypatch):
-    """No second run comes that far."""
-    monkeypatch.setattr(Last, "speak", staticmethod(speak), raising=False)
+@pytest.mark.parametrize("communicate", [with_c10d, with_functional_collectives])
+def test_ranks_communicate_once_after_the_last_saved_tensor(communicate, monkeypatch):
+    """Recomputation ends earlier."""
+    monkeypatch.setattr(Last, "communicate", staticmethod(communicate), raising=False)
     assert recomputes(None, layer=Last) == [0] * STEPS
 
 
-def test_a_planner_sees_where_ranks_speak():
+def test_communication_invalidates_provenance():
     q = torch.randn(4, 4)
-    lineage = Provenance()
-    lineage.begin(0, torch.ops.aten.mm.default, (q, q), {}, q)
-    lineage.given_to(torch.ops.c10d.barrier.default, (), {})
-    assert lineage.spoiled & 1
+    provenance = OpProvenance()
+    provenance.begin(0, torch.ops.aten.mm.default, (q, q), {}, q)
+    provenance.of_arguments(torch.ops.c10d.barrier.default, (), {})
+    assert provenance.unprunable & 1
 
 
-def test_courses_are_kept_by_many_threads():
+def test_the_cache_is_thread_safe():
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns at every step
-    courses, raised = PruneCache(), []
+    sys.setswitchinterval(1e-6)  # switch threads at every bytecode
+    cache, raised = PruneCache(), []
 
     def add(thread):
         try:
             for number in range(2000):
-                courses.add(thread, Course((number,), [], frozenset(), []))
+                cache.add(thread, PrunedForward((number,), [], frozenset(), []))
         except RuntimeError as error:
             raised.append(error)
 

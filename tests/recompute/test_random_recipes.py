@@ -1,8 +1,7 @@
-"""Random programs with random recipes and plans on the adversarial simulator, and proof that they notice what they are
-there for.
+"""Random programs with random recipes and plans on the adversarial simulator, and mutations that prove the checks work.
 
-Each mutation takes out of the second run one thing that makes it the first one over again, or out of a release point
-what makes it safe. Some program has to fail.
+Each mutation removes one cause of the equality of recomputation and forward, or of the safety of release points. Some
+program has to fail.
 """
 
 import contextlib
@@ -14,104 +13,106 @@ from recipe_programs import explore_recipes
 from ebbtide import EbbtideError
 from ebbtide._devices.sim import SimDevice
 from ebbtide._engine.engine import Engine
-from ebbtide._recompute import frame, ops, provenance, rng_autocast, saved_outputs
-from ebbtide._recompute.state import Found
-from ebbtide.types import Wait
+from ebbtide._recompute import frame, ops, provenance, replay, rng_autocast, saved_outputs
+from ebbtide._recompute.state import RegionSnapshot
+from ebbtide._types import Wait
 
 SEEDS = 200
 CHUNK = 50
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_programs_equal_their_plain_twins_and_race_nowhere(first):
+def test_programs_equal_their_plain_twins_without_races(first):
     assert [found for seed in range(first, first + CHUNK) if (found := explore_recipes(seed))] == []
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------------
 
 
-def random_numbers_go_on(patch):
+def rng_states_are_not_restored(patch):
     patch(rng_autocast, "restored", lambda states: contextlib.nullcontext())
 
 
-def held_random_operators_draw_nothing(patch):
-    patch(saved_outputs, "set_rng_state", lambda device, state: None)
+def saved_random_outputs_do_not_advance_generators(patch):
+    patch(replay, "set_rng_state", lambda device, state: None)
 
 
-def operators_without_tensors_draw_nothing(patch):
-    draws_on = saved_outputs.draws_on
+def operators_without_tensors_use_no_rng(patch):
+    rng_device = saved_outputs.rng_device
 
     def mutant(op, args, kwargs):
         has_tensor = any(hasattr(value, "dtype") for value in (*args, *kwargs.values()))
-        return draws_on(op, args, kwargs) if has_tensor else None
+        return rng_device(op, args, kwargs) if has_tensor else None
 
-    patch(saved_outputs, "draws_on", mutant)
+    patch(saved_outputs, "rng_device", mutant)
 
 
 def autocast_is_off(patch):
     patch(rng_autocast._Autocast, "restored", lambda self: contextlib.nullcontext())
 
 
-def outputs_are_handed_out_whatever_became_of_them(patch):
+def modified_outputs_are_handed_out(patch):
     patch(saved_outputs.SavedOutput, "is_unmodified", property(lambda self: True))
 
 
-def no_bytes_are_compared(patch):
-    """They would show what versions do not."""
-    patch(saved_outputs, "sums_of", lambda storage: torch.zeros(1))
+def no_checksums_are_compared(patch):
+    """Checksums find changes that versions do not show."""
+    patch(saved_outputs, "checksum_of", lambda storage: torch.zeros(1))
 
 
 def hidden_views_are_not_watched(patch):
-    no_bytes_are_compared(patch)
+    no_checksums_are_compared(patch)
     patch(saved_outputs.OutputRecorder, "follow", lambda self, op, args, out: None)
 
 
-def views_without_notice_are_held(patch):
-    no_bytes_are_compared(patch)
+def hidden_views_are_saved(patch):
+    no_checksums_are_compared(patch)
+    is_hidden_view, is_view = ops.is_hidden_view, ops.is_view
     patch(ops, "is_hidden_view", lambda op: False)
+    patch(ops, "is_view", lambda op: is_view(op) and not is_hidden_view(op))
 
 
-def casts_are_held(patch):
-    is_never_dear = ops._is_never_dear
-    patch(ops, "_is_never_dear", lambda op: "_to_copy" not in str(op) and is_never_dear(op))
+def casts_are_saved(patch):
+    is_never_expensive = ops._is_never_expensive
+    patch(ops, "_is_never_expensive", lambda op: "_to_copy" not in str(op) and is_never_expensive(op))
 
 
-def regions_inside_are_numbered_too(patch):
+def calls_of_inner_regions_are_numbered(patch):
     patch(frame, "numbering_paused", contextlib.nullcontext)
 
 
-def a_run_that_fails_gives_what_it_has_made(patch):
+def failed_recomputations_publish_values(patch):
     pack = frame.Recomputation.pack
 
     def mutant(self, t):
         try:
             return pack(self, t)
         finally:
-            self.give()
+            self.publish()
 
     patch(frame.Recomputation, "pack", mutant)
 
 
-def what_draws_is_left_out(patch):
-    patch(provenance, "draws_on", lambda op, args, kwargs: None)
-    patch(provenance, "_is_known", lambda op: not op._schema.is_mutable)
+def random_operators_are_skipped(patch):
+    patch(provenance, "rng_device", lambda op, args, kwargs: None)
+    patch(provenance, "_is_skippable", lambda op: not op._schema.is_mutable)
 
 
-def what_is_changed_is_left_out(patch):
-    patch(provenance, "may_be_left_out", lambda op, args, kwargs: True)
+def mutating_operators_are_skipped(patch):
+    patch(provenance, "may_be_skipped", lambda op, args, kwargs: True)
 
 
-def state_is_as_it_is_now(patch):
-    patch(Found, "restored", lambda self: contextlib.nullcontext())
+def module_state_is_not_restored(patch):
+    patch(RegionSnapshot, "restored", lambda self: contextlib.nullcontext())
 
 
-def buffers_are_believed_to_count(patch):
+def buffer_bytes_are_not_compared(patch):
     from ebbtide._recompute import state
 
     patch(state._Buffer, "has_same_bytes", lambda self: True)
 
 
-def nobody_waits_at_release_points(patch):
+def release_points_do_not_wait(patch):
     wait, release_down_to = SimDevice.wait, Engine.release_down_to
     at_point = []
 
@@ -127,21 +128,21 @@ def nobody_waits_at_release_points(patch):
 
 
 MUTATIONS = [
-    random_numbers_go_on,
-    held_random_operators_draw_nothing,
-    operators_without_tensors_draw_nothing,
+    rng_states_are_not_restored,
+    saved_random_outputs_do_not_advance_generators,
+    operators_without_tensors_use_no_rng,
     autocast_is_off,
-    outputs_are_handed_out_whatever_became_of_them,
+    modified_outputs_are_handed_out,
     hidden_views_are_not_watched,
-    views_without_notice_are_held,
-    casts_are_held,
-    regions_inside_are_numbered_too,
-    a_run_that_fails_gives_what_it_has_made,
-    what_draws_is_left_out,
-    what_is_changed_is_left_out,
-    state_is_as_it_is_now,
-    buffers_are_believed_to_count,
-    nobody_waits_at_release_points,
+    hidden_views_are_saved,
+    casts_are_saved,
+    calls_of_inner_regions_are_numbered,
+    failed_recomputations_publish_values,
+    random_operators_are_skipped,
+    mutating_operators_are_skipped,
+    module_state_is_not_restored,
+    buffer_bytes_are_not_compared,
+    release_points_do_not_wait,
 ]
 
 
@@ -152,7 +153,7 @@ def test_mutation_is_caught(mutate, monkeypatch):
     for seed in range(SEEDS):
         try:
             caught = explore_recipes(seed)
-        except (EbbtideError, RuntimeError, AssertionError) as error:  # our own checks count too
+        except (EbbtideError, RuntimeError, AssertionError) as error:  # errors of our own checks count too
             caught = repr(error)
         if caught:
             break

@@ -1,14 +1,14 @@
-"""Recipes on the regions of a model: whatever is kept, moved or run again, the numbers are the plain run's."""
+"""Recipes on the regions of a model: kept, moved or recomputed, results equal the plain run's."""
 
 import pytest
 import torch
 from cases import Transformer, make
-from support import assert_equal
+from support import OperatorNames, assert_equal
 from test_offload import CPU, offload, three_steps
 
 import ebbtide
 from ebbtide import Recipe
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 RECIPES = {
     "keep": "keep",
@@ -49,7 +49,7 @@ def test_three_steps_equal_the_plain_run(name):
     assert (Reason.RECIPE in stats.kept) == ("kept" in name or name in ("keep", "offload two sites", "mixture"))
 
 
-def test_recipes_change_between_steps_without_applying_anything_again():
+def test_recipes_change_between_steps_without_a_new_handle():
     plain = make(Transformer, CPU)
     model = make(Transformer, CPU)
     handle = offload(model)
@@ -59,48 +59,40 @@ def test_recipes_change_between_steps_without_applying_anything_again():
     assert list(handle.recipes) == []
 
 
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """How often each operator runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = {}
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.calls[str(op)] = self.calls.get(str(op), 0) + 1
-        return op(*args, **(kwargs or {}))
-
-
 def matmuls_in_backward(recipe):
-    """How many products a step's backward runs in its third step, and how many the plain one does."""
+    """Number of products in the backward of the third step, and of the plain one."""
     counts = []
     for handle_recipe in (recipe, None):
         model = make(Transformer, CPU)
         offload(model, recipe=handle_recipe)
         three_steps(model)
         loss = model(torch.zeros(2, 8, dtype=torch.long))
-        with Counting() as counting:
+        with OperatorNames() as counting:
             loss.backward()
-        counts.append(
-            sum(
-                n
-                for op, n in counting.calls.items()
-                if op in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
-            )
-        )
+        counts.append(sum(counting.names.count(f"aten::{product}") for product in ("mm", "addmm", "bmm")))
     return counts
 
 
-def test_dear_operators_do_not_run_again():
+def test_expensive_operators_are_not_recomputed():
     recomputed, plain = matmuls_in_backward("recompute")
     selective, _ = matmuls_in_backward("selective")
     assert selective == plain
-    assert recomputed == plain + 3 * 5  # a block's last product is not needed again
+    assert recomputed == plain + 3 * 5  # recomputation stops before a block's last product
 
 
-def test_what_the_second_run_never_asks_for_is_no_longer_held():
+def test_outputs_unused_in_recomputation_are_no_longer_saved():
     model = make(Transformer, CPU)
     handle = offload(model, recipe="selective")
     three_steps(model)
     dropped = handle.stats().dropped.count
     assert dropped == 3 * 2  # the last product of each block, from the second step on
+
+
+def test_profilers_see_recomputations_by_region():
+    model = make(Transformer, CPU)
+    offload(model, recipe={"layers.0": "recompute", "layers.2": "selective"})
+    loss = model(torch.zeros(2, 8, dtype=torch.long))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    names = [event.name for event in profiler.events() if event.name.startswith("ebbtide::recompute")]
+    assert sorted(names) == ["ebbtide::recompute layers.0", "ebbtide::recompute layers.2"]

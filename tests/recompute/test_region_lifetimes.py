@@ -1,4 +1,4 @@
-"""What lives how long: the memory of regions, what a failure leaves behind, and how often code runs."""
+"""Lifetimes: memory of regions, state after failures, and how often code runs."""
 
 import collections
 import contextlib
@@ -37,14 +37,14 @@ def check_no_traces(*handles):
     """No hooks, modes or sessions are active in this thread."""
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-    assert all(handle.session() is None for handle in handles)
+    assert all(handle._attachment.session() is None for handle in handles)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 class Watched(Simple):
-    """Notes the storages of what passes through it, by name."""
+    """Records storages by name."""
 
     def __init__(self):
         super().__init__()
@@ -74,12 +74,12 @@ ALIVE = {
 
 
 @pytest.mark.parametrize("recipe", ALIVE, ids=str)
-def test_what_is_alive_between_forward_and_backward(recipe):
+def test_live_tensors_between_forward_and_backward(recipe):
     rig = HandleRig(window=1)
     model = make(lambda: Stack(Watched), CPU)
     rig.offload(model, recipe)
     loss = model(batch(CPU) * 1.5)
-    for layer in model.layers[:-1]:  # what the last one made may still be on its way
+    for layer in model.layers[:-1]:  # the last output may still be on the outbound lane
         (refs,) = layer.seen
         alive = {name for name, ref in refs.items() if ref() is not None}
         if layer is not model.layers[0]:
@@ -92,8 +92,8 @@ def test_what_is_alive_between_forward_and_backward(recipe):
     rig.check_at_rest()
 
 
-def test_a_held_output_goes_when_backward_has_read_it(rig):
-    """And not with the last save of its region."""
+def test_a_saved_output_is_freed_after_its_read(rig):
+    """Not only after the last saved tensor of the region."""
 
     class Checks(Simple):
         def forward(self, x):
@@ -115,7 +115,7 @@ def test_a_held_output_goes_when_backward_has_read_it(rig):
 @pytest.mark.parametrize("end", ["backward", "dropped", "retained", "partial", "error"])
 def test_nothing_of_a_pass_outlives_its_graph(recipe, end, rig):
     gc.collect()
-    gc.disable()  # no cycles: the end of the graph is the end of all
+    gc.disable()  # no cycles: all objects end with the graph
     try:
         model = make(lambda: Stack(Mixed), CPU)
         rig.offload(model, recipe)
@@ -153,13 +153,12 @@ def _finish(end, loss, model):
         torch.autograd.grad(loss, list(model.layers[2].parameters()), retain_graph=True)
     elif end == "error":
         hook = model.layers[1].second.weight.register_hook(_raise)
-        with contextlib.suppress(Boom):  # pytest.raises() would hold the traceback, and with it the graph
+        with contextlib.suppress(Boom):  # pytest.raises() would keep the traceback, and through it the graph
             loss.backward()
             pytest.fail("no error")
         hook.remove()
-        torch.ones(
-            (), requires_grad=True
-        ).exp().backward()  # until the next one torch holds the graph of one that failed
+        # torch owns the graph of a failed backward until the next backward.
+        torch.ones((), requires_grad=True).exp().backward()
 
 
 def _raise(*_):
@@ -168,7 +167,7 @@ def _raise(*_):
 
 @pytest.mark.parametrize("recipe", ["recompute", EVERY], ids=str)
 def test_values_of_a_kept_graph_go_as_they_are_read(recipe, rig):
-    """Else a graph that is kept would fill up with what its regions were to give back."""
+    """A retained graph must not accumulate recomputed values."""
     model = make(lambda: Stack(Products), CPU)
     rig.offload(model, recipe)
     holders = weakref.WeakSet()
@@ -184,35 +183,35 @@ def test_values_of_a_kept_graph_go_as_they_are_read(recipe, rig):
 
 
 class Fails(Simple):
-    """Raises what it was told, when it was told: in its first or its second run."""
+    """Raises a given error, in forward or in recomputation."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.error = None
-        self.in_second = False
+        self.in_recomputation = False
 
     def forward(self, x):
         self.count += 1
         y = torch.nn.functional.dropout(self.first(x), 0.3).sin()
-        if self.error is not None and (torch._C._current_graph_task_id() != -1) is self.in_second:
+        if self.error is not None and (torch._C._current_graph_task_id() != -1) is self.in_recomputation:
             raise self.error
         return self.second(y).exp().clamp(max=3.0) + x
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective", EVERY], ids=str)
-@pytest.mark.parametrize("in_second", [False, True], ids=["first run", "second run"])
+@pytest.mark.parametrize("in_recomputation", [False, True], ids=["forward", "recomputation"])
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
-def test_an_error_in_a_region_leaves_nothing_behind(recipe, in_second, error, rig):
+def test_an_error_in_a_region_leaves_no_state_behind(recipe, in_recomputation, error, rig):
     model, twin = (make(lambda: Stack(Fails), CPU) for _ in range(2))
     handle = rig.offload(model, recipe)
     for number in range(3):
-        model.layers[1].error, model.layers[1].in_second = error(), in_second
+        model.layers[1].error, model.layers[1].in_recomputation = error(), in_recomputation
         torch.manual_seed(1)
         counts = [layer.count for layer in model.layers]
         with pytest.raises(error):
             _forward_and_backward(model, number)
-        if in_second:
+        if in_recomputation:
             state = torch.get_rng_state()
             torch.manual_seed(1)
             twin(batch(CPU, number))
@@ -233,13 +232,13 @@ def _forward_and_backward(model, number):
     model(batch(CPU, number)).backward()
 
 
-def test_backward_can_be_tried_again_after_its_second_run_failed(rig):
+def test_backward_can_be_retried_after_a_failed_recomputation(rig):
     model, twin = (make(lambda: Stack(Fails), CPU) for _ in range(2))
     rig.offload(model, EVERY)
     results = []
     for each in (model, twin):
         torch.manual_seed(1)
-        each.layers[1].in_second = True
+        each.layers[1].in_recomputation = True
         loss = each(batch(CPU))
         if each is model:
             model.layers[1].error = Boom()
@@ -252,7 +251,7 @@ def test_backward_can_be_tried_again_after_its_second_run_failed(rig):
     assert_equal(*results)
 
 
-def test_what_a_failed_region_had_saved_can_be_used(rig):
+def test_tensors_saved_by_a_failed_region_can_be_read(rig):
     class Model(Stack):
         def forward(self, x):
             aside = []
@@ -280,10 +279,10 @@ def test_what_a_failed_region_had_saved_can_be_used(rig):
 # -- how often code runs -----------------------------------------------------------------------------------------------
 
 
-class Traced(Simple):
+class Recorded(Simple):
     def __init__(self):
         super().__init__()
-        self.log = collections.UserList()  # out of our sight: a list would not hear of second runs
+        self.log = collections.UserList()  # process-wide: a list in the module would be restored after recomputation
 
     def forward(self, x):
         self.log.append("start")
@@ -294,8 +293,8 @@ class Traced(Simple):
         return y
 
 
-def test_code_behind_the_last_save_does_not_run_again(rig):
-    model = make(lambda: Stack(Traced), CPU)
+def test_code_after_the_last_saved_tensor_is_not_recomputed(rig):
+    model = make(lambda: Stack(Recorded), CPU)
     rig.offload(model, "recompute")
     loss = model(batch(CPU))
     loss.backward(retain_graph=True)
@@ -304,8 +303,8 @@ def test_code_behind_the_last_save_does_not_run_again(rig):
     assert all(layer.log == ["start", "saved", "end", "start", "start"] for layer in model.layers)
 
 
-def test_only_regions_that_are_needed_run_again(rig):
-    model = make(lambda: Stack(Traced), CPU)
+def test_only_needed_regions_are_recomputed(rig):
+    model = make(lambda: Stack(Recorded), CPU)
     rig.offload(model, "recompute")
     loss = model(batch(CPU))
     torch.autograd.grad(loss, model.layers[2].second.weight)
@@ -328,16 +327,16 @@ def test_hooks_of_the_region_are_called_once_and_hooks_inside_as_often_as_it_run
 
 
 def test_without_grad_nothing_is_prepared(rig):
-    model = make(lambda: Stack(Traced), CPU)
+    model = make(lambda: Stack(Recorded), CPU)
     handle = rig.offload(model, "recompute")
     with torch.no_grad():
         model(batch(CPU))
     with torch.inference_mode():
         model(batch(CPU))
     stats = handle.stats()
-    assert (stats.recomputed.count, stats.unable, stats.saves) == (0, {}, 0)
+    assert (stats.recomputed.count, stats.unable, stats.saved_tensors) == (0, {}, 0)
     model.eval()
-    twin = make(lambda: Stack(Traced), CPU)
+    twin = make(lambda: Stack(Recorded), CPU)
     assert_equal(seeded_step(model), seeded_step(twin.eval()))
     assert handle.stats().recomputed.count > 0
 
@@ -389,7 +388,7 @@ def test_two_threads_run_one_graph_backward_at_once():
     rig.check_at_rest()
 
 
-# -- what is on the module ---------------------------------------------------------------------------------------------
+# -- attributes of the module ------------------------------------------------------------------------------------------
 
 
 def test_names_and_signatures_stay_and_copies_are_plain(rig):
@@ -422,7 +421,7 @@ def test_a_forward_that_was_put_on_the_instance_is_put_back(rig):
     assert model.layers[0].__dict__["forward"] is own
 
 
-def test_regions_that_take_and_save_nothing(rig):
+def test_regions_without_arguments_and_saved_tensors(rig):
     class Nothing(nn.Module):
         def forward(self):
             return 3.0

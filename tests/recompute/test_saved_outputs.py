@@ -1,4 +1,4 @@
-"""What a selective recipe holds, and what it learns not to hold."""
+"""Outputs saved by a selective recipe, and outputs found not worth saving."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from torch.nn import functional
 import ebbtide
 from ebbtide import Recipe
 from ebbtide._devices.sim import SimDevice
+from ebbtide._recompute.memory import history_of
 from ebbtide._recompute.saved_outputs import SaveOutputsMode
-from ebbtide.types import Output, Reason
+from ebbtide._types import Output, Reason
 
 CPU = torch.device("cpu")
 
@@ -25,14 +26,14 @@ def rig():
 
 
 def dropped_in(model, handle, number=0):
-    """How many outputs a step did without holding, having learned it."""
+    """Number of outputs not saved in a step because of earlier findings."""
     before = handle.stats().dropped.count
     seeded_step(model, number)
     return handle.stats().dropped.count - before
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """How often products run."""
+    """Counts matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +52,7 @@ def products_in_backward(model):
 
 
 class ChangesOne(Simple):
-    """The first product is changed in place, the second is not, the third is not needed again."""
+    """The first product is changed in place, the second is not, the third is not needed in recomputation."""
 
     def forward(self, x):
         y = functional.relu_(self.first(x))
@@ -61,20 +62,20 @@ class ChangesOne(Simple):
 def sites_with(handle, output):
     return [
         (slots.region, site.index)
-        for slots in handle._scope._slots.values()
+        for slots in handle._attachment.context._numbers.values()
         for sites in slots._sites
         for site in sites
-        if site.output is output
+        if history_of(site).output is output
     ]
 
 
 @pytest.mark.parametrize("outputs", ["offload", "keep"])
-def test_what_the_region_changes_in_place_is_no_longer_held(outputs, rig):
+def test_outputs_changed_inside_the_region_are_no_longer_saved(outputs, rig):
     model, twin = (make(lambda: Stack(ChangesOne), CPU) for _ in range(2))
     handle = rig.offload(model, Recipe("selective", outputs=outputs, ops=("matmul",)))
     assert_equal(seeded_step(model), seeded_step(twin))
     assert len(sites_with(handle, Output.CHANGED)) == 3
-    assert len(sites_with(handle, Output.UNASKED)) == 3
+    assert len(sites_with(handle, Output.UNUSED)) == 3
     assert handle.stats().dropped.count == 0
     assert [dropped_in(model, handle, number) for number in (1, 2)] == [6, 6]
     model.zero_grad()
@@ -84,10 +85,10 @@ def test_what_the_region_changes_in_place_is_no_longer_held(outputs, rig):
 
 
 @pytest.mark.parametrize("outputs", ["offload", "keep"])
-def test_what_is_changed_behind_the_region_is_no_longer_held(outputs, rig):
-    """The residual is added in place to the last product, whose cosine needs it as it was.
+def test_outputs_changed_after_the_region_are_no_longer_saved(outputs, rig):
+    """The residual is added in place to the last product, whose cosine needs the unchanged value.
 
-    Stock autograd refuses that. The second run makes it again, so the gradient is that of the code that adds elsewhere.
+    Stock autograd refuses. Recomputation makes the product again, and the gradient equals that of an out-of-place sum.
     """
 
     class Needed(Simple):
@@ -117,7 +118,7 @@ def test_what_is_changed_behind_the_region_is_no_longer_held(outputs, rig):
 
 
 def test_hidden_views_are_watched(rig):
-    """A product of three dimensions ends in a view that counts changes for itself."""
+    """A product of three dimensions ends in a view with a version counter of its own."""
 
     class Batched(Simple):
         def forward(self, x):
@@ -131,8 +132,8 @@ def test_hidden_views_are_watched(rig):
     assert len(sites_with(handle, Output.CHANGED)) == 3
 
 
-def test_what_was_not_asked_for_is_held_again_when_it_is():
-    """The second product is asked for in the steps in which something is made of it."""
+def test_an_unused_output_is_saved_after_its_next_use():
+    """Recomputation uses the second product only in some steps."""
 
     class Sometimes(Simple):
         more = False
@@ -165,7 +166,7 @@ def test_a_graph_that_is_kept_hands_out_its_outputs_each_time(rig):
     assert first.products == second.products == products_in_backward(twin)
 
 
-def test_sites_choose_among_the_dear_outputs(rig):
+def test_sites_choose_among_the_expensive_outputs(rig):
     model = make(lambda: Stack(Products), CPU)
     rig.offload(model, Recipe("selective", ops=("matmul",), sites=(1,)))
     assert products_in_backward(model) == products_in_backward(make(lambda: Stack(Products), CPU)) + 3
@@ -179,7 +180,7 @@ def test_operators_inside_some_modules(rig):
     assert products_in_backward(model) == products_in_backward(make(lambda: Stack(Products), CPU)) + 3
 
 
-def test_held_outputs_travel_or_stay_as_the_recipe_says():
+def test_saved_outputs_travel_or_stay_as_the_recipe_says():
     for outputs, inputs in [("keep", "keep"), ("keep", "offload"), ("offload", "keep"), ("offload", "offload")]:
         rig = HandleRig()
         model = make(lambda: Stack(Products), CPU)
@@ -187,12 +188,12 @@ def test_held_outputs_travel_or_stay_as_the_recipe_says():
         model(batch(CPU)).backward()
         stats = handle.stats()
         in_regions = 3 * (inputs == "offload") + 6 * (outputs == "offload")
-        in_root = 1  # what is squared at the end; the last product shares its parcel
+        in_root = 1  # squared at the end, in one parcel with the last product
         assert stats.parcels.count + stats.shared.count == in_regions + in_root
         assert (stats.kept[Reason.RECIPE].count if Reason.RECIPE in stats.kept else 0) == 9 - in_regions
 
 
-def test_a_predicate_sees_the_arguments_and_what_it_raises(rig):
+def test_a_predicate_receives_arguments_and_may_raise(rig):
     seen = []
 
     def large(op, *args, **kwargs):
@@ -215,14 +216,14 @@ def test_a_predicate_sees_the_arguments_and_what_it_raises(rig):
 
 @torch.library.custom_op("ebbtide_tests::noisy_fwd", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Draws random numbers and has no tag that says so, like attention kernels of other packages."""
+    """Uses random numbers without the tag, like attention kernels of other packages."""
     return x * torch.rand_like(x)
 
 
 noisy.register_autograd(lambda ctx, grad: grad * 0.5)
 
 
-def test_a_held_operator_of_another_package_may_draw_random_numbers(rig):
+def test_a_saved_operator_of_another_package_may_use_random_numbers(rig):
     class Noisy(Simple):
         def forward(self, x):
             return functional.dropout(noisy(self.first(x)).sin(), 0.5) * torch.rand_like(x).exp()
@@ -237,7 +238,7 @@ def test_a_held_operator_of_another_package_may_draw_random_numbers(rig):
 
 
 def test_modes_of_the_user_see_nothing_twice(rig):
-    """Operators that are handed out do not run, and ours are hidden."""
+    """Saved outputs run no operator, and our own operators are hidden."""
     model = make(lambda: Stack(Products), CPU)
     rig.offload(model, EVERY)
     with Counting() as counting:
@@ -245,8 +246,8 @@ def test_modes_of_the_user_see_nothing_twice(rig):
     assert counting.products == 6
 
 
-def test_no_output_is_held_of_what_awaits_nobody():
-    """A pass of a region leaves nothing but what its graph holds."""
+def test_no_output_is_left_after_backward():
+    """Only the graph of a forward owns outputs."""
     rig = HandleRig()
     model = make(lambda: Stack(Products), CPU)
     rig.offload(model, EVERY)
@@ -255,15 +256,15 @@ def test_no_output_is_held_of_what_awaits_nobody():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveOutputsMode, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1])
         loss = model(batch(CPU))
-        assert sum(len(holding.held.tickets()) for holding in made) > 0
+        assert sum(len(mode.outputs.tickets()) for mode in made) > 0
         loss.backward()
     assert len(made) == 3
-    assert all(holding.held.tickets() == [] for holding in made)
+    assert all(mode.outputs.tickets() == [] for mode in made)
 
 
 @pytest.mark.parametrize("settings", [{"recipe": "selective"}, {"budget": "1TiB"}])
-def test_what_operators_call_is_cast_in_each_kind_of_step(settings):
-    """Of a handle that measures first, too."""
+def test_operators_called_by_operators_are_cast_in_each_kind_of_step(settings):
+    """Also with a handle that measures first."""
     results = []
     for _ in range(2):
         model = make(lambda: Stack(CastsInside), CPU)

@@ -1,4 +1,4 @@
-"""Buffers, attributes and weights that change: the second run finds what the first found, or says that it cannot."""
+"""Buffers, attributes and weights that change: recomputation reads the values of forward, or raises."""
 
 import collections
 from collections import deque
@@ -37,7 +37,7 @@ def steps(model, count=3):
 
 
 class ChangesLate(Simple):
-    """Its buffer changes in the third forward for the first time."""
+    """The third forward changes the buffer for the first time."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class ChangesLate(Simple):
         return self.second(self.first(x).sin() * self.scale)
 
 
-def test_a_buffer_that_changes_late_is_an_error_once_and_right_from_then_on(rig):
+def test_a_buffer_that_changes_late_is_an_error_once_and_correct_afterwards(rig):
     model, twin = both(ChangesLate)
     rig.offload(model, "recompute")
     assert_equal(steps(model, 2), steps(twin, 2))
@@ -86,7 +86,7 @@ def test_a_buffer_changed_between_forward_and_backward(rig):
         del loss
 
 
-def test_a_buffer_put_anew_between_forward_and_backward(rig):
+def test_a_buffer_replaced_between_forward_and_backward(rig):
     class Scaled(ChangesLate):
         def forward(self, x):
             return self.second(self.first(x).sin()) * self.scale.exp() + x
@@ -133,7 +133,7 @@ def test_a_weight_changed_in_forward(rig):
 
 
 class LookedUp(collections.OrderedDict):
-    """Parameters by name, as ZeRO-3 puts them in a module's place: it gathers what is looked up."""
+    """A dict of parameters like ZeRO-3's, which gathers a parameter at each lookup."""
 
     def __init__(self, parameters, names):
         super().__init__(parameters)
@@ -161,7 +161,7 @@ def test_parameters_are_looked_up_by_the_region_alone(rig):
     assert len(in_all) <= 2 * len(plain)
 
 
-def test_training_mode_of_forward_holds_in_the_second_run(rig):
+def test_recomputation_has_the_training_mode_of_forward(rig):
     results = []
     for model in both(Mixed):
         if not results:
@@ -179,7 +179,7 @@ def test_training_mode_of_forward_holds_in_the_second_run(rig):
 
 
 class Remembers(Simple):
-    """Counts its calls, keeps what it made at the first, and what it made last; by all of it goes what it computes."""
+    """Computes from the count of calls, a mask of the first call and the output of the last call."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ def test_attributes_that_a_forward_sets(rig, recipe):
 
 
 class Forgets(Simple):
-    """Takes away what its forward is told by attributes, and sets one of them anew behind the others."""
+    """Forward deletes attributes, and sets one anew at another position."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ Pair = collections.namedtuple("Pair", ["hidden", "cell"])
 
 
 class Recurrent(Simple):
-    """Goes on from where its last call has ended; what that was is kept in the way that `keep` says."""
+    """Continues from the state of the last call; `keep` makes the container of the state."""
 
     def __init__(self, keep):
         super().__init__()
@@ -287,7 +287,7 @@ def test_a_state_that_is_carried_from_call_to_call(rig, keep, recipe):
 
 
 class Unrolled(Simple):
-    """Its state has a graph: backward goes through all the calls of a step."""
+    """State with a graph: backward goes through all calls of a step."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_a_state_with_a_graph(rig, recipe):
 
 
 class Holds(Simple):
-    """Something with a graph, that it uses without."""
+    """Keeps a value with a graph, and reads the value without."""
 
     def __init__(self, what):
         super().__init__()
@@ -337,7 +337,7 @@ class Holds(Simple):
 
 
 class Elsewhere:
-    """Out of our sight."""
+    """An opaque object."""
 
     def __init__(self, t):
         self.held = t
@@ -347,7 +347,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("what", [lambda y: [y], lambda y: (y,), lambda y: deque([y]), Elsewhere])
-def test_graphs_that_attributes_hold_in_others_do_not_pile_up(rig, what):
+def test_graphs_in_containers_and_objects_do_not_pile_up(rig, what):
     model, _ = both(lambda: Holds(what))
     rig.offload(model, "recompute")
     held = []
@@ -360,7 +360,7 @@ def test_graphs_that_attributes_hold_in_others_do_not_pile_up(rig, what):
 
 
 class Scaled(Simple):
-    """By a number and by one in a dict, as adapters keep theirs."""
+    """A factor in an attribute and in a dict, like those of adapters."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ class Scaled(Simple):
 
 
 class Scales(Stack):
-    """Sets them for the time of a forward."""
+    """Sets the factors for the length of a forward."""
 
     def forward(self, x):
         for layer in self.layers:
@@ -397,7 +397,7 @@ def test_attributes_that_the_model_sets_and_takes_back(rig, recipe):
 
 
 class Tells(Simple):
-    """One of its modules leaves a note for another, in a list that both have."""
+    """A module leaves a note for another in a shared list."""
 
     def __init__(self):
         super().__init__()
@@ -417,7 +417,7 @@ def test_a_list_that_two_modules_share(rig):
 
 
 class Auxiliary(Simple):
-    """Leaves a loss with its model, as a mixture of experts does; `keep` says how."""
+    """Leaves an auxiliary loss in an attribute or a list, like a mixture of experts."""
 
     def __init__(self, keep):
         super().__init__()
@@ -435,7 +435,7 @@ class Auxiliary(Simple):
 
 
 class TakesLosses(Stack):
-    """And forgets them before backward, so that blocks are as forward found them."""
+    """Clears the losses before backward: the blocks are as before forward."""
 
     def forward(self, x):
         loss = super().forward(x)
@@ -449,22 +449,22 @@ class TakesLosses(Stack):
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
 @pytest.mark.parametrize("keep", ["list", "attribute"])
-def test_what_the_second_run_alone_has_changed_is_put_back(rig, keep, recipe):
+def test_changes_by_recomputation_alone_are_put_back(rig, keep, recipe):
     model, twin = (make(lambda: TakesLosses(lambda: Auxiliary(keep)), CPU) for _ in range(2))
     rig.offload(model, recipe)
     assert_equal(steps(model), steps(twin))
     assert all((layer.loss, layer.losses, layer.count) == (None, [], 0) for layer in model.layers)
 
 
-class Given(Simple):
-    """What the model makes for all blocks, with a graph: twice the same, in a tuple with names, and as a key."""
+class ReadsShared(Simple):
+    """A tensor of the model with a graph: in two attributes, in a named tuple, and as a key."""
 
     def forward(self, x):
         assert self.key is self.value is self.pair[0]
         return self.second(self.first(x).sin() * self.key * self.scales[self.key] + self.top.values).cos() + x
 
 
-class Gives(Stack):
+class SharesTensors(Stack):
     def __init__(self, block):
         super().__init__(block)
         self.own = torch.nn.Linear(WIDTH, WIDTH)
@@ -478,8 +478,8 @@ class Gives(Stack):
 
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_what_blocks_share_stays_the_same_to_them(rig, recipe):
-    model, twin = (make(lambda: Gives(Given), CPU) for _ in range(2))
+def test_objects_shared_by_blocks_stay_shared(rig, recipe):
+    model, twin = (make(lambda: SharesTensors(ReadsShared), CPU) for _ in range(2))
     rig.offload(model, recipe)
     assert_equal(steps(model), steps(twin))
     for layer in model.layers:
@@ -488,7 +488,7 @@ def test_what_blocks_share_stays_the_same_to_them(rig, recipe):
 
 
 class Filled(Simple):
-    """Writes into a tensor that is no buffer."""
+    """Writes into a tensor in an attribute."""
 
     def forward(self, x):
         self.cache[:] = self.first(x).sin()
@@ -510,7 +510,7 @@ def test_tensors_that_are_written_into_do_not_pile_up(rig):
 
 
 class Row(Simple):
-    """Carries a view of its weight to the next call."""
+    """Carries a view of the weight to the next call."""
 
     def __init__(self):
         super().__init__()
@@ -534,7 +534,7 @@ def test_a_view_of_a_parameter_that_is_carried(rig, recipe):
 
 
 class Noted(Simple):
-    """A hook has its list by another way."""
+    """A hook shares a list with the module."""
 
     def __init__(self):
         super().__init__()
@@ -547,7 +547,7 @@ class Noted(Simple):
         return self.second(self.notes[-1] * y).cos() + x
 
 
-def test_a_list_that_a_hook_has_too(rig):
+def test_a_list_shared_with_a_hook(rig):
     model, twin = both(Noted)
     rig.offload(model, "recompute")
     assert_equal(steps(model), steps(twin))
@@ -556,7 +556,7 @@ def test_a_list_that_a_hook_has_too(rig):
 
 
 class Registers(Simple):
-    """As DeepSpeed registers what a second run has gathered, to let go of it."""
+    """Registers gathered parameters in recomputation, like DeepSpeed."""
 
     def __init__(self):
         super().__init__()
@@ -582,7 +582,7 @@ class Plain(Simple):
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["thawed", "frozen"])
-def test_what_is_trained_changes_between_forward_and_backward(rig, recipe, is_frozen):
+def test_requires_grad_changes_between_forward_and_backward(rig, recipe, is_frozen):
     results = []
     for model in both(Plain):
         if not results:
@@ -610,8 +610,8 @@ class Norms(Simple):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.1])
-def test_statistics_that_stay_the_same_once_are_not_written_twice_later(rig, momentum):
-    """By a momentum of zero; and where all of a batch is what the statistics begin with."""
+def test_statistics_unchanged_once_are_not_written_twice_later(rig, momentum):
+    """With a momentum of zero, and with a batch equal to the initial statistics."""
     model, twin = both(Norms)
     rig.offload(model, "recompute")
     results = []
@@ -629,7 +629,7 @@ def test_statistics_that_stay_the_same_once_are_not_written_twice_later(rig, mom
     assert_equal(*results)
 
 
-def test_graphs_that_attributes_hold_do_not_pile_up(rig):
+def test_graphs_in_attributes_do_not_pile_up(rig):
     model, _ = both(Remembers)
     rig.offload(model, "recompute")
     held = []
@@ -641,11 +641,11 @@ def test_graphs_that_attributes_hold_do_not_pile_up(rig):
         layer.last = None
 
 
-# -- what is out of sight ----------------------------------------------------------------------------------------------
+# -- out of sight ------------------------------------------------------------------------------------------------------
 
 
 class Changeable(Simple):
-    """What it does goes by a number out of our sight."""
+    """Computes from a number out of sight."""
 
     def __init__(self):
         super().__init__()
@@ -660,7 +660,7 @@ class Changeable(Simple):
         elif self.mode[0] == 3:
             y = torch.cat([y, y])[: len(y) + 1]  # saves another shape
         elif self.mode[0] == 4:
-            y = y.double().float()  # the same saves of the same shapes
+            y = y.double().float()  # equal saved tensors by count and shape
         elif self.mode[0] == 5:
             y = y.exp()
         return self.second(y.cos()).sum() + x.sum()
@@ -668,7 +668,7 @@ class Changeable(Simple):
 
 @pytest.mark.parametrize("recipe", ["recompute", "selective"])
 @pytest.mark.parametrize(("before", "now"), [(1, 0), (0, 2), (1, 2), (0, 3), (3, 0), (0, 1), (1, 5)])
-def test_a_second_run_that_takes_another_way_is_an_error(rig, recipe, before, now):
+def test_a_recomputation_on_another_path_is_an_error(rig, recipe, before, now):
     class One(Stack):
         def forward(self, x):
             return self.layers[0](x * 2.0)
@@ -683,7 +683,7 @@ def test_a_second_run_that_takes_another_way_is_an_error(rig, recipe, before, no
 
 
 class Sloped(Simple):
-    """Random slopes, whose memory autograd has saved before they are drawn."""
+    """Random slopes: autograd saves the memory before the kernel fills it."""
 
     is_last = False
     is_random = True
@@ -693,13 +693,13 @@ class Sloped(Simple):
         return y if self.is_last else self.second(y).sin()
 
 
-def test_what_is_written_late_is_right_where_the_second_run_goes_on(rig):
+def test_slopes_written_late_are_correct_if_recomputation_goes_on(rig):
     model, twin = both(Sloped)
     rig.offload(model, "recompute")
     assert_equal(steps(model), steps(twin))
 
 
-def test_what_is_never_written_is_right_where_the_second_run_ends(rig, monkeypatch):
+def test_slopes_never_written_are_correct_if_recomputation_ends(rig, monkeypatch):
     monkeypatch.setattr(Sloped, "is_last", True)
     monkeypatch.setattr(Sloped, "is_random", False)
     model, twin = both(Sloped)
@@ -707,8 +707,8 @@ def test_what_is_never_written_is_right_where_the_second_run_ends(rig, monkeypat
     assert_equal(steps(model), steps(twin))
 
 
-def test_what_is_written_late_is_an_error_where_the_second_run_ends(rig, monkeypatch):
-    """It ends in front of the kernel."""
+def test_slopes_written_late_are_an_error_if_recomputation_ends(rig, monkeypatch):
+    # Recomputation ends before the kernel.
     monkeypatch.setattr(Sloped, "is_last", True)
     model, _ = both(Sloped)
     rig.offload(model, "recompute")

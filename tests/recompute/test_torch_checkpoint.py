@@ -1,4 +1,4 @@
-"""The user's own torch.utils.checkpoint inside of a door: what it retains travels, and policies mean what they say."""
+"""torch.utils.checkpoint called by the user inside an entry point: retained tensors travel, and policies hold."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ import ebbtide
 from ebbtide._devices.sim import SimDevice
 from ebbtide._recompute import torch_checkpoint as adapter
 from ebbtide._stores.host import HostStore
-from ebbtide.types import Reason
+from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
 SPREAD, BUNDLED = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
@@ -37,12 +37,12 @@ def _fresh_process():
     ebbtide.release_memory()
 
 
-again = functools.partial(checkpoint, use_reentrant=False)
-"""A reference from before any door, as transformers has it."""
+ckpt = functools.partial(checkpoint, use_reentrant=False)
+"""A reference from before the first entry point, as in transformers."""
 
 
 def something_moves():
-    """A door whose first forward moves nothing would say so."""
+    """A first forward without moved tensors would warn."""
     (torch.ones(64, requires_grad=True) * 2.0).sin().exp()
 
 
@@ -89,33 +89,33 @@ def _of_pair(layer):
 
 
 def _early(layer, hidden, mask):
-    return again(layer, hidden=hidden, mask=mask, early_stop=False)
+    return ckpt(layer, hidden=hidden, mask=mask, early_stop=False)
 
 
 WAYS = {
-    "position": lambda layer, h, mask: again(layer, h, mask),
-    "keyword": lambda layer, h, mask: again(layer, hidden=h, mask=mask),
-    "position and keyword": lambda layer, h, mask: again(layer, h, mask=mask),
-    "tuple": lambda layer, h, mask: again(_unpack(layer), (h, mask)),
-    "list by keyword": lambda layer, h, mask: again(_unpack(layer), parts=[h, mask]),
-    "dict": lambda layer, h, mask: again(lambda d: layer(**d), {"hidden": h, "mask": mask}),
-    "nested": lambda layer, h, mask: again(lambda d, x: layer(d["a"][0][1], x[0]), {"a": [(3, h)]}, x=(mask, None)),
-    "dataclass": lambda layer, h, mask: again(_of_pair(layer), Pair(h, mask)),
-    "frozen": lambda layer, h, mask: again(lambda f: _of_pair(layer)(f.inner), f=Frozen(mask, Pair(h, mask))),
-    "slots": lambda layer, h, mask: again(_of_pair(layer), Slotted(h, mask)),
-    "partial": lambda layer, h, mask: again(functools.partial(layer, mask=mask, hidden=h)),
-    "partial, rest by position": lambda layer, h, mask: again(functools.partial(layer, mask=mask), h),
-    "partial of partial": lambda layer, h, mask: again(functools.partial(functools.partial(layer, h), mask=mask)),
-    "partial as an argument": lambda layer, h, mask: again(lambda call: call(), functools.partial(layer, h, mask)),
-    "bound method": lambda layer, h, mask: again(layer.forward, hidden=h, mask=mask),
-    "view": lambda layer, h, mask: again(lambda *, t: layer(t.view(6, 8), mask), t=h.view(-1)),
-    "twice": lambda layer, h, mask: again(lambda a, *, b, c: layer(a, mask) + b[0] * c, h, b=[h], c=h),
+    "position": lambda layer, h, mask: ckpt(layer, h, mask),
+    "keyword": lambda layer, h, mask: ckpt(layer, hidden=h, mask=mask),
+    "position and keyword": lambda layer, h, mask: ckpt(layer, h, mask=mask),
+    "tuple": lambda layer, h, mask: ckpt(_unpack(layer), (h, mask)),
+    "list by keyword": lambda layer, h, mask: ckpt(_unpack(layer), parts=[h, mask]),
+    "dict": lambda layer, h, mask: ckpt(lambda d: layer(**d), {"hidden": h, "mask": mask}),
+    "nested": lambda layer, h, mask: ckpt(lambda d, x: layer(d["a"][0][1], x[0]), {"a": [(3, h)]}, x=(mask, None)),
+    "dataclass": lambda layer, h, mask: ckpt(_of_pair(layer), Pair(h, mask)),
+    "frozen": lambda layer, h, mask: ckpt(lambda f: _of_pair(layer)(f.inner), f=Frozen(mask, Pair(h, mask))),
+    "slots": lambda layer, h, mask: ckpt(_of_pair(layer), Slotted(h, mask)),
+    "partial": lambda layer, h, mask: ckpt(functools.partial(layer, mask=mask, hidden=h)),
+    "partial, rest by position": lambda layer, h, mask: ckpt(functools.partial(layer, mask=mask), h),
+    "partial of partial": lambda layer, h, mask: ckpt(functools.partial(functools.partial(layer, h), mask=mask)),
+    "partial as an argument": lambda layer, h, mask: ckpt(lambda call: call(), functools.partial(layer, h, mask)),
+    "bound method": lambda layer, h, mask: ckpt(layer.forward, hidden=h, mask=mask),
+    "view": lambda layer, h, mask: ckpt(lambda *, t: layer(t.view(6, 8), mask), t=h.view(-1)),
+    "twice": lambda layer, h, mask: ckpt(lambda a, *, b, c: layer(a, mask) + b[0] * c, h, b=[h], c=h),
     "without early stop": _early,
 }
 
 
-def tower(door, way, steps=3):
-    """Losses and gradients of some steps through four checkpointed layers, and what was freed in the last forward."""
+def tower(entry, way, steps=3):
+    """Losses and gradients of some steps through four checkpointed layers, and which inputs the last forward freed."""
     layers = make(lambda: nn.ModuleList(Layer() for _ in range(4)), CPU)
     data = Data(CPU)
     batch, mask = data.leaf(6, 8), data.tensor(6, 12) > 0
@@ -125,7 +125,7 @@ def tower(door, way, steps=3):
         batch.grad = None
         layers.zero_grad()
         storages.clear()
-        with door:
+        with entry:
             x = batch * 1.5
             for layer in layers:
                 storages.append(weakref.ref(x.untyped_storage()))
@@ -139,7 +139,7 @@ def tower(door, way, steps=3):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_what_is_passed_travels_however_it_is_passed(name):
+def test_arguments_travel_however_passed(name):
     rig = Rig()
     ours, freed = tower(rig.context, WAYS[name])
     plain, retained = tower(contextlib.nullcontext(), WAYS[name])
@@ -169,7 +169,7 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_what_is_passed_travels_in_a_module_too(name):
+def test_arguments_travel_in_a_module(name):
     model, twin = (make(lambda: Tower(WAYS[name]), CPU) for _ in range(2))
     handle = offload(model)
     results = {}
@@ -212,14 +212,14 @@ def test_gradient_checkpointing_of_transformers(kind, by_keyword):
             layer.forward = noting
         return model
 
-    def run(model, door, storages):
+    def run(model, entry, storages):
         results = []
         torch.manual_seed(1)
         for step in range(3):
             model.zero_grad()
             storages.clear()
             batch = tokens(CPU, step, 2, 16, 64)
-            with door:
+            with entry:
                 loss = model(input_ids=batch, labels=batch).loss
             freed = [ref() is None for ref in storages]
             results += [t.clone() for t in finish(loss, model)]
@@ -239,8 +239,8 @@ def test_gradient_checkpointing_of_transformers(kind, by_keyword):
     assert stats.host_bytes == 0
 
 
-def test_what_stays_is_the_very_object_that_was_passed():
-    """Containers without a tensor that travels, parameters, small tensors; in the second run too."""
+def test_kept_arguments_are_the_original_objects():
+    """Containers without a tensor that travels, parameters, small tensors; in forward and recomputation."""
     seen = []
     small, weight = torch.ones(2), nn.Parameter(torch.ones(64))
     empty, pair, notes = [], (small, 1), {"w": weight}
@@ -252,7 +252,7 @@ def test_what_stays_is_the_very_object_that_was_passed():
     rig = Rig(min_bytes=100)
     with rig.context:
         x = torch.ones(64) * 2.0
-        loss = again(region, [x], empty, pair=pair, notes=notes).sum()
+        loss = ckpt(region, [x], empty, pair=pair, notes=notes).sum()
     loss.backward()
     assert len(seen) == 2
     for values in seen:
@@ -260,16 +260,16 @@ def test_what_stays_is_the_very_object_that_was_passed():
     assert rig.stats.parcels.count == 1
 
 
-def test_second_run_gets_containers_of_its_own():
+def test_recomputation_gets_new_containers():
     def region(x, notes):
         notes.append(x.sin())
         return (notes[0] * notes[-1]).cos()
 
-    def run(door):
+    def run(entry):
         x = torch.ones(64, requires_grad=True)
-        with door:
+        with entry:
             notes = [x * 2.0]
-            loss = again(region, x, notes).sum()
+            loss = ckpt(region, x, notes).sum()
             assert len(notes) == 2
         notes.append(None)
         loss.backward()
@@ -284,17 +284,17 @@ def test_second_run_gets_containers_of_its_own():
     assert_equal(run(Rig().context), [x.grad])
 
 
-def test_what_a_region_changes_in_place_is_by_reference_as_in_torch():
-    def run(door):
+def test_in_place_changes_of_a_region_are_visible_as_in_torch():
+    def run(entry):
         x = Data(CPU).leaf(64)
-        with door:
+        with entry:
             counter = torch.zeros(64) + 1.0
 
             def region(x, counts):
                 counts[0].add_(1.0)
                 return (x * 2.0).sin()
 
-            loss = again(region, x, counts=(counter,)).sum()
+            loss = ckpt(region, x, counts=(counter,)).sum()
         assert counter[0] == 2.0
         loss.backward()
         return [x.grad, counter]
@@ -302,28 +302,28 @@ def test_what_a_region_changes_in_place_is_by_reference_as_in_torch():
     assert_equal(run(Rig().context), run(contextlib.nullcontext()))
 
 
-def test_what_is_changed_after_the_forward_raises_as_if_it_was_passed_by_position():
+def test_keyword_tensors_changed_after_forward_raise_like_positional():
     x = Data(CPU).leaf(64)
     with Rig().context:
         y = x * 2.0
-        loss = again(lambda *, y: y.sin(), y=y).sum()
+        loss = ckpt(lambda *, y: y.sin(), y=y).sum()
     y.add_(1.0)
     with pytest.raises(ebbtide.ModifiedError):
         loss.backward()
 
 
 def test_closures_stay():
-    """Nobody can take a tensor out of a function's cells: it stays on the device, and the numbers are right."""
+    """Tensors in a function's cells cannot be replaced: they stay on the device, with correct results."""
 
     def times(y):
         return lambda z: (y * z).sin()
 
-    def run(door):
+    def run(entry):
         x = Data(CPU).leaf(64)
-        with door:
+        with entry:
             y = x * 2.0
             storage = weakref.ref(y.untyped_storage())
-            loss = again(times(y), x.cos()).sum()
+            loss = ckpt(times(y), x.cos()).sum()
             del y
             assert storage() is not None
         loss.backward()
@@ -338,7 +338,7 @@ class Scaling(nn.Module):
 
     def __new__(cls, *args):
         part = super().__new__(cls)
-        nn.Module.__init__(part)  # what dataclass generates assigns without it
+        nn.Module.__init__(part)  # the generated __init__ does not call __setattr__
         return part
 
     def forward(self, pair):
@@ -352,7 +352,7 @@ def test_modules_that_are_dataclasses_are_not_taken_apart():
     x = torch.ones(64, requires_grad=True)
     with Rig().context:
         y = x * 2.0
-        loss = again(part, (y, y)).sum()
+        loss = ckpt(part, (y, y)).sum()
     copies = [thing for thing in gc.get_objects() if type(thing) is Scaling]
     assert len(copies) == 1
     loss.backward()
@@ -360,7 +360,7 @@ def test_modules_that_are_dataclasses_are_not_taken_apart():
 
 
 def test_inference_tensors_stay():
-    """They have no version to watch."""
+    """Inference tensors have no version counter."""
     with torch.inference_mode():
         offset = torch.ones(64)
     seen = []
@@ -371,24 +371,24 @@ def test_inference_tensors_stay():
 
     x = torch.ones(64, requires_grad=True)
     with Rig().context:
-        loss = again(region, x * 2.0, parts=[offset, x * 3.0]).sum()
+        loss = ckpt(region, x * 2.0, parts=[offset, x * 3.0]).sum()
     loss.backward()
-    assert all(given is offset for given in seen)
+    assert all(argument is offset for argument in seen)
     assert len(seen) == 2
 
 
 def test_without_grad_nothing_is_kept():
     rig = Rig()
     with torch.no_grad(), rig.context:
-        again(lambda *, y: y.sin(), y=torch.ones(64) * 2.0)
-    assert rig.stats.saves == 0
+        ckpt(lambda *, y: y.sin(), y=torch.ones(64) * 2.0)
+    assert rig.stats.saved_tensors == 0
 
 
 def test_traced_it_is_as_torch_has_it():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(x):
-        return again(lambda pair: (pair[0] * pair[1]).sin(), (x * 2.0, x * 3.0)).sum()
+        return ckpt(lambda pair: (pair[0] * pair[1]).sin(), (x * 2.0, x * 3.0)).sum()
 
     x = torch.ones(64)
     plain = make_fx(function)(x)
@@ -397,24 +397,24 @@ def test_traced_it_is_as_torch_has_it():
         something_moves()
         ours = make_fx(function)(x)
     assert ours.code == plain.code
-    assert rig.stats.parcels.count == 2  # of what did move
+    assert rig.stats.parcels.count == 2  # of the moved tensors
 
 
 def test_double_backward_retain_graph_and_partial_backward():
-    def run(door):
+    def run(entry):
         data = Data(CPU)
         x, w = data.leaf(6, 8), data.leaf(8, 8)
         results = []
-        with door:
-            y, z = again(lambda *, h, w: ((h @ w).sin(), (h * 2.0).cos()), h=x + 1.5, w=w + 0.1)
+        with entry:
+            y, z = ckpt(lambda *, h, w: ((h @ w).sin(), (h * 2.0).cos()), h=x + 1.5, w=w + 0.1)
             loss = (y.exp() * z).sum()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
         results += [first.detach()]
         results += [t.detach() for t in torch.autograd.grad(first.square().sum(), [x, w], retain_graph=True)]
         loss.backward(retain_graph=True)
         loss.backward()
-        with door:
-            y, z = again(lambda *, h, w: ((h @ w).sin(), (h * 2.0).cos()), h=x + 1.5, w=w + 0.1)
+        with entry:
+            y, z = ckpt(lambda *, h, w: ((h @ w).sin(), (h * 2.0).cos()), h=x + 1.5, w=w + 0.1)
         y.sum().backward()
         z.sum().backward()
         return [*results, x.grad, w.grad]
@@ -425,16 +425,16 @@ def test_double_backward_retain_graph_and_partial_backward():
 
 
 def test_nested_checkpoints():
-    def run(door):
+    def run(entry):
         layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU)
         batch = Data(CPU).leaf(6, 8)
         torch.manual_seed(0)
 
         def outer(*, hidden):
-            return again(lambda pair: layers[1](again(layers[0], hidden=pair[0])), (hidden,))
+            return ckpt(lambda pair: layers[1](ckpt(layers[0], hidden=pair[0])), (hidden,))
 
-        with door:
-            loss = again(layers[2], hidden=again(outer, hidden=batch * 1.5)).square().mean()
+        with entry:
+            loss = ckpt(layers[2], hidden=ckpt(outer, hidden=batch * 1.5)).square().mean()
         return finish(loss, batch, layers)
 
     rig = Rig()
@@ -444,11 +444,11 @@ def test_nested_checkpoints():
 
 
 def test_reentrant_checkpoint_is_left_alone():
-    def run(door):
+    def run(entry):
         layer = make(Layer, CPU)
         batch = Data(CPU).leaf(6, 8)
         torch.manual_seed(0)
-        with door:
+        with entry:
             x = batch * 1.5
             storage = weakref.ref(x.untyped_storage())
             loss = checkpoint(layer, x, use_reentrant=True)
@@ -462,17 +462,17 @@ def test_reentrant_checkpoint_is_left_alone():
     assert freed
 
 
-# Imported before any door of this process or after one: it has the function under its own name.
+# Has the function by name, whether imported before or after the first entry point.
 def test_composable_checkpoint():
     from torch.distributed._composable import checkpoint as composable
 
-    def run(door):
+    def run(entry):
         layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU)
         for layer in layers:
             composable(layer)
         batch, storages = Data(CPU).leaf(6, 8), []
         torch.manual_seed(0)
-        with door:
+        with entry:
             x = batch * 1.5
             for layer in layers:
                 storages.append(weakref.ref(x.untyped_storage()))
@@ -493,9 +493,9 @@ def test_composable_checkpoint():
 @pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 def test_compiled_layers_inside():
     def way(layer, hidden, mask):
-        return again(layer, hidden=hidden, mask=mask.float())
+        return ckpt(layer, hidden=hidden, mask=mask.float())
 
-    def run(door):
+    def run(entry):
         layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU)
         for layer in layers:
             layer.compile(backend="aot_eager")
@@ -506,11 +506,11 @@ def test_compiled_layers_inside():
             layers.zero_grad()
             storages.clear()
             torch.manual_seed(0)
-            with door:
+            with entry:
                 x = batch * 1.5
                 for layer in layers:
                     storages.append(weakref.ref(x.untyped_storage()))
-                    x = again(layer, hidden=x, mask=mask)
+                    x = ckpt(layer, hidden=x, mask=mask)
                 loss = x.square().mean()
                 del x
                 freed = [ref() is None for ref in storages]
@@ -527,7 +527,7 @@ def test_compiled_layers_inside():
 
 
 class Counting(TorchDispatchMode):
-    """How often each operator runs."""
+    """Counts calls by operator."""
 
     def __init__(self):
         super().__init__()
@@ -543,7 +543,7 @@ def selective(policy, **options):
 
 
 def on(ops, member, other=CheckpointPolicy.PREFER_RECOMPUTE):
-    """A policy that says `member` for calls of `ops`."""
+    """A policy with the answer `member` for calls of `ops`."""
     return lambda ctx, op, *args, **kwargs: member if op in ops else other
 
 
@@ -553,8 +553,8 @@ def products(x, *weights):
     return x.tanh()
 
 
-def selected(door, contexts, region=products, steps=3, **options):
-    """Losses and gradients of some steps, products that the last backward ran, and what of them was freed before it."""
+def selected(entry, contexts, region=products, steps=3, **options):
+    """Losses and gradients of some steps, the products of the last backward, and which outputs were freed before."""
     data = Data(CPU)
     batch, *weights = data.leaf(6, 8), data.leaf(8, 8), data.leaf(8, 8), data.leaf(8, 8)
     leaves = [batch, *weights]
@@ -563,8 +563,8 @@ def selected(door, contexts, region=products, steps=3, **options):
     for _ in range(steps):
         for leaf in leaves:
             leaf.grad = None
-        with door:
-            y = region(batch * 1.5, *weights) if contexts is None else again(
+        with entry:
+            y = region(batch * 1.5, *weights) if contexts is None else ckpt(
                 region, batch * 1.5, *weights, context_fn=contexts, **options
             )  # fmt: skip
             loss = y.square().mean()
@@ -590,7 +590,7 @@ def test_policies_of_each_kind(member):
     rig.check_at_rest()
 
 
-def test_policies_outside_of_doors_are_torchs():
+def test_policies_outside_of_entry_points_are_torchs():
     _, ran = selected(contextlib.nullcontext(), selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD)))
     _, least = selected(contextlib.nullcontext(), None)
     assert ran == least + 3
@@ -626,7 +626,7 @@ def test_mixtures(name, early_stop):
 
 
 def by_number(members):
-    """A policy for products by the number of the call, counting as users' policies do: for each run by itself."""
+    """A policy for products by the number of the call, counted separately in forward and recomputation."""
     counts = {False: 0, True: 0}
 
     def policy(ctx, op, *args, **kwargs):
@@ -660,7 +660,7 @@ def test_list_of_operators_and_booleans_stay_torchs():
         assert rig.stats.parcels.count == 3 * 2
 
 
-def test_policies_see_what_torch_shows_them():
+def test_policies_receive_the_calls_torch_shows():
     seen = []
 
     def policy(ctx, op, *args, **kwargs):
@@ -688,15 +688,15 @@ def test_outputs_are_freed_in_forward():
         data = Data(CPU)
         weights = [data.leaf(8, 8) for _ in range(3)]
         contexts = selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD))
-        y = again(region, data.tensor(6, 8) * 1.0, *weights, context_fn=contexts)
+        y = ckpt(region, data.tensor(6, 8) * 1.0, *weights, context_fn=contexts)
         loss = y.exp().exp().sum()
         assert [ref() is None for ref in storages] == [True] * 3
     loss.backward()
 
 
 @pytest.mark.parametrize("may_change", [False, True])
-def test_outputs_changed_in_place_run_again(may_change):
-    """torch raises for such outputs if they are to be saved, or takes the changed ones for those before the change."""
+def test_outputs_changed_in_place_are_recomputed(may_change):
+    """torch raises for saved outputs changed in place, or hands out the changed values."""
 
     def region(x, *weights):
         for weight in weights:
@@ -717,8 +717,8 @@ def test_outputs_changed_in_place_do_not_wait_for_backward():
     x = torch.ones(8, 8, requires_grad=True)
     with rig.context:
         contexts = selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD))
-        loss = again(lambda x: (x @ x).add_(1.0).sin(), x, context_fn=contexts)
-    rig.engine._settle_deaths()
+        loss = ckpt(lambda x: (x @ x).add_(1.0).sin(), x, context_fn=contexts)
+    rig.engine._drain_frees()
     assert rig.stats.parcels.count == 1
     assert rig.engine.store_stats().used_bytes == 0
     assert not rig.engine._by_storage
@@ -729,9 +729,9 @@ def test_saved_outputs_changed_in_place_raise_as_in_torch():
     def region(x, *weights):
         return (x @ weights[0]).relu_().sigmoid()
 
-    for door in (Rig().context, contextlib.nullcontext()):
+    for entry in (Rig().context, contextlib.nullcontext()):
         with pytest.raises(RuntimeError, match="has been mutated"):
-            selected(door, selective(on([MM], CheckpointPolicy.MUST_SAVE)), region)
+            selected(entry, selective(on([MM], CheckpointPolicy.MUST_SAVE)), region)
 
 
 def noisy(x, *weights):
@@ -762,7 +762,7 @@ def test_random_numbers(contexts):
 
 
 def test_random_numbers_that_are_not_preserved_are_left_alone():
-    """What was drawn comes back, and backward, as without a door, draws nothing and sets nothing."""
+    """Random outputs come back, and backward advances no generator, as without an entry point."""
 
     def region(x, *weights):
         return ((x + torch.rand_like(x)) @ weights[0]).tanh()
@@ -777,20 +777,20 @@ def test_random_numbers_that_are_not_preserved_are_left_alone():
 
     x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(8, 8)
     with Rig().context:
-        loss = again(with_more, x * 2.0, w, context_fn=contexts, preserve_rng_state=False).sum()
+        loss = ckpt(with_more, x * 2.0, w, context_fn=contexts, preserve_rng_state=False).sum()
     before = torch.get_rng_state()
     loss.backward()
     assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_retained_graph_with_outputs_away():
-    """torch's own saved outputs are gone after the first backward, and it says so; what was away comes back again."""
+    """torch frees its saved outputs in the first backward, and raises; offloaded outputs come back once more."""
     data = Data(CPU)
 
-    def run(door, contexts):
+    def run(entry, contexts):
         x, w, v = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(8, 8), Data(CPU, 2).leaf(8, 8)
-        with door:
-            y = products(x * 2.0, w, v) if contexts is None else again(products, x * 2.0, w, v, context_fn=contexts)
+        with entry:
+            y = products(x * 2.0, w, v) if contexts is None else ckpt(products, x * 2.0, w, v, context_fn=contexts)
             loss = y.exp().sum()
         for retain in (True, True, False):
             loss.backward(retain_graph=retain)
@@ -810,9 +810,9 @@ def test_two_backwards_through_one_region():
         y = x @ w
         return y.sin(), (y @ w).cos()
 
-    def run(door, call):
+    def run(entry, call):
         x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(8, 8)
-        with door:
+        with entry:
             y, z = call(region, x * 2.0, w)
             y, z = y.exp().sum(), z.exp().sum()
         (first,) = torch.autograd.grad(y, [x], retain_graph=True)
@@ -821,10 +821,10 @@ def test_two_backwards_through_one_region():
 
     contexts = selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD))
     plain = run(contextlib.nullcontext(), lambda region, *args: region(*args))
-    assert_equal(run(Rig().context, functools.partial(again, context_fn=contexts)), plain)
+    assert_equal(run(Rig().context, functools.partial(ckpt, context_fn=contexts)), plain)
 
 
-def test_what_the_second_run_never_asks_for_is_no_longer_sent():
+def test_outputs_unused_in_recomputation_are_no_longer_sent():
     def region(x, *weights):
         return products(x, *weights) @ weights[0]
 
@@ -849,7 +849,7 @@ def test_small_outputs_stay_on_the_device_and_are_served_all_the_same():
 
 
 def test_contexts_of_the_users_own_are_entered_and_left():
-    """Around a selective mode, which is found all the same, or without one."""
+    """Wraps the context of a selective mode, which is still found, or any context."""
     noted = []
 
     @contextlib.contextmanager
@@ -877,7 +877,7 @@ def test_contexts_of_the_users_own_are_entered_and_left():
 
 @contextlib.contextmanager
 def entering(context):
-    """Hides the class of a context."""
+    """Hides a context's class."""
     with context:
         yield
 
@@ -898,7 +898,7 @@ def respecting(respects):
 @pytest.mark.parametrize("is_hidden", [False, True])
 @pytest.mark.parametrize("member", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True])
 def test_saved_outputs_travel_if_the_user_says_so(member, is_hidden, respects):
-    """From torch 2.14 on a user can say so. Whether or not, torch has nothing to warn about."""
+    """From torch 2.14 on, a user can choose. torch does not warn in either case."""
     rig = Rig()
     contexts = selective(on([MM], member, other=CheckpointPolicy.PREFER_RECOMPUTE))
     contexts = hidden(contexts) if is_hidden else contexts
@@ -922,8 +922,8 @@ def test_mixtures_with_saved_outputs(respects):
 
 
 @pytest.mark.skipif(True not in RESPECTS, reason="torch hands no saved outputs to hooks")
-def test_saved_outputs_that_travel_and_are_changed_in_place_run_again():
-    """A copy may be under way while they change."""
+def test_saved_outputs_that_travel_and_change_are_recomputed():
+    """A copy may be in flight during the change."""
 
     def region(x, *weights):
         for weight in weights:
@@ -939,7 +939,7 @@ def test_saved_outputs_that_travel_and_are_changed_in_place_run_again():
 
 @pytest.mark.parametrize("respects", RESPECTS)
 def test_saved_random_numbers_that_are_not_preserved_are_torchs(respects):
-    """Drawn again they would be others: changed in place they raise, whoever was to keep them."""
+    """Recomputed random outputs would differ, so a change in place raises in every case."""
 
     def region(x, *weights):
         return ((x + torch.rand_like(x)) @ weights[0]).tanh()
@@ -958,15 +958,15 @@ def test_saved_random_numbers_that_are_not_preserved_are_torchs(respects):
 @pytest.mark.parametrize("respects", RESPECTS)
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_saved_outputs_in_nested_checkpoints_stay(is_hidden, respects):
-    def run(door, contexts):
+    def run(entry, contexts):
         x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(8, 8)
 
         def inner(x):
-            return again(products, x, w, w, context_fn=contexts, **respecting(respects))
+            return ckpt(products, x, w, w, context_fn=contexts, **respecting(respects))
 
-        with door:
-            loss = again(lambda *, h: inner(h.sin()).exp(), h=x * 2.0).sum()
-            loss.backward()  # the second run finds hooks too
+        with entry:
+            loss = ckpt(lambda *, h: inner(h.sin()).exp(), h=x * 2.0).sum()
+            loss.backward()  # recomputation has hooks too
         return [loss.detach(), x.grad, w.grad]
 
     for member in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
@@ -975,7 +975,7 @@ def test_saved_outputs_in_nested_checkpoints_stay(is_hidden, respects):
         rig = Rig()
         ours = run(rig.context, contexts)
         assert_equal(ours, run(contextlib.nullcontext(), contexts))
-        assert rig.stats.parcels.count == 1  # the input of the outer one
+        assert rig.stats.parcels.count == 1  # the input of the outer checkpoint
         rig.check_at_rest()
 
 
@@ -992,7 +992,7 @@ def test_saved_outputs_in_regions_with_recipes(recipe, is_hidden, respects):
             self.part = part
 
         def forward(self, x):
-            return again(self.part, x, context_fn=contexts, **respecting(respects))
+            return ckpt(self.part, x, context_fn=contexts, **respecting(respects))
 
     class Tower(Transformer):
         def __init__(self):
@@ -1010,16 +1010,16 @@ def test_saved_outputs_in_regions_with_recipes(recipe, is_hidden, respects):
 
 
 def test_composable_checkpoint_with_saved_outputs():
-    """It says nothing of hooks to torch."""
+    """The context does not tell torch about hooks."""
     from torch.distributed._composable import checkpoint as composable
 
-    def run(door):
+    def run(entry):
         layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU)
         for layer in layers:
             composable(layer, context_fn=selective([torch.ops.aten.addmm.default]))
         batch = Data(CPU).leaf(6, 8)
         torch.manual_seed(0)
-        with door:
+        with entry:
             x = batch * 1.5
             for layer in layers:
                 x = layer(x)
@@ -1031,10 +1031,10 @@ def test_composable_checkpoint_with_saved_outputs():
     rig.check_at_rest()
 
 
-@pytest.mark.skipif(not hasattr(torch_checkpoint, "_is_cacheable_effect"), reason="torch runs all effects again")
+@pytest.mark.skipif(not hasattr(torch_checkpoint, "_is_cacheable_effect"), reason="torch recomputes all effects")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_effects_are_not_had_twice(order):
-    """torch saves outputs of operators with effects, also those that a policy wants offloaded."""
+    """torch saves outputs of operators with effects, even if a policy offloads them."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     had = []
@@ -1050,11 +1050,11 @@ def test_effects_are_not_had_twice(order):
             x = x + noted(x.detach() + 1.0).sin() * w
             return x.sin() * noted(x.detach()).cos()
 
-        def run(door, contexts):
+        def run(entry, contexts):
             had.clear()
             x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).leaf(6, 8)
-            with door:
-                loss = again(region, x * 2.0, w, context_fn=contexts).sum()
+            with entry:
+                loss = ckpt(region, x * 2.0, w, context_fn=contexts).sum()
             loss.backward()
             return [loss.detach(), x.grad, w.grad], len(had)
 
@@ -1076,7 +1076,7 @@ def test_effects_are_not_had_twice(order):
 
 
 def test_calls_that_fail_are_counted():
-    """The region of a recipe tries what it cannot do first."""
+    """The region of a recipe first tries its recipe without success."""
 
     class Trying(nn.Module):
         def __init__(self):
@@ -1090,9 +1090,9 @@ def test_calls_that_fail_are_counted():
                 x = (x @ self.weight).sin()
             return x
 
-    def run(door):
+    def run(entry):
         model = make(lambda: nn.Sequential(Trying(), Trying()), CPU)
-        if door:
+        if entry:
             offload(model, recipe={"0": "selective", "1": "selective"})
         return finish(model(Data(CPU).tensor(6, 8)).square().mean(), model)
 
@@ -1101,7 +1101,7 @@ def test_calls_that_fail_are_counted():
 
 @pytest.mark.parametrize("recipe", ["keep", "offload", "recompute", "selective"])
 def test_in_regions_with_recipes(recipe):
-    """A checkpoint inside of a region, which itself may run again."""
+    """A checkpoint inside a region, which may be recomputed too."""
 
     class Tower(Transformer):
         def __init__(self):
@@ -1116,8 +1116,8 @@ def test_in_regions_with_recipes(recipe):
 
         def forward(self, x):
             contexts = selective(on([torch.ops.aten.addmm.default], CheckpointPolicy.MUST_CPU_OFFLOAD))
-            y = again(lambda pair, *, z: self.part(pair[0]) * z, (x, None), z=x.cos(), context_fn=contexts)
-            return y + again(self.part, x)
+            y = ckpt(lambda pair, *, z: self.part(pair[0]) * z, (x, None), z=x.cos(), context_fn=contexts)
+            return y + ckpt(self.part, x)
 
     model, twin = make(Tower, CPU), make(Tower, CPU)
     handle = offload(model, recipe=recipe)
@@ -1128,7 +1128,7 @@ def test_in_regions_with_recipes(recipe):
     assert handle.stats().host_bytes == 0
 
 
-def test_sequences_and_collectives_are_held(process_group):
+def test_sequences_and_collectives_are_saved(process_group):
     collectives = torch.ops._c10d_functional
     gather, topk = collectives.all_gather_into_tensor.default, torch.ops.aten.topk.default
 
@@ -1137,10 +1137,10 @@ def test_sequences_and_collectives_are_held(process_group):
         top, indices = (x * gathered).topk(3, -1)
         return top.sin() * indices.to(x.dtype).cos()
 
-    def run(door, contexts):
+    def run(entry, contexts):
         x, w = Data(CPU).leaf(6, 8), Data(CPU, 1).tensor(8, 8)
-        with door:
-            loss = again(region, x * 2.0, w, context_fn=contexts).sum()
+        with entry:
+            loss = ckpt(region, x * 2.0, w, context_fn=contexts).sum()
         with Counting() as counting:
             loss.backward()
         return [loss.detach(), x.grad], counting.calls.get(gather, 0), counting.calls.get(topk, 0)
@@ -1154,10 +1154,10 @@ def test_sequences_and_collectives_are_held(process_group):
     assert without == [1, 1]
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_exceptions_in_forward_and_in_the_second_run():
+def test_exceptions_in_forward_and_in_recomputation():
     explodes = {"in": 0}
 
     def region(*, hidden, weights):
@@ -1167,12 +1167,12 @@ def test_exceptions_in_forward_and_in_the_second_run():
             raise Boom
         return products(y, *weights)
 
-    def run(door, when):
+    def run(entry, when):
         explodes["in"] = when
         x, weights = Data(CPU).leaf(6, 8), [Data(CPU, n).leaf(8, 8) for n in range(2)]
         contexts = selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD))
-        with door:
-            loss = again(region, hidden=x * 2.0, weights=weights, context_fn=contexts).sum()
+        with entry:
+            loss = ckpt(region, hidden=x * 2.0, weights=weights, context_fn=contexts).sum()
         loss.backward()
         return [x.grad, *(w.grad for w in weights)]
 
@@ -1186,27 +1186,27 @@ def test_exceptions_in_forward_and_in_the_second_run():
     assert_equal(run(rig.context, 0), run(contextlib.nullcontext(), 0))
 
 
-def test_dropped_graphs_leave_nothing():
+def test_dropped_graphs_free_everything():
     rig = Rig()
     data = Data(CPU)
     x, w = data.leaf(6, 8), data.leaf(8, 8)
     with rig.context:
         contexts = selective(on([MM], CheckpointPolicy.MUST_CPU_OFFLOAD))
-        y = again(lambda pair: products(*pair), (x * 2.0, w), context_fn=contexts).sum()
+        y = ckpt(lambda pair: products(*pair), (x * 2.0, w), context_fn=contexts).sum()
     del y
     rig.check_at_rest()
 
 
 def test_debug_and_contexts_exclude_each_other_as_in_torch():
     with pytest.raises(ValueError, match="incompatible"), Rig().context:
-        again(products, torch.ones(2, 2), context_fn=selective([MM]), debug=True)
+        ckpt(products, torch.ones(2, 2), context_fn=selective([MM]), debug=True)
 
 
-# -- where it applies --------------------------------------------------------------------------------------------------
+# -- scope -------------------------------------------------------------------------------------------------------------
 
 
 def passed_on():
-    """What a checkpointed function is given, in both runs, by keyword."""
+    """The keyword arguments of a checkpointed function, in forward and recomputation."""
     seen = []
 
     def region(x, *, parts):
@@ -1215,11 +1215,11 @@ def passed_on():
 
     x = torch.ones(64, requires_grad=True) * 2.0
     parts = [x * 3.0]
-    again(region, x, parts=parts).sum().backward()
+    ckpt(region, x, parts=parts).sum().backward()
     return [given is parts for given in seen]
 
 
-def test_outside_of_a_door_and_in_other_threads_nothing_changes():
+def test_nothing_changes_outside_of_entry_points_and_in_threads():
     assert passed_on() == [True, True]
     found = []
     with Rig().context:
@@ -1244,7 +1244,7 @@ def test_undone_it_is_as_it_was():
     with Rig().context:
         assert getattr(torch_checkpoint, NAME) is not original
         x = torch.ones(64, requires_grad=True)
-        loss = again(lambda *, y: y.sin(), y=x * 2.0).sum()
+        loss = ckpt(lambda *, y: y.sin(), y=x * 2.0).sum()
         adapter.undo()
         assert getattr(torch_checkpoint, NAME) is original
         assert passed_on() == [True, True]
@@ -1296,7 +1296,7 @@ def test_signature_is_torchs():
 
 @pytest.mark.parametrize("options", [{}, {"novelty": 3}, {"respect_saved_tensors_hooks": True, "early_stop": False}])
 def test_options_of_later_releases_are_handed_on(monkeypatch, options):
-    """Whatever `checkpoint` passes, to a function that bundles arguments, arrives there; hooks are never torch's."""
+    """All options of `checkpoint` reach a function of the bundled form; respect_saved_tensors_hooks is always False."""
     arrived = []
 
     def later(
@@ -1321,7 +1321,7 @@ def test_options_of_later_releases_are_handed_on(monkeypatch, options):
 # -- under all orders of copies ----------------------------------------------------------------------------------------
 
 
-def _program(door, side, seed):
+def _program(entry, side, seed):
     data = Data(CPU, seed)
     layers = make(lambda: nn.ModuleList(Layer() for _ in range(3)), CPU, seed)
     batch, *weights = data.leaf(6, 8), data.leaf(8, 8), data.leaf(8, 8), data.leaf(8, 8)
@@ -1331,12 +1331,12 @@ def _program(door, side, seed):
     results = []
     torch.manual_seed(seed)
     for step in range(3):
-        with door:
+        with entry:
             x = batch * 1.5
             for number, layer in enumerate(layers):
-                x = again(layer, hidden=x)
+                x = ckpt(layer, hidden=x)
                 pair = (x * 2.0, [weights[number]])
-                x = again(
+                x = ckpt(
                     lambda pair, *, x: products(pair[0], *pair[1]) + x, pair, x=x,
                     context_fn=contexts[(seed + number + step) % len(contexts)],
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Regions that do not reproduce themselves: a verified forward finds them, and all steps are as in plain training."""
+"""Regions with a differing recomputation: a verified forward finds each, and all steps equal plain training."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, RecomputeError
 from ebbtide._recompute.verify import is_rounding
-from ebbtide.types import Reason, Unable
+from ebbtide._types import Reason, Unable
 
 CPU = torch.device("cpu")
 COUNTS = {"runs": 0}
@@ -59,7 +59,7 @@ class CountsInGlobal(Region):
 
 
 class ReadsGlobal(Region):
-    """The training loop changes it between forward and backward."""
+    """The training loop changes the global between forward and backward."""
 
     def factor(self):
         return FACTOR
@@ -138,7 +138,7 @@ class TurnsEnum(Region):
 
 
 class CatchesAnException(Region):
-    """Takes another way when it is run for the second time."""
+    """Takes another path in recomputation."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ class SavesLess(Region):
 
 
 class ChangesItsInput(nn.Module):
-    """Recipes refuse it, for it cannot be given its input once more."""
+    """Refused by recipes: recomputation would need the old input."""
 
     def __init__(self):
         super().__init__()
@@ -221,24 +221,24 @@ def test_a_region_that_differs_is_kept_and_all_steps_are_the_plain_ones(kind, re
     with pytest.warns(EbbtideWarning, match=r"layers\.\d is kept from now on, and backward has read what its forward"):
         ours = steps(model, 4)
     assert_equal(ours, steps(make(kind), 4))
-    # Found once, and counted in each of the three forwards behind that.
+    # Found in the first forward, and counted in each of the three later forwards.
     assert handle.stats().unable == {Unable.DIFFERED: 3 + 3 * 3}
     assert handle.stats().host_bytes == 0
 
 
 @pytest.mark.parametrize("kind", [CountsInArray, SavesLess, ChangesItsInput])
-def test_a_budget_keeps_what_differs_in_its_first_step(kind):
+def test_a_budget_keeps_differing_regions_in_the_first_step(kind):
     model = make(kind)
     handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1)
     with pytest.warns(EbbtideWarning, match="is kept from now on"):
         ours = steps(model, 6)
     assert_equal(ours, steps(make(kind), 6))
-    assert all(region.again_s == 0 for region in handle.profile.regions)
+    assert all(region.recompute_s == 0 for region in handle.profile.regions)
     assert {recipe.action for name, recipe in handle.recipes.items() if "layers" in name} <= {"keep", "offload"}
 
 
 class Mixed(nn.Module):
-    """One region that differs among others."""
+    """A differing region between pure ones."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ class Mixed(nn.Module):
         return x.square().mean()
 
 
-def test_the_others_are_still_recomputed_and_so_is_their_profile():
+def test_pure_regions_are_still_recomputed_and_profiled():
     torch.manual_seed(0)
     model = Mixed()
     twin = copy.deepcopy(model)
@@ -261,7 +261,7 @@ def test_the_others_are_still_recomputed_and_so_is_their_profile():
     with pytest.warns(EbbtideWarning, match=r"layers\.1 is kept from now on"):
         ours = [t for seed in range(6) for t in step(model, seed)]
     assert_equal(ours, [t for seed in range(6) for t in step(twin, seed)])
-    again = {region.name: region.again_s > 0 for region in handle.profile.regions}
+    again = {region.name: region.recompute_s > 0 for region in handle.profile.regions}
     assert again == {"layers.0": True, "layers.1": False, "layers.2": True}
     kept = next(region for region in handle.profile.regions if region.name == "layers.1")
     assert kept.saved_bytes > 0
@@ -277,8 +277,7 @@ def back():
     FACTOR = 1.0
 
 
-def test_what_changes_between_forward_and_backward_is_found_too():
-    """And gradients are of what forward saved."""
+def test_a_change_between_forward_and_backward_is_found_too():
     model, twin = make(ReadsGlobal), make(ReadsGlobal)
     handle = offload(model, recipe="recompute", verify=100)
     with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
@@ -295,7 +294,7 @@ def test_without_verification_a_differing_shape_is_an_error():
         steps(model, 1)
 
 
-def test_a_later_forward_finds_what_the_first_one_did_not():
+def test_a_later_forward_finds_a_later_difference():
     model, twin = make(ReadsGlobal), make(ReadsGlobal)
     handle = offload(model, recipe="recompute", verify=3)
     for seed in range(3):
@@ -312,7 +311,7 @@ def test_a_planned_region_that_differs_later_is_planned_without_recomputation():
     handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1, verify=4)
     for seed in range(8):
         assert_equal(step(model, seed), step(twin, seed))
-    handle.set_recipe("recompute")  # whatever the plan chose
+    handle.set_recipe("recompute")  # against the plan
     with pytest.warns(EbbtideWarning, match="is kept"):
         ours = step(model, 8, exchange)
     back()
@@ -331,7 +330,7 @@ class Pure(Region):
         return 2.0
 
 
-def test_which_forwards_are_verified():
+def test_verified_forwards():
     """Each third, a new size of batch and a new training mode."""
     model = make(Pure)
     handle = offload(model, recipe="recompute", verify=3)
@@ -339,23 +338,23 @@ def test_which_forwards_are_verified():
     lean = min(found)  # the inputs alone
     assert [nbytes > lean for nbytes in found] == [True, False, False, True, False]
     assert moved_by_forward(handle, model, rows=64) > 16 * lean
-    assert moved_by_forward(handle, model, rows=64) > 16 * lean  # the third one
+    assert moved_by_forward(handle, model, rows=64) > 16 * lean  # the third forward
     assert moved_by_forward(handle, model, rows=64) == 16 * lean
     model.eval()
     assert moved_by_forward(handle, model) > lean
-    assert moved_by_forward(handle, model) > lean  # the third one
+    assert moved_by_forward(handle, model) > lean  # the third forward
     assert moved_by_forward(handle, model) == lean
 
 
 @pytest.mark.parametrize("verify", [None, 0])
-def test_a_recipe_by_hand_is_verified_only_where_that_is_written(verify):
+def test_a_recipe_by_hand_is_verified_only_by_the_option(verify):
     model = make(CountsInArray)
     handle = offload(model, recipe="recompute", verify=verify)
     steps(model, 2)
     assert handle.stats().unable == {}
 
 
-def test_nothing_is_verified_by_a_planner_that_is_told_not_to():
+def test_a_planner_with_verify_0_verifies_nothing():
     model = make(CountsInArray)
     handle = ebbtide.offload(model, budget="64GiB", store="disk", min_bytes=1, verify=0)
     steps(model, 3)
@@ -363,7 +362,7 @@ def test_nothing_is_verified_by_a_planner_that_is_told_not_to():
 
 
 @pytest.mark.parametrize("verify", [-1, True, "often", 1.5])
-def test_what_is_no_count_is_refused(verify):
+def test_only_counts_are_accepted(verify):
     with pytest.raises(ConfigError, match=re.escape(f"verify={verify!r}: expected how many forwards")):
         offload(make(Pure), recipe="recompute", verify=verify)
 
@@ -380,7 +379,7 @@ def test_a_store_without_room_verifies_nothing_and_changes_nothing():
     assert handle.stats().unable == {}  # nothing to fall back to
 
 
-def test_iterators_given_as_arguments_are_found():
+def test_iterators_as_arguments_are_found():
     def draw(model):
         numbers = itertools.count(1.0)
         return [t for seed in range(1) for t in step(model, seed, lambda: None, numbers)]
@@ -396,9 +395,9 @@ def test_iterators_given_as_arguments_are_found():
     assert_equal(ours, draw(twin))
 
 
-@pytest.mark.parametrize("name", ["recompute", "left out"])
+@pytest.mark.parametrize("name", ["recompute", "pruned"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_what_reproduces_itself_is_found_to_do_so(case, name):
+def test_regions_that_reproduce_themselves_pass(case, name):
     handles = []
 
     def apply(model):
@@ -409,7 +408,7 @@ def test_what_reproduces_itself_is_found_to_do_so(case, name):
     assert found == [0] * len(handles)
 
 
-# -- what a hostile reader found ---------------------------------------------------------------------------------------
+# -- unusual containers, opaque objects, collectives -------------------------------------------------------------------
 
 
 class Counter(collections.Counter):
@@ -473,7 +472,7 @@ class NotANumber(Region):
 
 
 class Opaque:
-    """With slots, a lock, a mapping inside that must stay as it is, and a tensor without memory."""
+    """With slots, a lock, a mapping that must stay untouched, and a tensor without memory."""
 
     __slots__ = ("gone", "lock", "rows")
 
@@ -497,7 +496,7 @@ class HasMachinery(Region):
 
 
 @pytest.mark.parametrize("kind", [CachesMasks, NotANumber, HasMachinery])
-def test_what_changes_nothing_is_no_difference(kind):
+def test_changes_without_an_effect_are_no_difference(kind):
     MASKS.clear()
     model = make(kind)
     handle = offload(model, recipe="recompute", verify=1)
@@ -506,7 +505,7 @@ def test_what_changes_nothing_is_no_difference(kind):
 
 
 class PicksRows(Region):
-    """What differs is an index alone."""
+    """Only an index differs."""
 
     def __init__(self):
         super().__init__()
@@ -541,9 +540,9 @@ def test_a_second_backward_is_verified_too():
     assert_equal(results[1], results[0])
 
 
-def test_regions_in_which_ranks_speak_are_not_verified(monkeypatch):
-    """One rank's verdict alone would have ranks recompute different collectives."""
-    monkeypatch.setattr("ebbtide._recompute.frame.collectives_so_far", itertools.count().__next__)
+def test_regions_with_collectives_are_not_verified(monkeypatch):
+    """After a verdict on a single rank, the ranks would recompute different collectives."""
+    monkeypatch.setattr("ebbtide._recompute.frame.collective_count", itertools.count().__next__)
     model = make(CountsInArray)
     handle = offload(model, recipe="recompute", verify=1)
     steps(model, 1)
@@ -569,7 +568,7 @@ def test_sharded_regions_are_verified(process_group):
 
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
-def test_rounding_is_told_from_other_values(value, monkeypatch):
+def test_rounding_is_distinguished_from_differences(value, monkeypatch):
     monkeypatch.setattr("ebbtide._recompute.verify._is_exact", lambda t: False)
     forward = torch.tensor([1.0, 2.0, value])
     rounded = torch.tensor([1.0, 2.0 + 2e-7, value])

@@ -11,7 +11,7 @@ from ebbtide import Recipe, RecomputeError
 
 CPU = torch.device("cpu")
 
-# transformers and torch warn about themselves.
+# transformers and torch warn about their own code.
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
 
 
@@ -80,7 +80,7 @@ def test_recipes(name, recipe, plain):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_with_the_models_own_checkpointing(use_reentrant, order, plain):
-    """Which of the two is outside depends on the version of transformers: the numbers do not."""
+    """The order of the two contexts depends on the version of transformers; results do not."""
     work = MODELS["Llama"]
     model = make(work.make, CPU)
     rig = HandleRig()

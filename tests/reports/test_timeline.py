@@ -1,4 +1,4 @@
-"""reports/timeline.py: curves become a picture with labelled axes, without a display."""
+"""Curves of memory become a picture, without a display."""
 
 import matplotlib as mpl
 import matplotlib.image
@@ -24,7 +24,7 @@ def test_both_curves_are_in_the_picture(tmp_path):
     assert {(0x9A, 0x9A, 0x9A), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
 
 
-def test_one_curve_draws_no_other(tmp_path):
+def test_one_curve_is_drawn_alone(tmp_path):
     path = tmp_path / "memory.png"
     draw_timeline(CURVES[:1], path, title="what it shows", memory="memory")
     assert (0x0B, 0x6F, 0xB8) not in colours_in(path)

@@ -5,7 +5,7 @@ from ebbtide._stores import _scratch, disk
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder that the disk store takes wherever the tests run: RAM is as good as a disk to test with."""
+    """A folder accepted by the disk store on every machine: RAM is as good as a disk for tests."""
     monkeypatch.setattr(disk, "_MOUNTS", tmp_path / "no-such-list-of-mounts")
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""A device of an accelerator's shape, whose copies run as late as they may: when somebody waits for them."""
+"""A device like an accelerator, with copies as late as possible: at a wait."""
 
 import threading
 import weakref
@@ -11,23 +11,23 @@ from ebbtide._utils.storage import as_bytes
 
 
 class LateStream:
-    """Copies and waits in order, run by whoever synchronises with a later point."""
+    """Copies and waits in order, run by the first synchronisation with a later point."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._queue = deque()
-        self._given = 0
+        self._queued = 0
         self._ran = 0
         self._lock = threading.RLock()
 
-    def give(self, task) -> None:
+    def put(self, task) -> None:
         with self._lock:
             self._queue.append(task)
-            self._given += 1
+            self._queued += 1
 
     def point(self) -> int:
         with self._lock:
-            return self._given
+            return self._queued
 
     def run_to(self, point: int) -> None:
         with self._lock:
@@ -46,12 +46,12 @@ class LateEvent:
 
 
 class LateDevice:
-    """Holds none of the memory it copies, as a GPU does not; what has died by then is a fault.
+    """Holds no memory of a queued copy, like a GPU; a copy with dead memory is a fault.
 
     Attributes:
-        faults: copies from or into memory that was freed.
+        faults: copies from or into freed memory.
         waits: (name of the stream, why) in order.
-        gate: while a test holds it, nobody gets past a copy.
+        gate: no copy runs while a test holds the lock.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class LateDevice:
         if stream is self._compute:
             queued.synchronize()
         else:
-            stream.give(queued.synchronize)
+            stream.put(queued.synchronize)
 
     def allocate(self, nbytes, stream):
         return as_bytes(torch.UntypedStorage(nbytes))
@@ -86,7 +86,7 @@ class LateDevice:
 
     def copy(self, dst, src, stream):
         into, out_of = _place(dst), _place(src)
-        stream.give(lambda: self._run_copy(into, out_of))
+        stream.put(lambda: self._run_copy(into, out_of))
 
     def _run_copy(self, into, out_of):
         with self.gate:
@@ -98,7 +98,7 @@ class LateDevice:
 
 
 def _place(t):
-    """A function that gives `t`'s bytes while they live."""
+    """A function for the bytes of `t`; returns None after the death of the memory."""
     storage, start, nbytes = weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()
 
     def bytes_of():

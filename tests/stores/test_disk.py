@@ -1,4 +1,4 @@
-"""What is special about a disk: folders, room that runs out, files that fail, and threads between it and a device."""
+"""Peculiarities of a disk: folders, room that runs out, files that fail, and threads between disk and device."""
 
 import errno
 import gc
@@ -16,8 +16,8 @@ from late_device import LateDevice
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError, StoreError
 from ebbtide._stores import DiskStore, disk
+from ebbtide._types import Wait
 from ebbtide._utils.sizes import GIB, MIB
-from ebbtide.types import Wait
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(folder, monkeypatch):
 
 
 def mounts(tmp_path, kind: str):
-    """A list of mounts in which `tmp_path` is on a `kind`."""
+    """A list of mounts with `tmp_path` on a `kind`."""
     number = tmp_path.stat().st_dev
     listing = tmp_path / "mountinfo"
     listing.write_text(
@@ -88,7 +88,7 @@ def test_a_folder_on_a_disk_is_taken(tmp_path, monkeypatch, kind):
     assert disk._file_system_of(tmp_path) == kind
 
 
-def test_a_folder_the_machine_says_nothing_about_is_taken(tmp_path, monkeypatch):
+def test_a_folder_on_an_unknown_file_system_is_taken(tmp_path, monkeypatch):
     empty = tmp_path / "mountinfo"
     empty.touch()
     monkeypatch.setattr(disk, "_MOUNTS", empty)
@@ -109,7 +109,7 @@ def test_the_file_has_no_name(store, folder):
     assert list(folder.iterdir()) == []
 
 
-def test_the_file_is_closed_with_its_last_holder(folder):
+def test_the_file_is_closed_with_the_last_reference(folder):
     store = DiskStore(CpuDevice(), folder)
     number = store._file._fd
     assert os.fstat(number).st_nlink == 0
@@ -201,16 +201,16 @@ def test_room_is_taken_in_steps(store):
     blocks = [store.reserve(MIB) for _ in range(3)]
     assert len({block.start for block in blocks}) == 3
     assert store.stats().growths == 1
-    assert store.stats().reserved_bytes == disk._STEP_BYTES
+    assert store.stats().reserved_bytes == 256 * MIB
 
 
 def test_a_large_parcel_gets_a_step_of_its_size(store):
-    assert store.reserve(disk._STEP_BYTES + 1).start == 0
-    assert store.stats().reserved_bytes == disk._STEP_BYTES + 4096
+    assert store.reserve(256 * MIB + 1).start == 0
+    assert store.stats().reserved_bytes == 256 * MIB + 4096
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_room_that_others_took_first_is_no_room(store, monkeypatch, number):
+def test_room_lost_to_other_programs_is_no_room(store, monkeypatch, number):
     monkeypatch.setattr(os, "posix_fallocate", raising(number))
     assert store.reserve(MIB) is None
     monkeypatch.undo()
@@ -227,7 +227,7 @@ def test_a_disk_that_fails_is_no_full_disk(store, monkeypatch, folder):
 # -- failures at work ----------------------------------------------------------------------------------------------
 
 
-def test_a_failed_write_is_raised_to_whoever_waits(store, lane, monkeypatch, folder):
+def test_a_failed_write_is_raised_in_the_wait(store, lane, monkeypatch, folder):
     block = store.reserve(5 * MIB)
     monkeypatch.setattr(os, "pwrite", raising(errno.EIO))
     landed = store.write(block, data_of(5 * MIB), lane)
@@ -235,11 +235,11 @@ def test_a_failed_write_is_raised_to_whoever_waits(store, lane, monkeypatch, fol
         CpuDevice().wait(None, landed, Wait.LANDED)
 
 
-def test_a_disk_that_is_full_when_written_to_says_what_to_do(store, lane, monkeypatch, folder):
+def test_a_disk_full_at_a_write_raises_with_advice(store, lane, monkeypatch, folder):
     block = store.reserve(MIB)
     monkeypatch.setattr(os, "pwrite", raising(errno.ENOSPC))
     with pytest.raises(
-        StoreError, match=rf"{re.escape(str(folder))}' failed writing .*No space left.*Free some space there"
+        StoreError, match=rf"{re.escape(str(folder))}' failed writing .*No space left.*Free some space in the folder"
     ):
         store.write(block, data_of(MIB), lane).result()
 
@@ -257,7 +257,7 @@ def test_a_failed_read_is_raised_and_can_be_repeated(store, lane, monkeypatch):
     assert torch.equal(back, data)
 
 
-def test_what_was_never_written_is_not_read(store, lane, monkeypatch):
+def test_a_block_never_written_is_not_read(store, lane, monkeypatch):
     block = store.reserve(MIB)
     monkeypatch.setattr(os, "pwrite", raising(errno.EIO))
     store.write(block, data_of(MIB), lane)
@@ -352,7 +352,7 @@ def test_parcels_of_a_closed_store_are_unreadable(store, lane, folder):
     with pytest.raises(StoreError, match="closed"):
         store.write(block, data_of(MIB), lane).result()
     with pytest.raises(StoreError, match=rf"{re.escape(str(folder))}' is closed"):
-        store.reserve(disk._STEP_BYTES)
+        store.reserve(256 * MIB)
 
 
 def test_work_under_way_ends_with_an_error_when_the_store_is_closed(store, monkeypatch):
@@ -378,7 +378,7 @@ def test_work_under_way_ends_with_an_error_when_the_store_is_closed(store, monke
 
 @pytest.fixture
 def late(folder):
-    """A store of a device whose copies run when somebody waits for them."""
+    """A store of a device with copies that run at a wait."""
     device = LateDevice()
     store = DiskStore(device, folder, threads=2)
     yield SimpleNamespace(device=device, store=store, out=device.new_stream("out"), back=device.new_stream("in"))
@@ -395,15 +395,15 @@ def test_landed_means_in_the_file(late):
     assert torch.equal(torch.frombuffer(found, dtype=torch.uint8)[: data.numel()], data)
 
 
-def test_copies_wait_for_what_the_engines_stream_waits_for(late):
+def test_copies_wait_for_the_waits_of_the_engines_stream(late):
     ran = []
-    late.out.give(lambda: ran.append("ready"))
+    late.out.put(lambda: ran.append("ready"))
     block = late.store.reserve(10)
     data = data_of(10)
     late.store.write(block, data, late.out).result()
     assert ran == ["ready"]
     assert late.device.waits == [("disk-outbound", Wait.READY)]
-    late.back.give(lambda: ran.append("room"))
+    late.back.put(lambda: ran.append("room"))
     dst = torch.zeros(10, dtype=torch.uint8)
     late.store.read(block, dst, late.back).result().synchronize()
     assert ran == ["ready", "room"]
@@ -411,17 +411,17 @@ def test_copies_wait_for_what_the_engines_stream_waits_for(late):
     assert torch.equal(dst, data)
 
 
-def test_copies_do_not_wait_for_what_came_later(late):
+def test_copies_do_not_wait_for_later_work(late):
     ran, gate = [], threading.Event()
     late.store._outbound._host.submit(gate.wait)
     landed = late.store.write(late.store.reserve(MIB), data_of(MIB), late.out)
-    late.out.give(lambda: ran.append("what the next parcel waits for"))
+    late.out.put(lambda: ran.append("a wait of the next parcel"))
     gate.set()
     landed.result()
     assert ran == []
 
 
-def test_a_buffer_is_read_into_only_when_its_last_copy_has_run(late):
+def test_a_buffer_is_refilled_only_after_the_last_copy(late):
     data = data_of(40 * MIB + 9)  # more parts than buffers
     block = late.store.reserve(data.numel())
     late.store.write(block, data, late.out).result()
@@ -430,7 +430,7 @@ def test_a_buffer_is_read_into_only_when_its_last_copy_has_run(late):
     assert torch.equal(dst, data)
 
 
-def test_memory_lives_until_the_copy_into_it_has_run(late):
+def test_memory_lives_until_the_last_copy_has_run(late):
     data = data_of(MIB)
     block = late.store.reserve(MIB)
     late.store.write(block, data, late.out).result()
@@ -445,7 +445,7 @@ def test_memory_lives_until_the_copy_into_it_has_run(late):
     assert is_freed.wait()
 
 
-def test_memory_of_a_read_that_failed_lives_until_its_copies_have_run(late, monkeypatch):
+def test_memory_of_a_failed_read_lives_until_the_copies_have_run(late, monkeypatch):
     block = late.store.reserve(MIB)  # two parts
     late.store.write(block, data_of(MIB), late.out).result()
     dst = torch.zeros(MIB, dtype=torch.uint8)
@@ -474,13 +474,13 @@ def test_on_an_accelerator_room_is_reused_behind_its_last_reader(late):
     block = late.store.reserve(MIB)
     late.store.write(block, first, late.out).result()
     gate = threading.Event()
-    late.store._inbound._host.submit(gate.wait)  # the read is as late as it can be
+    late.store._inbound._host.submit(gate.wait)  # the read is as late as possible
     dst = torch.zeros_like(first)
     arrived = late.store.read(block, dst, late.back)
     late.store.give_back(block)
-    again = late.store.reserve(MIB)
-    landed = late.store.write(again, second, late.out)
-    assert again.start == block.start
+    reused = late.store.reserve(MIB)
+    landed = late.store.write(reused, second, late.out)
+    assert reused.start == block.start
     assert not landed.is_done()
     gate.set()
     arrived.result().synchronize()

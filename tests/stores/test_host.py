@@ -1,4 +1,4 @@
-"""Readers of host memory: one wait for the latest of them stands for all before it."""
+"""Readers of host memory: a wait for the latest reader stands for all earlier readers."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from late_device import LateDevice
 
 from ebbtide._devices.sim import SimDevice
 from ebbtide._stores import HostStore
+from ebbtide._types import Wait
 from ebbtide._utils.sizes import KIB, MIB
-from ebbtide.types import Wait
 
 BLOCKS = 4
 
@@ -17,14 +17,14 @@ def memory(device, nbytes=KIB):
 
 
 def write(device, store, block, lane):
-    """`lane` writes fresh device memory there. Returns that, and the event after which it may go."""
+    """Write fresh device memory to `block` on `lane`. Returns the memory and the event that frees the memory."""
     src = memory(device).fill_(block.extent.start % 251)
     device.wait(lane, device.record(device.current_stream()), Wait.READY)
     return src, store.write(block, src, lane)
 
 
 def read(device, store, block, lane):
-    """`lane` reads it, and nobody waits for that."""
+    """Read `block` on `lane`, without a wait for the end."""
     dst = memory(device)
     device.wait(lane, device.record(device.current_stream()), Wait.ROOM)
     store.read(block, dst, lane)
@@ -61,7 +61,7 @@ def test_a_writer_waits_once_for_readers_in_order():
     assert device.faults == []
 
 
-def test_what_was_read_since_is_waited_for():
+def test_a_writer_waits_for_every_later_reader():
     device = LateDevice()
     out, back = device.new_stream("out"), device.new_stream("in")
     store, blocks = filled(device, out)

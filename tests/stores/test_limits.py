@@ -1,4 +1,4 @@
-"""What the machine, its control groups and its user leave for parcels."""
+"""Limits of host memory: free memory, control groups and the user's setting."""
 
 from types import SimpleNamespace
 
@@ -7,14 +7,14 @@ import pytest
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError
 from ebbtide._stores import _limits
-from ebbtide._stores._limits import Budget, cgroup_free_bytes, default_host_limit_bytes
+from ebbtide._stores._limits import HostMemoryLimit, cgroup_free_bytes, default_host_limit_bytes
 from ebbtide._stores.host import HostStore
 from ebbtide._utils.sizes import GIB, MIB
 
 
 @pytest.fixture
 def group(tmp_path):
-    """Writes the files of a control group, and who is a member."""
+    """Writes the files of a control group."""
 
     def write(path, **files):
         folder = tmp_path / "cgroup" / path
@@ -101,32 +101,32 @@ def test_the_control_group_counts_when_it_is_tighter(machine):
     assert default_host_limit_bytes() == 8 * GIB
 
 
-def test_there_is_always_something(machine):
+def test_the_limit_is_never_zero(machine):
     machine.setattr(_limits, "cgroup_free_bytes", lambda root, membership: 0)
     assert default_host_limit_bytes() == 1
 
 
-def test_what_the_user_says_is_taken_as_it_is(machine):
+def test_the_users_limit_is_not_divided(machine):
     machine.setenv("EBBTIDE_HOST_LIMIT", "64GiB")
     machine.setenv("LOCAL_WORLD_SIZE", "8")
     assert default_host_limit_bytes() == 64 * GIB
 
 
-def test_a_limit_that_is_none_is_refused(machine):
+def test_an_invalid_limit_is_refused(machine):
     machine.setenv("EBBTIDE_HOST_LIMIT", "much")
     with pytest.raises(ConfigError, match="EBBTIDE_HOST_LIMIT='much'"):
         default_host_limit_bytes()
 
 
-def test_a_number_of_processes_that_is_none_is_refused(machine):
+def test_an_invalid_number_of_processes_is_refused(machine):
     machine.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='0'"):
         default_host_limit_bytes()
 
 
-def test_stores_of_one_setting_share_a_budget():
-    budget = Budget(3 * 2**20)
-    one, other = (HostStore(CpuDevice(), budget, smallest_slab_bytes=2**20) for _ in range(2))
+def test_stores_of_one_setting_share_a_limit():
+    limit = HostMemoryLimit(3 * 2**20)
+    one, other = (HostStore(CpuDevice(), limit, smallest_slab_bytes=2**20) for _ in range(2))
     assert one.reserve(2**20) is not None
     assert other.reserve(2**20) is not None
     assert one.reserve(2**20) is not None
@@ -135,7 +135,7 @@ def test_stores_of_one_setting_share_a_budget():
     assert other.reserve(2**20) is not None
 
 
-def test_a_machine_that_refuses_is_believed():
+def test_a_refusal_by_the_system_lowers_the_limit():
     class Stingy(CpuDevice):
         asked = 0
 
@@ -160,6 +160,6 @@ def test_another_error_is_no_refusal():
         store.reserve(5)
 
 
-def test_a_machine_without_memory_says_so():
+def test_a_machine_without_memory_raises():
     with pytest.raises(MemoryError, match="allocate"):
         CpuDevice().host_bytes(2**60)

@@ -1,4 +1,4 @@
-"""The store that ships for tests: failures and delays on demand."""
+"""The store for tests: failures and delays on demand."""
 
 import threading
 
@@ -19,7 +19,7 @@ def fail_at(operation, error):
 
 
 def walk(store, went_well):
-    """Reserve, write and read; notes what went well."""
+    """Reserve, write and read; append each success to `went_well`."""
     stream = CpuDevice().new_stream("out")
     block = store.reserve(4)
     went_well.append("reserve")
@@ -32,14 +32,14 @@ def walk(store, went_well):
 @pytest.mark.parametrize(
     ("operation", "before"), [("reserve", []), ("write", ["reserve"]), ("read", ["reserve", "write"])]
 )
-def test_it_fails_where_it_is_told_to(operation, before):
+def test_failures_of_each_operation(operation, before):
     went_well = []
     with pytest.raises(StoreError, match=f"{operation} failed: cable pulled"):
         walk(MockStore(CpuDevice(), fail=fail_at(operation, OSError("cable pulled"))), went_well)
     assert went_well == before
 
 
-def test_it_is_asked_before_each_operation():
+def test_fail_is_called_before_each_operation():
     asked, went_well = [], []
     walk(MockStore(CpuDevice(), fail=asked.append), went_well)
     assert asked == went_well == ["reserve", "write", "read"]
@@ -52,13 +52,13 @@ def test_a_full_store_stays_a_full_store():
     assert store.stats().used_bytes == 0
 
 
-def test_other_errors_pass_as_they_are():
+def test_further_errors_pass_unchanged():
     store = MockStore(CpuDevice(), fail=fail_at("reserve", KeyError("a bug of the test")))
     with pytest.raises(KeyError, match="a bug of the test"):
         store.reserve(1)
 
 
-def test_a_delay_is_what_the_function_waits_for():
+def test_a_wait_in_fail_delays_the_store():
     gate = threading.Event()
     store = MockStore(CpuDevice(), fail=lambda operation: gate.wait())
     reserved = []
@@ -70,7 +70,7 @@ def test_a_delay_is_what_the_function_waits_for():
     assert reserved[0].nbytes == 7
 
 
-def test_it_says_whether_it_was_closed():
+def test_is_closed():
     store = MockStore(CpuDevice(), limit_bytes=10)
     assert not store.is_closed
     store.close()

@@ -1,4 +1,4 @@
-"""Room: no two blocks overlap, nothing is lost, and who reads last is not forgotten."""
+"""Room: no two blocks overlap, nothing is lost, and the last reader stays known."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ ALIGN_BYTES = 100
 
 
 def make_slabs(most: int = 10**9, sizes: list[int] | None = None) -> Slabs:
-    """Slabs of SLAB_BYTES, `most` of them; larger ones for what does not fit. Notes their sizes."""
+    """At most `most` slabs of SLAB_BYTES, or larger for a larger request. Appends each size to `sizes`."""
     sizes = [] if sizes is None else sizes
 
     def grow(nbytes: int) -> int:
@@ -27,12 +27,12 @@ def overlap(one, other) -> bool:
     return one.slab == other.slab and one.start < other.end and other.start < one.end
 
 
-# A positive number takes so many bytes, another gives back one of the blocks that are out.
+# A positive number takes bytes, a negative number gives a block back.
 calls = st.lists(st.one_of(st.integers(1, 12_000), st.integers(-100, -1)), max_size=60)
 
 
 def play(slabs: Slabs, calls: list[int]) -> list:
-    """The blocks that are out at the end; checks each that comes."""
+    """Check each block handed out; returns the blocks not given back."""
     out = []
     for call in calls:
         if call > 0:
@@ -109,7 +109,7 @@ def test_the_smallest_room_that_fits_is_taken():
     assert slabs.take(700).start == rooms[0].start
 
 
-def test_room_of_the_very_size_comes_back_as_it_was():
+def test_room_of_the_exact_size_is_reused_unjoined():
     slabs = make_slabs(most=1)
     first, second = slabs.take(1000), slabs.take(1000)
     slabs.give_back(first)
@@ -118,7 +118,7 @@ def test_room_of_the_very_size_comes_back_as_it_was():
 
 
 def readers_of(slabs: Slabs, orders: tuple, give: tuple[int, ...]):
-    """The reader of a whole slab, joined from parts that were read at `orders` and given back in the order `give`."""
+    """The reader of a whole slab, joined from parts read at `orders` and given back in the order `give`."""
     parts = [slabs.take(SLAB_BYTES // len(orders)) for _ in orders]
     for part, order in zip(parts, orders, strict=True):
         part.reader = None if order is None else Reader(order, f"event {order}")
@@ -131,7 +131,7 @@ def readers_of(slabs: Slabs, orders: tuple, give: tuple[int, ...]):
 @pytest.mark.parametrize(
     ("orders", "last"), [((1, 2, 3, 4), 4), ((9, 2, 3, 4), 9), ((None, 5, None, 3), 5), ((None,) * 4, None)]
 )
-def test_the_later_reader_stands_for_both(orders, last, give):
+def test_joined_room_has_the_later_reader(orders, last, give):
     reader = readers_of(make_slabs(most=1), orders, give)
     assert reader == (None if last is None else (last, f"event {last}"))
 

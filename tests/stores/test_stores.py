@@ -1,4 +1,4 @@
-"""What every store does, on every device it serves."""
+"""Behaviour of every store on every device."""
 
 import random
 import threading
@@ -12,8 +12,8 @@ from ebbtide._devices.cpu import CpuDevice
 from ebbtide._devices.sim import SimDevice
 from ebbtide._stores import DiskStore, HostStore, MockStore
 from ebbtide._stores._scratch import ScratchFile
+from ebbtide._types import Device, Store, Wait
 from ebbtide._utils.sizes import GIB, KIB, MIB
-from ebbtide.types import Device, Store, Wait
 
 DEVICES = {
     "cpu": CpuDevice,
@@ -28,7 +28,7 @@ CASES = [
 
 
 class Bench(NamedTuple):
-    """A store and the streams of an engine around it."""
+    """A store with the streams of an engine."""
 
     device: Device
     store: Store
@@ -58,7 +58,7 @@ class Bench(NamedTuple):
         return dst
 
     def keep(self, data: torch.Tensor):
-        """A block that holds `data`."""
+        """A block with `data` inside."""
         block = self.store.reserve(data.numel())
         assert block is not None
         self.send(data, block)
@@ -150,18 +150,18 @@ def test_room_given_back_is_reused_behind_its_last_reader(bench):
     block = bench.keep(first)
     gate = threading.Event()
     if isinstance(bench.device, CpuDevice):
-        bench.device.submit(bench.inbound, gate.wait)  # the read is as late as it can be
+        bench.device.submit(bench.inbound, gate.wait)  # the read is as late as possible
     dst, arrived = bench.start_fetch(block)
     bench.store.give_back(block)
-    again = bench.store.reserve(3 * MIB)
+    reused = bench.store.reserve(3 * MIB)
     src = bench.memory(3 * MIB).copy_(second)
     bench.device.wait(bench.outbound, bench.device.record(bench.device.current_stream()), Wait.READY)
-    landed = bench.store.write(again, src, bench.outbound)
+    landed = bench.store.write(reused, src, bench.outbound)
     gate.set()
     bench.device.wait(bench.device.current_stream(), landed, Wait.LANDED)
     bench.device.wait(bench.device.current_stream(), arrived, Wait.ARRIVED)
     assert torch.equal(dst, first)
-    assert torch.equal(bench.fetch(again), second)
+    assert torch.equal(bench.fetch(reused), second)
 
 
 def test_at_the_limit_there_is_no_room_until_some_comes_back(make_bench):

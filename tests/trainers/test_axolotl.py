@@ -1,4 +1,4 @@
-"""Axolotl's mixin, its switch and its command, on full fine-tuning and LoRA; `make test-trainers` has it."""
+"""Axolotl's mixin, switch and command, on full fine-tuning and LoRA; in `make test-trainers`."""
 
 import contextlib
 import dataclasses
@@ -22,11 +22,11 @@ import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ForeignAttributeError, compat
 from ebbtide._engine.stats import Count
 from ebbtide._stores import DiskStore, MockStore
-from ebbtide.compat import axolotl
+from ebbtide.compat import _axolotl as axolotl
 
 os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "AXOLOTL_TEE_STDOUT": "0", "HF_HUB_OFFLINE": "1"}
 pytest.importorskip("axolotl", reason="make test-trainers installs it", exc_type=ImportError)
-from ebbtide.integrations.axolotl import EbbtideSettings
+from ebbtide.integrations.axolotl import _EbbtideSettings
 from ebbtide.integrations.transformers import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -34,21 +34,21 @@ pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning
 
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch):
-    """Without an accelerator the contexts do nothing, unless they are told where to: here a store of each test's own,
-    for what one has learned is for all with its settings. What waits is little, as on a large model."""
+    """Without an accelerator the contexts need a store: a store per test, because contexts with equal settings share
+    what was learned. The window is small in comparison, as on a large model."""
     monkeypatch.setattr(compat.OffloadActivations, "settings", {"store": lambda device: MockStore(device, None)})
     monkeypatch.setattr("ebbtide.compat._context._WINDOW_BYTES", 1024)
 
 
 @dataclasses.dataclass
 class Arguments(TrainingArguments):
-    """With the field that Axolotl's arguments have."""
+    """With the field of Axolotl's arguments."""
 
     activation_offloading: str | bool = False
 
 
 def train(tmp_path, activation_offloading, has_adapter, context=None, **settings):
-    """`context`: entered around each step, by the script's own hand."""
+    """`context`: entered around each step by the script."""
     from axolotl.core.trainers.mixins.activation_checkpointing import ActivationOffloadingMixin
 
     class AxolotlsTrainer(ActivationOffloadingMixin, Trainer):
@@ -79,7 +79,7 @@ def assert_same(trained, twin):
 
 
 def stats():
-    """Of all contexts with the settings of a test."""
+    """Stats of all contexts with the settings of a test."""
     return compat.OffloadActivations().stats()
 
 
@@ -112,7 +112,7 @@ def test_disk_is_a_disk(monkeypatch, tmp_path, has_adapter):
         trained = train(tmp_path, "disk", has_adapter)
     assert folders == [tmp_path]
     assert trained[0].activation_offload_context.stats().out.nbytes > 0
-    assert stats().parcels.count == 0  # nothing went elsewhere
+    assert stats().parcels.count == 0  # no other store was used
     assert_same(trained, twin)
 
 
@@ -120,8 +120,8 @@ HIDDEN_STATES = 2 * 6 * 32 * 4  # bytes: rows, tokens, width
 
 
 def hidden_states(has_adapter):
-    """Of two layers in three steps. With an adapter those of the first are a leaf that needs a gradient, like a
-    parameter, and stay."""
+    """Inputs of two layers in three steps. With an adapter the input of the first layer is a leaf that needs a
+    gradient, like a parameter, and stays."""
     count = 3 if has_adapter else 6
     return Count(count, count * HIDDEN_STATES)
 
@@ -188,7 +188,7 @@ def test_a_context_of_a_script_without_checkpoints_warns(tmp_path):
             train(tmp_path, False, False, context)
 
 
-def test_a_pool_of_buffers_is_told_of():
+def test_a_pool_of_buffers_warns():
     with pytest.warns(EbbtideWarning, match="max_cpu_buffer_pool_size=3 is not followed.*host_limit"):
         axolotl.CheckpointHiddenStatesOffload(max_cpu_buffer_pool_size=3)
 
@@ -205,7 +205,7 @@ def test_hidden_states_of_a_script_that_replaces_the_checkpoint_itself(monkeypat
     assert_same(trained, twin)
 
 
-def test_the_engine_of_selective_checkpoints_says_that_it_is_axolotls():
+def test_the_engine_of_selective_checkpoints_warns_of_being_axolotls():
     from axolotl.monkeypatch import selective_checkpointing_offload as home
 
     theirs = home.SacOffloadEngine
@@ -221,8 +221,8 @@ def test_the_engine_of_selective_checkpoints_says_that_it_is_axolotls():
 
 
 def names_of_axolotl():
-    """What Axolotl's and TRL's modules have under which names."""
-    for home in compat._install._HOMES["axolotl"]:
+    """Names and values in Axolotl's and TRL's modules."""
+    for home in compat._install._TARGETS["axolotl"]:
         importlib.import_module(home.module)
     modules = {name: module for name, module in sys.modules.items() if name.startswith(("axolotl.", "trl."))}
     return {(name, key): id(value) for name, module in modules.items() for key, value in vars(module).items()}
@@ -247,7 +247,7 @@ def test_an_unknown_mode_is_an_error(tmp_path):
 
 @pytest.fixture
 def plugins():
-    """Axolotl's manager with no plugins but those of a test's own config."""
+    """Axolotl's manager, with only the plugins in the config of a test."""
     from axolotl.integrations.base import PluginManager
 
     manager = PluginManager.get_instance()
@@ -257,7 +257,7 @@ def plugins():
 
 
 def config(**keys):
-    """What Axolotl makes of the example with `keys`: its plugins loaded, then validated."""
+    """Axolotl's config of the example with `keys`: plugins loaded, then validated."""
     from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 
@@ -268,7 +268,7 @@ def config(**keys):
 
 
 def trained_with(plugins, tmp_path, cfg):
-    """Its trainer between the plugin's hooks, called as Axolotl's own train() calls them."""
+    """Axolotl's trainer between the hooks of the plugin, called as by Axolotl's own train()."""
     from axolotl.core.trainers import AxolotlTrainer
     from axolotl.core.training_args_base import AxolotlTrainingMixins
 
@@ -290,7 +290,7 @@ def trained_with(plugins, tmp_path, cfg):
     return trainer, losses_of(trainer)
 
 
-def test_the_plugin_computes_the_same_and_its_figures_join_the_logs(plugins, tmp_path):
+def test_the_plugin_computes_the_same_and_its_metrics_join_the_logs(plugins, tmp_path):
     cfg = config(ebbtide={"mode": "all", "store": "mock", "min_bytes": 1, "window": "1KiB"})
     trained = trained_with(plugins, tmp_path, cfg)
     moved = [entry["ebbtide/moved_gib"] for entry in trained[0].state.log_history if "loss" in entry]
@@ -303,7 +303,7 @@ def test_the_plugin_computes_the_same_and_its_figures_join_the_logs(plugins, tmp
     assert_same(trained, train(tmp_path, False, False))
 
 
-def test_the_plugin_does_what_its_switch_says(plugins, tmp_path):
+def test_the_plugin_follows_the_switch(plugins, tmp_path):
     from axolotl.core.trainers.mixins.activation_checkpointing import ActivationOffloadingMixin
 
     theirs = ActivationOffloadingMixin.__init__
@@ -315,7 +315,7 @@ def test_the_plugin_does_what_its_switch_says(plugins, tmp_path):
 
 
 def test_the_block_has_the_keywords_of_offload():
-    assert EbbtideSettings.model_fields.keys() < inspect.signature(ebbtide.offload).parameters.keys()
+    assert _EbbtideSettings.model_fields.keys() < inspect.signature(ebbtide.offload).parameters.keys()
 
 
 @pytest.mark.parametrize(
@@ -323,18 +323,18 @@ def test_the_block_has_the_keywords_of_offload():
     [
         ({"activation_offloading": "disk", "gradient_checkpointing": True}, "move the same"),
         ({"gradient_checkpointing": "offload"}, "move the same"),
-        ({"gradient_checkpointing": True}, "a budget decides what runs again"),
+        ({"gradient_checkpointing": True}, "a budget decides what is recomputed"),
         ({"ebbtide": {"bugdet": "40GiB"}}, "bugdet"),
         ({"ebbtide": None, "activation_offloading": True}, "requires gradient_checkpointing"),
         ({"ebbtide": None, "activation_offloading": "tape", "gradient_checkpointing": True}, "tape"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_validation(plugins, keys, message):
+def test_wrong_keys_are_refused_by_the_validation(plugins, keys, message):
     with pytest.raises(ValueError, match=message):
         config(**keys)
 
 
-def test_ours_is_called_as_theirs_is():
+def test_signatures_equal_those_of_the_originals():
     from axolotl.core.trainers.mixins import activation_checkpointing as theirs
 
     def parameters(function):
@@ -350,12 +350,14 @@ def test_ours_is_called_as_theirs_is():
 
 ALL_MOVES = {"mode": "all", "store": "mock", "min_bytes": 1, "window": "1KiB"}
 ADAPTER = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
-ADAPTER |= {f"lora_{of}_kernel": False for of in ("qkv", "o", "mlp")}  # they are put into a class, for good
+ADAPTER |= {
+    f"lora_{of}_kernel": False for of in ("qkv", "o", "mlp")
+}  # Axolotl puts the arguments into a class, for good
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """With all that a config names. Datasets are prepared once, in a process of their own."""
+    """A folder with the files of a config. Datasets are prepared once, in a separate process."""
     folder = tmp_path_factory.mktemp("axolotl")
     language_model().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
@@ -368,14 +370,14 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def interrupts():
-    """Axolotl saves the model at an interrupt: pytest's way comes back."""
+    """Axolotl saves the model at an interrupt: pytest's handler is restored."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
 
 
 def config_file(home, has_adapter, **keys):
-    """The example, on what is in `home`."""
+    """The example, with the files in `home`."""
     example = yaml.safe_load((Path(__file__).parents[2] / "examples" / "axolotl.yml").read_text())
     here = {
         "base_model": str(home / "model"),
@@ -400,7 +402,7 @@ def config_file(home, has_adapter, **keys):
 
 
 def axolotl_train(file):
-    """Its own entry: the calls that its command makes."""
+    """The calls of Axolotl's own command."""
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
     from axolotl.train import train
@@ -412,7 +414,7 @@ def axolotl_train(file):
 
 @pytest.fixture(scope="module")
 def twins(home):
-    """Without ebbtide, each trained once."""
+    """Without ebbtide, trained once per setting."""
     handler = signal.getsignal(signal.SIGINT)
     trained = [axolotl_train(config_file(home, has, plugins=[], ebbtide=None)) for has in (False, True)]
     signal.signal(signal.SIGINT, handler)
@@ -444,7 +446,7 @@ def test_its_command_with_the_plugin(home, twins, has_adapter):
 
 
 @pytest.mark.usefixtures("plugins", "interrupts")
-def test_its_command_line_saves_the_same(monkeypatch, tmp_path, home, twins):
+def test_the_command_line_saves_the_same_model(monkeypatch, tmp_path, home, twins):
     from axolotl.cli.train import do_cli
 
     monkeypatch.setattr("sys.argv", ["axolotl"])

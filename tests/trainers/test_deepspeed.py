@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3 by accelerate and by transformers' Trainer; `make test-trainers` has it.
+"""DeepSpeed's ZeRO-2 and ZeRO-3 by accelerate and by transformers' Trainer; in `make test-trainers`.
 
-Two processes on gloo. accelerate takes DeepSpeed for accelerators only: it is told of the backend instead of the CPU.
-This file is the script of each rank.
+Two processes on gloo. accelerate uses DeepSpeed with accelerators only, so that the tests set the backend.
+The file is the script of each rank.
 """
 
 import json
@@ -36,7 +36,7 @@ def ours(who):
 
 
 def config(stage):
-    """Nothing persists and nothing waits for its next use: each weight is gathered where it is used, both ways."""
+    """No weight persists or waits for its next use: each is gathered for each use, forward and backward."""
     sharded = {
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
@@ -52,7 +52,7 @@ def config(stage):
 
 
 def accelerated(folder, stage, settings, is_frozen=False):
-    """accelerate's own loop. `left`: storages of gathered weights that a forward leaves for its backward."""
+    """accelerate's own loop. `left`: storages of gathered weights that a forward leaves for backward."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
     from cases import Transformer, make, tokens
@@ -70,7 +70,7 @@ def accelerated(folder, stage, settings, is_frozen=False):
     weights = sorted({p.numel() * p.element_size() for p in model.parameters()})
     handle = None
     if settings is not None and is_frozen:
-        handle = offload(accelerator, model, **settings)  # before it is prepared
+        handle = offload(accelerator, model, **settings)  # before prepare()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.5))
     assert model.zero_optimization_stage() == stage
     if settings is not None and not is_frozen:
@@ -105,12 +105,12 @@ def frozen(folder, stage, settings):
 
 
 def listen(handle, sent):
-    """To the sizes of parcels."""
-    handle.subscribe(lambda event: sent.append(event.nbytes) if event.what.name == "SENT" else None)
+    """Listens to the sizes of parcels."""
+    handle.subscribe(lambda event: sent.append(event.nbytes) if event.kind.name == "SENT" else None)
 
 
 def watch_gathered(model, gathered):
-    """Behind DeepSpeed's own hooks: the parameters are there."""
+    """After DeepSpeed's own hooks, with gathered parameters."""
 
     def note(module, args):
         gathered.extend(weakref.ref(p.untyped_storage()) for p in module.parameters(recurse=False) if p.numel())
@@ -149,7 +149,7 @@ def transformers_trainer(folder, stage, settings):
 
 
 def weights_of(model):
-    """All of each, bit for bit."""
+    """All weights, bit for bit."""
     import deepspeed
 
     parameters = list(model.parameters())
@@ -162,7 +162,7 @@ def main(folder):
     import torch
     from accelerate.state import AcceleratorState
 
-    # Its shared-memory kernels for CPUs would have to be compiled: without them gloo carries all.
+    # DeepSpeed's shared-memory kernels for CPUs would have to be compiled: without them gloo carries all.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     results = {}
@@ -178,7 +178,7 @@ def main(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank writes down, of processes as DeepSpeed's launcher starts them."""
+    """Results of each rank, in processes as started by DeepSpeed's launcher."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -238,7 +238,7 @@ def test_both_stages_are_real(results):
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("who", ["accelerated", "frozen"])
 def test_gathered_weights_neither_travel_nor_stay(results, who, name):
-    """No parcel has the size of a weight, or another one than with stage 2."""
+    """No parcel has the size of a weight, and sizes equal those of stage 2."""
     for rank in results:
         run = rank[f"{who}-3-{name}"]
         assert set(run["sent"]).isdisjoint(run["sizes_of_weights"])

@@ -1,4 +1,4 @@
-"""FastVideo's own Trainer, its own checkpointing and our callback as a YAML names it; `make test-trainers` has it.
+"""FastVideo's own Trainer and checkpointing with the callback from YAML; in `make test-trainers`.
 
 The transformer is diffusers' Wan: FastVideo's own has kernels for CUDA.
 """
@@ -22,7 +22,7 @@ STEPS = 5
 ALL = {"store": "mock", "min_bytes": 1, "mode": "all", "window": "1KiB"}
 
 if torch.version.cuda is None:
-    # torchvision's wheel is linked to CUDA, and its files ask for these operators by name. Nothing of it is called.
+    # torchvision's wheel is linked to CUDA, and imports these operators by name. No operator is called.
     _TORCHVISION = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
         _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -39,7 +39,7 @@ def _one_process(tmp_path_factory):
 
 
 class Role:
-    """A model as its methods see one."""
+    """A model as FastVideo's methods use models."""
 
     def __init__(self, transformer, trainable=True):
         from fastvideo.train.utils.module_state import apply_trainable
@@ -52,7 +52,7 @@ def method_of(config, **roles):
     from fastvideo.train.methods.base import TrainingMethod
 
     class Method(TrainingMethod):
-        """A student that learns what a teacher says, if there is one."""
+        """A student that learns from a teacher, if any."""
 
         def on_train_start(self):
             self.losses, self.logged = [], []
@@ -65,8 +65,8 @@ def method_of(config, **roles):
                 if role == "teacher":
                     with torch.no_grad():
                         target = model.transformer(**batch, return_dict=False)[0]
-            told = self.student.transformer(**batch, return_dict=False)[0]
-            loss = torch.nn.functional.mse_loss(told, target)
+            prediction = self.student.transformer(**batch, return_dict=False)[0]
+            loss = torch.nn.functional.mse_loss(prediction, target)
             self.losses.append(loss.item())
             return {"total_loss": loss}, {}, {}
 
@@ -140,11 +140,11 @@ def test_its_checkpointing_computes_the_same(checkpointing):
 
 
 def test_a_budget_and_its_checkpointing_are_refused():
-    with pytest.raises(ConfigError, match="a budget decides what runs again"):
+    with pytest.raises(ConfigError, match="a budget decides what is recomputed"):
         trained({"budget": "8GiB"}, checkpointing="full")
 
 
-def test_figures_are_logged_at_the_end(caplog):
+def test_reports_are_logged_at_the_end(caplog):
     shown = logging.getLogger("fastvideo")
     shown.addHandler(caplog.handler)
     try:

@@ -1,6 +1,6 @@
-"""Megatron-Core's own transformer with dropout, and its tracker of random states; `make test-trainers` has it.
+"""Megatron-Core's own transformer with dropout and a tracker of random states; in `make test-trainers`.
 
-What Megatron asks of CUDA is answered by the CPU: the state of the default generator, and where tensors are made.
+The CPU stands in for CUDA: for the state of the default generator, and the device of new tensors.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from support import assert_equal
 
 import ebbtide
 from ebbtide import Recipe
-from ebbtide.types import Unable
+from ebbtide._types import Unable
 
 pytest.importorskip("megatron.core", reason="make test-trainers installs it", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -90,7 +90,7 @@ def train(model, around=contextlib.nullcontext, steps=3):
     ["recompute", "selective", Recipe("selective", outputs="keep", ops=(lambda op, *args, **kwargs: True,)), "offload"],
     ids=["recompute", "selective", "every operator", "offload"],
 )
-def test_masks_of_the_tracker_are_drawn_again(recipe):
+def test_masks_of_the_tracker_are_recomputed(recipe):
     plain = train(make())
     model = make()
     handle = ebbtide.offload(model, recipe=recipe, **MOVES)
@@ -101,7 +101,7 @@ def test_masks_of_the_tracker_are_drawn_again(recipe):
 
 
 def test_a_model_inside_of_a_fork_of_the_tracker():
-    """As all layers are where the sequence is split among ranks."""
+    """As for all layers if the sequence is split among ranks."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     plain = train(make(), lambda: get_cuda_rng_tracker().fork())
@@ -134,14 +134,14 @@ def test_measured_steps_leave_the_tracker_as_it_was():
     assert_equal(train(model), plain)
 
 
-def test_without_its_tracker_no_region_runs_again(monkeypatch):
-    """As it is with the tracker of a package that nobody here knows."""
+def test_without_the_tracker_no_region_is_recomputed(monkeypatch):
+    """As with the tracker of an unknown package."""
     from ebbtide._recompute import generators
 
     monkeypatch.setattr(generators, "known_trackers", list)
     plain = train(make())
     model = make()
     handle = ebbtide.offload(model, recipe="recompute", **MOVES)
-    with pytest.warns(ebbtide.EbbtideWarning, match="was not prepared to run again.*random number generator"):
+    with pytest.warns(ebbtide.EbbtideWarning, match="was not prepared for recomputation.*random number generator"):
         assert_equal(train(model), plain)
     assert set(handle.stats().unable) == {Unable.UNKNOWN_RNG}

@@ -1,6 +1,6 @@
-"""torchtitan's own Trainer on its llama3 debug model, made and stepped as it does it; `make test-trainers` has it.
+"""torchtitan's own Trainer on the llama3 debug model, made and stepped as torchtitan does; in `make test-trainers`.
 
-It runs on the CPU because examples/torchtitan_debug.py tells it so. On several ranks this file is the script of each.
+examples/torchtitan_debug.py selects the CPU. With several ranks the file is the script of each rank.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def configured(folder, activation_checkpoint, is_compiled=False, **parallelism):
     from torchtitan.components.metrics import MetricsProcessor
 
     class Losses(MetricsProcessor):
-        """Keeps what the Trainer logs of each step."""
+        """Keeps the Trainer's logs of each step."""
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(MetricsProcessor.Config):
@@ -76,7 +76,7 @@ def configured(folder, activation_checkpoint, is_compiled=False, **parallelism):
 
 
 def outcome(trainer):
-    """Losses and norms of gradients of all steps, and all weights: of what is sharded, this rank's part."""
+    """Losses and norms of gradients of all steps, and all weights: of sharded weights the part of the rank."""
     weights = {}
     for part in trainer.model_parts:
         for name, value in part.state_dict().items():
@@ -93,7 +93,7 @@ def assert_same(one, other):
 
 
 def counts(trainer):
-    """Bytes moved and outputs made again, of each model part."""
+    """Moved bytes and recomputed tensors of each model part."""
     from ebbtide.integrations.torchtitan import handles
 
     stats = [handle.stats() for handle in handles(trainer.model_parts)]
@@ -109,8 +109,8 @@ def assets(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    """One rank; what the Trainer sets for the process is set back."""
+def _one_rank(monkeypatch):
+    """One rank; the Trainer's settings of the process are reset."""
     for name, value in example.ONE_RANK.items():
         monkeypatch.setenv(name, value)
     yield
@@ -127,7 +127,7 @@ def train(config):
     trainer = config.build()
     for module in [inner for part in trainer.model_parts for inner in part.modules()]:
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # the only reduction of gloo's
     if trainer.parallel_dims.pp_enabled:
         train_pipeline(trainer)
     else:
@@ -137,7 +137,7 @@ def train(config):
 
 
 def train_pipeline(trainer):
-    """As the Trainer does it, but for the schedule's step: it calls that of a later torch than 2.13."""
+    """As the Trainer, but for the step of the schedule, which needs a later torch than 2.13."""
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.metrics_processor.seen = []
     for _ in range(trainer.config.training.steps):
@@ -239,7 +239,7 @@ def test_their_checkpointing_besides_is_refused(kind):
 
     model = model_part()
     getattr(activation_checkpoint, kind).Config().build(dump_folder="").apply(model)
-    with pytest.raises(ConfigError, match=r"layers\.0 runs again under torchtitan's own checkpointing"):
+    with pytest.raises(ConfigError, match=r"layers\.0 is recomputed by torchtitan's own checkpointing"):
         apply(model)
 
 
@@ -256,7 +256,7 @@ def test_their_budget_of_the_compiler_besides_is_refused():
 @pytest.mark.parametrize("part", [{"tok_embeddings": None}, {"norm": None, "lm_head": None}])
 @pytest.mark.parametrize("settings", [{"budget": "1GiB"}, {"profile": "profile.json"}])
 def test_a_plan_of_all_ranks_is_refused_in_a_pipeline(part, settings):
-    with pytest.raises(ConfigError, match=f"{next(iter(settings))}= is for ranks that have the same blocks"):
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))}= is for ranks with equal blocks"):
         apply(model_part(**part), **settings)
 
 
@@ -266,14 +266,14 @@ def test_fields_of_their_checkpointing_are_refused(theirs):
         apply(model_part(), **theirs)
 
 
-def test_wrong_settings_are_said_when_the_trainer_is_made():
+def test_wrong_settings_raise_when_the_trainer_is_made():
     with pytest.raises(ebbtide.ConfigError, match="budget= asks for a plan"):
         apply(model_part(), mode="all", budget="1GiB")
     with pytest.raises(ebbtide.ModuleError, match="matches no module of Llama3Model"):
         apply(model_part(), include=["layers.*.mixer"])
 
 
-def test_what_is_inside_of_a_model_part_is_handed_over_once():
+def test_modules_inside_of_a_model_part_are_offloaded_once():
     from ebbtide.integrations.torchtitan import OffloadAC, handles
 
     encoder, model = model_part(), torch.nn.Module()
@@ -286,7 +286,7 @@ def test_what_is_inside_of_a_model_part_is_handed_over_once():
 
 
 def test_configs_are_read_by_their_command_line(monkeypatch, assets):
-    """A registry of the user's, and settings that go on beside it."""
+    """A user's registry, and further settings on the command line."""
     from torchtitan.config import ConfigManager
 
     from ebbtide.integrations.torchtitan import OffloadAC

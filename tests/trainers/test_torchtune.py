@@ -1,4 +1,4 @@
-"""torchtune's recipes make their context as is done here; `make test-trainers` has it."""
+"""torchtune's context, made as by torchtune's recipes; in `make test-trainers`."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ pytest.importorskip("torchtune", reason="make test-trainers installs it", exc_ty
 
 
 def steps(is_offloaded):
-    """Three steps as those of full_finetune_single_device: each layer checkpointed, which it insists on where it
-    offloads, and the context around the forward."""
+    """Three steps as of full_finetune_single_device: each layer checkpointed, as the recipe requires for offloading,
+    and the context around the forward."""
     from torchtune import modules, training
     from torchtune.models.llama2 import llama2
 

@@ -1,6 +1,6 @@
-"""xformers' attention as its users call it, with a kernel of this test, for its own need CUDA.
+"""xformers' attention with a kernel of the test, because xformers' own kernels need CUDA.
 
-`make test-trainers` installs it.
+`make test-trainers` installs xformers.
 """
 
 import pytest
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning
 
 WIDTH, HEADS, TOKENS, BLOCKS = 32, 4, 24, 3
 MOVES = {"store": "mock", "min_bytes": 1}
-LITTLE = {"window": "1KiB"}  # what waits is little, as on a large model
+LITTLE = {"window": "1KiB"}  # a small window in comparison, as on a large model
 CALLS = []
 
 
 @torch.library.custom_op("xformers_on_the_cpu::attention_forward", mutates_args=())
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of [batch, tokens, heads, head_dim]: the output, and the logarithms of the sums."""
+    """For inputs of shape [batch, tokens, heads, head_dim]: the output, and the logarithms of the sums."""
     CALLS.append(None)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).contiguous(), scores.logsumexp(-1)
@@ -94,7 +94,7 @@ def step(model, seed):
 
 
 def test_the_kernel_gives_torchs_gradients():
-    """Of xformers' function with the kernel of this test: what follows compares it with itself."""
+    """Checks xformers' function with the kernel of the test, which later tests compare with itself."""
     given = [torch.randn(1, TOKENS, HEADS, 8, dtype=torch.float32, requires_grad=True) for _ in range(3)]
     found = torch.autograd.grad(fmha.memory_efficient_attention(*given, op=(Forward, Backward)).sin().sum(), given)
     plain = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in given)).transpose(1, 2)
@@ -115,7 +115,7 @@ def test_the_kernel_gives_torchs_gradients():
     ids=["everything", "recompute", "selective", "its attention", "other operators", "budget"],
 )
 def test_its_attention_computes_the_same_and_moves(settings, calls):
-    """`calls`: of the kernel for each block, in a step; a dear output that is held is not made again."""
+    """`calls`: of the kernel for each block in a step; a saved expensive output is not recomputed."""
     model, twin = make(Net, torch.device("cpu")), make(Net, torch.device("cpu"))
     handle = ebbtide.offload(model, **MOVES, **settings)
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""The `ebbtide` command: one file per subcommand. Its extra packages are imported when it runs, not before."""
+"""The `ebbtide` command: one file per subcommand. No file imports torch before a command needs it."""
 
 import shlex
 import sys
@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from ebbtide._errors import EbbtideError
 
 __all__ = ["main"]
-
-_OF_THE_EXTRA = {"tyro", "matplotlib"}
-_BAD_INPUT = 2
-"""Exit status of commands that could not begin, as argument parsers use it; 1 is a command's own verdict."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _OF_THE_EXTRA:
+        if package not in ("tyro", "matplotlib"):
             raise
         return _complain(f"the command line needs {package}. Install it with: pip install 'ebbtide[cli]'")
 
@@ -35,17 +31,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = tyro.extras.SubcommandApp()
     commands.command(demo)
     commands.command(plan)
-    # Without pairs: nobody needs --no-small.
     return commands.cli(
         prog="ebbtide",
         description="Moves the activations of PyTorch training out of device memory and back, bit for bit.",
         args=_with_script_arguments(sys.argv[1:] if arguments is None else arguments),
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.FlagCreatePairsOff,),  # no --no-small beside --small
     )
 
 
 def _with_script_arguments(arguments: Sequence[str]) -> Sequence[str]:
-    """What is behind "--" is a script's, and is handed to the command as one text: no parser looks at it."""
+    """Join the arguments behind "--" into one text: arguments of a script, unread by any parser."""
     if "--" not in arguments:
         return arguments
     place = list(arguments).index("--")
@@ -53,5 +48,6 @@ def _with_script_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _complain(message: str) -> int:
+    """Exit status 2, as argument parsers use: the command could not begin. 1 is a command's own verdict."""
     sys.stderr.write(f"ebbtide: {message}\n")
-    return _BAD_INPUT
+    return 2

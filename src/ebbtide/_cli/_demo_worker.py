@@ -1,4 +1,4 @@
-"""One run of the demo in a process of its own, so that its peak memory is its own.
+"""A run of the demo in a separate process, for a peak memory of the run alone.
 
 `python -m ebbtide._cli._demo_worker TASK` trains and writes lines of JSON: one per step, and the outcome.
 """
@@ -9,52 +9,96 @@ import hashlib
 import json
 import struct
 import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import ebbtide
-from ebbtide._cli._demo_memory import AcceleratorMemory, Memory, ResidentMemory, Sampler
-from ebbtide._cli._demo_model import ByteTransformer, Text, next_byte_loss
-from ebbtide._cli._demo_task import Mode, Moved, Outcome, Task
-from ebbtide._context import OffloadActivations
-from ebbtide._engine.stats import Stats
-from ebbtide.types import Reason
-
-_WEIGHTS = {Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER}
+from ebbtide._cli.demo import Mode, Moved, Outcome, Size, Task
+from ebbtide._types import Reason
+from ebbtide._utils.sizes import KIB
 
 
-def run(task: Task, tell_step: Callable[[int], None]) -> Outcome:
-    """Train as the task says; `tell_step` is called with the number of every step that is done."""
-    _fix_the_bits(task)
-    training = Training(task)
-    _warm_up(training, task.threads)
-    memory = _memory_of(task)
-    base_bytes = memory.now_bytes()
-    door = _door(task)
-    losses: list[Tensor] = []
-    step_s: list[float] = []
-    with Sampler(memory, task.size.sample_s) as sampler:
-        for number in range(1, task.steps + 1):
-            began = time.perf_counter()
-            losses.append(training.step(door or contextlib.nullcontext(), rows=task.size.batch))
-            step_s.append(time.perf_counter() - began)
-            tell_step(number)
-    return Outcome(
-        losses=[loss.item() for loss in losses],
-        loss_bits=[_bits_of(loss) for loss in losses],
-        parameters_sha256=_hash_of(training.model),
-        step_s=step_s,
-        base_bytes=base_bytes,
-        peak_bytes=memory.peak_bytes(),
-        curve_s=sampler.seconds,
-        curve_bytes=sampler.nbytes,
-        moved=Moved() if door is None else _count(door.stats()),
-    )
+class Attention(nn.Module):
+    """Causal self-attention over all heads at once."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        q, k, v = self.qkv(x).view(batch, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, context, width))
+
+
+class Block(nn.Module):
+    """Pre-norm: each half reads a normalised stream and adds to the raw stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class ByteTransformer(nn.Module):
+    """Bytes in, logits of each next byte out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, size.width)
+        self.positions = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, 256)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.bytes(text) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross entropy of every next byte in `batch`, whose rows are one byte longer than the context."""
+    logits = model(batch[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Text:
+    """Batches from the *.py files of the standard library: real text on every machine with Python."""
+
+    def __init__(self, seed: int) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:4_000_000]
+        if not text:
+            raise ebbtide.EbbtideError(
+                f"the demo reads the source files of Python's standard library: {str(folder)!r} has none"
+            )
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._random = torch.Generator().manual_seed(seed)
+
+    def batch(self, rows: int, context: int) -> Tensor:
+        """Pieces from random places, of shape (rows, context + 1)."""
+        starts = torch.randint(len(self._bytes) - context, (rows, 1), generator=self._random)
+        return self._bytes[starts + torch.arange(context + 1)].long()
 
 
 class Training:
@@ -65,29 +109,114 @@ class Training:
         self._context = task.size.context
         self._text = Text(task.seed)
         self.model = ByteTransformer(task.size).to(self._device)
-        # Fused: the other way are thousands of short parallel loops, which crawl where another program wants the cores.
+        # Fused: otherwise thousands of short parallel loops, which crawl where another program uses the cores.
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
-    def step(self, door: AbstractContextManager[object], rows: int) -> Tensor:
-        """Forward inside `door`, backward, update; returns the loss."""
+    def step(self, offloading: contextlib.AbstractContextManager[object], rows: int) -> Tensor:
+        """Forward inside `offloading`, backward, update; returns the loss."""
         batch = self._text.batch(rows, self._context).to(self._device)
-        # Gradients stay where they are, so that they are in the base and not in the peak above it.
+        # Gradients stay allocated, and count for the base and not for the peak above the base.
         self._optimizer.zero_grad(set_to_none=False)
-        with door:
+        with offloading:
             loss = next_byte_loss(self.model, batch)
         loss.backward()
         self._optimizer.step()
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # or the step's time would be that of launching it
+            torch.accelerator.synchronize()  # else the step would be timed before its kernels have run
         return loss.detach()
 
 
-def _warm_up(training: Training, threads: int) -> None:
-    """One row, without ebbtide in both modes: gradients, optimizer state and threads are there before the base is read.
+class Memory:
+    """Memory filled by training, in bytes.
 
-    On one thread first. MKL chooses its vector kernels in their first call, and two threads that make it at once can
-    get different ones: torch.sqrt, the first time in a process, was wrong by 2e-4 in its second half in one plain run
-    of some 100.
+    On the CPU the resident memory of the process, without pages of files, which are the system's cache; on an
+    accelerator the memory its allocator has handed out. A context samples `now_bytes` in a thread, every `interval_s`.
+    """
+
+    def __init__(self, device: str, interval_s: float) -> None:
+        self.seconds: list[float] = []
+        self.nbytes: list[int] = []
+        self._process = psutil.Process() if device == "cpu" else None
+        self._interval_s = interval_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="ebbtide-demo-sampler", daemon=True)
+        if self._process is None:
+            torch.accelerator.reset_peak_memory_stats()
+
+    def now_bytes(self) -> int:
+        return torch.accelerator.memory_allocated() if self._process is None else self._process.memory_info().rss
+
+    def peak_bytes(self) -> int:
+        """The largest so far, as the system or the allocator counted: samples would miss short peaks."""
+        if self._process is None:
+            return torch.accelerator.max_memory_allocated()
+        status = Path("/proc/self/status")
+        if status.exists():
+            rows = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            return int(rows["VmHWM"].split()[0]) * KIB
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * KIB
+
+    def __enter__(self) -> "Memory":
+        self._began = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        self._record()
+        while not self._over.wait(self._interval_s):
+            self._record()
+        self._record()
+
+    def _record(self) -> None:
+        self.seconds.append(round(time.perf_counter() - self._began, 4))
+        self.nbytes.append(self.now_bytes())
+
+
+def run(task: Task, report_step: Callable[[int], None]) -> Outcome:
+    """Train `task`; `report_step` is called with the number of every finished step."""
+    torch.manual_seed(task.seed)
+    torch.use_deterministic_algorithms(True)
+    # Filling every new tensor costs time and says nothing about a program without errors.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    training = Training(task)
+    _warm_up(training, task.threads)
+    memory = Memory(task.device, task.size.sample_s)
+    base_bytes = memory.now_bytes()
+    context = None if task.mode is Mode.PLAIN else _offloading(task)
+    losses: list[Tensor] = []
+    step_s: list[float] = []
+    with memory:
+        for number in range(1, task.steps + 1):
+            began = time.perf_counter()
+            losses.append(training.step(context or contextlib.nullcontext(), rows=task.size.batch))
+            step_s.append(time.perf_counter() - began)
+            report_step(number)
+    return Outcome(
+        losses=[loss.item() for loss in losses],
+        loss_bits=[f"0x{struct.pack('>f', loss.item()).hex()}" for loss in losses],
+        parameters_sha256=_hash_of(training.model),
+        step_s=step_s,
+        base_bytes=base_bytes,
+        peak_bytes=memory.peak_bytes(),
+        curve_s=memory.seconds,
+        curve_bytes=memory.nbytes,
+        moved=Moved() if context is None else _moved(context.stats()),
+    )
+
+
+def _warm_up(training: Training, threads: int) -> None:
+    """Train one row without ebbtide, so that gradients, optimizer state and threads exist before the base is read.
+
+    On one thread first. MKL chooses vector kernels in the first call, and two threads that make the first call
+    at once can get different kernels: the first torch.sqrt of a process was wrong by 2e-4 in its second half in one of
+    some 100 plain runs.
     """
     for number in (1, threads):
         torch.set_num_threads(number)
@@ -95,28 +224,16 @@ def _warm_up(training: Training, threads: int) -> None:
     gc.collect()
 
 
-def _fix_the_bits(task: Task) -> None:
-    torch.manual_seed(task.seed)
-    torch.use_deterministic_algorithms(True)
-    # It would write into every new tensor, which costs time and says nothing about a program that works.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _memory_of(task: Task) -> Memory:
-    return ResidentMemory() if task.device == "cpu" else AcceleratorMemory()
-
-
-def _door(task: Task) -> OffloadActivations | None:
-    if task.mode is Mode.PLAIN:
-        return None
-    window_bytes = task.size.window_bytes
+def _offloading(task: Task) -> ebbtide.OffloadActivations:
+    window_bytes, min_bytes = task.size.window_bytes, task.size.min_bytes
     return ebbtide.offload_activations(
-        store=task.store, window=window_bytes, prefetch=window_bytes, min_bytes=task.size.min_bytes
+        store=task.store, window=window_bytes, prefetch=window_bytes, min_bytes=min_bytes
     )
 
 
-def _count(stats: Stats) -> Moved:
-    stayed = sum(tally.nbytes for reason, tally in stats.kept.items() if reason not in _WEIGHTS)
+def _moved(stats: ebbtide.Stats) -> Moved:
+    weights = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
+    stayed = sum(count.nbytes for reason, count in stats.kept.items() if reason not in weights)
     return Moved(
         activation_bytes=stats.parcels.nbytes + stayed,
         out_bytes=stats.out.nbytes,
@@ -126,10 +243,6 @@ def _count(stats: Stats) -> Moved:
     )
 
 
-def _bits_of(loss: Tensor) -> str:
-    return f"0x{struct.pack('>f', loss.item()).hex()}"
-
-
 def _hash_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -137,15 +250,15 @@ def _hash_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _tell(line: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    """Train what the first argument asks for."""
-    outcome = run(Task.from_json(sys.argv[1]), lambda number: _tell({"step": number}))
-    _tell({"outcome": asdict(outcome)})
+    """Run the task in the first argument."""
+
+    def send(message: dict[str, object]) -> None:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+    outcome = run(Task.from_json(sys.argv[1]), lambda number: send({"step": number}))
+    send({"outcome": asdict(outcome)})
 
 
 if __name__ == "__main__":

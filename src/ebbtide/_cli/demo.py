@@ -1,26 +1,149 @@
-"""`ebbtide demo`: the same training with and without offloading, side by side."""
+"""`ebbtide demo`: two runs of one training, with and without offloading, side by side.
+
+Each run is a separate process (`_demo_worker`): a Task goes in, an Outcome comes back, as JSON.
+"""
 
 import json
 import os
 import platform
-from collections.abc import Generator
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import IO, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from ebbtide._cli._demo_process import run_worker
-from ebbtide._cli._demo_task import FOR_ACCELERATOR, FOR_RAM, SMALL, Mode, Outcome, Task
-from ebbtide._cli._demo_verdict import Verdict, judge, verdict_table
-from ebbtide._errors import ConfigError
-from ebbtide._reports.timeline import Curve, draw_timeline
-from ebbtide._stores import DiskStore
+from ebbtide._errors import ConfigError, EbbtideError
+from ebbtide._utils.sizes import KIB, MIB, format_bytes
 
-_MOST_THREADS = 8
+
+class Mode(str, Enum):
+    """How a worker trains."""
+
+    PLAIN = "plain"
+    """Without ebbtide."""
+    OFFLOADED = "offloaded"
+    """Forward inside `ebbtide.offload_activations`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of the model and of the batch, and how much of the activations may be on the device.
+
+    Attributes:
+        width, layers, heads: of the transformer.
+        context, batch: tokens in a sequence, sequences in a batch.
+        window_bytes: window and prefetch of the offloaded run.
+        min_bytes: smaller saved tensors stay.
+        sample_s: time between two samples of the memory curve.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    window_bytes: int
+    min_bytes: int
+    sample_s: float
+
+
+# Narrow and long: a block saves about 64 bytes per token and unit of width for 72 * width operations, so a narrow
+# model saves most per second of computing, and parameters and optimizer state stay far below the activations.
+_FOR_RAM = Size(192, 16, 6, 512, 20, window_bytes=64 * MIB, min_bytes=MIB, sample_s=0.05)
+_FOR_ACCELERATOR = Size(512, 16, 8, 1024, 8, window_bytes=256 * MIB, min_bytes=MIB, sample_s=0.002)
+SMALL = Size(128, 6, 4, 128, 16, window_bytes=4 * MIB, min_bytes=64 * KIB, sample_s=0.005)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of one worker.
+
+    Attributes:
+        mode: with or without offloading.
+        device: "cpu", or the type of the accelerator.
+        store: as for `offload_activations`.
+        steps, seed: equal in both runs, which are compared.
+        threads: of the CPU. The number decides the order of sums, and so the bits.
+        size: of the model and its batch.
+    """
+
+    mode: Mode
+    device: str
+    store: str
+    steps: int
+    seed: int
+    threads: int
+    size: Size
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Task":
+        raw: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] = {**raw, "mode": Mode(raw["mode"]), "size": Size(**raw["size"])}
+        return Task(**fields)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Counts of the offloaded run, in bytes and seconds over all steps; zeros in the plain run.
+
+    Attributes:
+        activation_bytes: saved by autograd, without parameters and buffers: parcels, and saved tensors that stayed.
+        out_bytes, in_bytes: moved to the store, and fetched back.
+        stall_forward_s, stall_backward_s: time in which compute waited for copies.
+    """
+
+    activation_bytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    stall_forward_s: float = 0.0
+    stall_backward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of one run.
+
+    Attributes:
+        losses, loss_bits: of every step; the bits as the hexadecimal of the float32.
+        parameters_sha256: of the bytes of all parameters after the last step.
+        step_s: time of every step.
+        base_bytes: memory before the first step, with parameters, gradients and optimizer state in place.
+        peak_bytes: largest memory since then, as the system or the accelerator's allocator counts.
+        curve_s, curve_bytes: memory over time, sampled.
+        moved: counts of the moves.
+    """
+
+    losses: list[float]
+    loss_bits: list[str]
+    parameters_sha256: str
+    step_s: list[float]
+    base_bytes: int
+    peak_bytes: int
+    curve_s: list[float]
+    curve_bytes: list[int]
+    moved: Moved
+
+    @property
+    def above_base_bytes(self) -> int:
+        return self.peak_bytes - self.base_bytes
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> "Outcome":
+        fields: dict[str, Any] = {**raw, "moved": Moved(**raw["moved"])}
+        return Outcome(**fields)
 
 
 def demo(
@@ -33,9 +156,9 @@ def demo(
 ) -> int:
     """Train a small transformer with and without offloading; compare every bit, the peak memory and the time.
 
-    With an accelerator activations wait in host memory. Without one they wait on disk, which takes about a minute and
-    3 GiB of memory. The exit status is 1 if a single bit differs, or if the peak above what was in memory before drops
-    by less than half of the activations.
+    With an accelerator activations wait in host memory. Without an accelerator they wait on disk, which takes about a
+    minute and 3 GiB of memory. The exit status is 1 if a single bit differs, or if the peak above the base (the memory
+    before the first step) drops by less than half of the activations.
 
     Args:
         steps: training steps of each run.
@@ -45,41 +168,50 @@ def demo(
         small: a tiny model, done in seconds.
         seed: of parameters and batches.
     """
+    from ebbtide._reports import timeline  # before the runs: an error if matplotlib is missing
+
     task = _task(steps, folder, out, small, seed)
     console = Console()
     with _progress(console, steps) as progress:
-        plain, offloaded = (_run(progress, task.in_mode(mode)) for mode in Mode)
+        plain, offloaded = (_run(progress, replace(task, mode=mode)) for mode in Mode)
     verdict = judge(plain, offloaded)
-    _write_json(out / "demo.json", task, plain, offloaded, verdict)
-    _draw(out / "memory.png", task, plain, offloaded)
+    results = _results(task, plain, offloaded, verdict)
+    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
+    where = "disk" if task.store.startswith("disk") else "host memory"
+    timeline.draw_timeline(
+        [
+            timeline.Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
+            for label, run in (("plain", plain), (f"offloaded to {where}", offloaded))
+        ],
+        out / "memory.png",
+        title=f"Memory during {steps} training steps: same bits, activations kept or moved to {where}",
+        memory="resident memory of the process" if task.device == "cpu" else "allocated device memory",
+    )
     check = "\N{CHECK MARK}" if console.encoding.lower().startswith("utf") else "ok:"
-    console.print(verdict_table(plain, offloaded, verdict, title=_title(task), check=check))
+    console.print(_table(plain, offloaded, verdict, title=_title(task), check=check))
     console.print(str(verdict), style="bold red" if verdict.faults else "bold green", highlight=False)
     console.print(f"Details: {out / 'demo.json'}; memory over time: {out / 'memory.png'}", highlight=False)
     return verdict.exit_status
 
 
 def _task(steps: int, folder: Path | None, out: Path, small: bool, seed: int) -> Task:
+    import torch
+
     if steps < 1:
         raise ConfigError(f"--steps {steps}: expected 1 or more")
     _make_folder(out, "--out")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        device, store, size = "cpu", _disk(folder or out), FOR_RAM
+        device, store, size = "cpu", _disk(folder or out), _FOR_RAM
     else:
-        device, store, size = accelerator.type, _disk(folder) if folder else "host", FOR_ACCELERATOR
-    return Task(
-        mode=Mode.PLAIN,
-        device=device,
-        store=store,
-        steps=steps,
-        seed=seed,
-        threads=min(_MOST_THREADS, os.cpu_count() or 1),
-        size=SMALL if small else size,
-    )
+        device, store, size = accelerator.type, _disk(folder) if folder else "host", _FOR_ACCELERATOR
+    threads = min(8, os.cpu_count() or 1)  # the model is too small for more
+    return Task(Mode.PLAIN, device, store, steps, seed, threads, SMALL if small else size)
 
 
 def _disk(folder: Path) -> str:
+    from ebbtide._stores import DiskStore
+
     _make_folder(folder, "--folder")
     try:
         DiskStore.check_folder(folder)
@@ -118,29 +250,174 @@ def _title(task: Task) -> str:
     )
 
 
-def _draw(path: Path, task: Task, plain: Outcome, offloaded: Outcome) -> None:
-    where = "disk" if task.store.startswith("disk") else "host memory"
-    labels = ("plain", f"offloaded to {where}")
-    curves = [
-        Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
-        for label, run in zip(labels, (plain, offloaded), strict=True)
-    ]
-    draw_timeline(
-        curves,
-        path,
-        title=f"Memory during {task.steps} training steps: same bits, activations kept or moved to {where}",
-        memory="resident memory of the process" if task.device == "cpu" else "allocated device memory",
-    )
+def _results(task: Task, plain: Outcome, offloaded: Outcome, verdict: "Verdict") -> dict[str, Any]:
+    import torch
 
-
-def _write_json(path: Path, task: Task, plain: Outcome, offloaded: Outcome, verdict: Verdict) -> None:
-    path.write_text(json.dumps(_results(task, plain, offloaded, verdict), indent=1) + "\n")
-
-
-def _results(task: Task, plain: Outcome, offloaded: Outcome, verdict: Verdict) -> dict[str, Any]:
     return {
         "machine": {"system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__},
         "task": {name: value for name, value in asdict(task).items() if name != "mode"},
         "runs": {mode.value: asdict(run) for mode, run in zip(Mode, (plain, offloaded), strict=True)},
         "verdict": {**asdict(verdict), "saved_share": verdict.saved_share, "exit_status": verdict.exit_status},
     }
+
+
+# -- the processes -----------------------------------------------------------------------------------------------------
+
+
+def run_worker(task: Task, report_step: Callable[[int], None]) -> Outcome:
+    """Run `task` in a separate process.
+
+    Args:
+        task: the run.
+        report_step: called with the number of every finished step.
+
+    Raises:
+        EbbtideError: the process did not finish; with the last lines of stderr.
+    """
+    # Into a file: a pipe without a reader would block the worker once the pipe is full.
+    with tempfile.TemporaryFile("w+") as errors, _start(task, errors) as worker:
+        assert worker.stdout is not None
+        try:
+            outcome = _listen(worker.stdout, report_step)
+        except BaseException:
+            worker.kill()  # interrupted: without a reader the worker would go on for nothing
+            raise
+        status = worker.wait()
+        if outcome is None or status != 0:
+            errors.seek(0)
+            last_lines = "".join(errors.readlines()[-15:])
+            raise EbbtideError(f"the {task.mode.value} run {_end_of(status)}\n{last_lines}".rstrip())
+    return outcome
+
+
+def _start(task: Task, errors: IO[str]) -> "subprocess.Popen[str]":
+    environment = {
+        # glibc raises the threshold of blocks with pages of their own to the largest block freed so far; memory freed
+        # below the threshold stays resident. With a fixed threshold every large tensor goes back to the system when
+        # freed, and resident memory is memory in use.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        # cuBLAS would pick its scratch memory, and with it the order of sums, at run time.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    return subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+        [sys.executable, "-m", "ebbtide._cli._demo_worker", task.to_json()],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def _listen(lines: Iterable[str], report_step: Callable[[int], None]) -> Outcome | None:
+    for line in lines:
+        message: dict[str, Any] = json.loads(line)
+        if "outcome" in message:
+            return Outcome.from_dict(message["outcome"])
+        report_step(message["step"])
+    return None
+
+
+def _end_of(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "was killed, most likely for lack of memory: try --small"
+    return f"ended with exit status {status}"
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of the comparison.
+
+    Attributes:
+        activation_bytes: of one step, as the offloaded run counted them.
+        saved_bytes: by how much the peak above the base dropped.
+        faults: claims that did not hold, in words.
+    """
+
+    activation_bytes: int
+    saved_bytes: int
+    faults: tuple[str, ...]
+
+    @property
+    def saved_share(self) -> float:
+        return self.saved_bytes / self.activation_bytes if self.activation_bytes else 0.0
+
+    @property
+    def exit_status(self) -> int:
+        return 1 if self.faults else 0
+
+    def __str__(self) -> str:
+        if self.faults:
+            return f"FAILED: {'; '.join(self.faults)}"
+        return (
+            f"Losses and parameters are equal to the bit, and the peak above the base is "
+            f"{format_bytes(self.saved_bytes)} lower: {self.saved_share:.0%} of the "
+            f"{format_bytes(self.activation_bytes)} of activations of a step."
+        )
+
+
+def judge(plain: Outcome, offloaded: Outcome) -> Verdict:
+    """Compare bits and peaks of the two runs."""
+    activation_bytes = offloaded.moved.activation_bytes // len(offloaded.losses)
+    saved_bytes = plain.above_base_bytes - offloaded.above_base_bytes
+    faults = [*_bit_faults(plain, offloaded), *_memory_faults(offloaded.moved, activation_bytes, saved_bytes)]
+    return Verdict(activation_bytes, saved_bytes, tuple(faults))
+
+
+def _bit_faults(plain: Outcome, offloaded: Outcome) -> Iterator[str]:
+    pairs = zip(plain.loss_bits, offloaded.loss_bits, strict=True)
+    differing = [number for number, (one, other) in enumerate(pairs, 1) if one != other]
+    if differing:
+        yield f"the losses differ from step {differing[0]} on"
+    elif plain.parameters_sha256 != offloaded.parameters_sha256:
+        yield "the losses are equal, but the parameters after the last step differ"
+
+
+def _memory_faults(moved: Moved, activation_bytes: int, saved_bytes: int) -> Iterator[str]:
+    if moved.out_bytes == 0:
+        yield "nothing was moved"
+    elif saved_bytes < activation_bytes / 2:
+        yield (
+            f"the peak dropped by {format_bytes(saved_bytes)}, less than half of the "
+            f"{format_bytes(activation_bytes)} of activations"
+        )
+
+
+def _table(plain: Outcome, offloaded: Outcome, verdict: Verdict, *, title: str, check: str) -> Table:
+    """One row per measure, one column per run, and the comparison. `check` marks equal bits."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("", "plain", "offloaded", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    runs, steps = (plain, offloaded), len(plain.losses)
+    for number in range(steps):
+        table.add_row(
+            f"loss, step {number + 1}",
+            *(f"{run.losses[number]:.4f} {run.loss_bits[number]}" for run in runs),
+            _equal(plain.loss_bits[number], offloaded.loss_bits[number], check),
+        )
+    hashes = [run.parameters_sha256 for run in runs]
+    table.add_row("parameters, hash", *(each[:10] for each in hashes), _equal(hashes[0], hashes[1], check))
+    table.add_section()
+    above = [format_bytes(run.above_base_bytes) for run in runs]
+    moved = offloaded.moved
+    table.add_row("memory before", *(format_bytes(run.base_bytes) for run in runs))
+    table.add_row("peak memory", *(format_bytes(run.peak_bytes) for run in runs))
+    table.add_row("peak above before", *above, f"{format_bytes(verdict.saved_bytes)} saved")
+    table.add_row("activations/step", "", format_bytes(verdict.activation_bytes), f"{verdict.saved_share:.0%} saved")
+    table.add_row("moved out/step", "", format_bytes(moved.out_bytes / steps))
+    table.add_row("fetched back/step", "", format_bytes(moved.in_bytes / steps))
+    table.add_section()
+    plain_s, offloaded_s = median(plain.step_s), median(offloaded.step_s)
+    table.add_row("median step time", _time(plain_s), _time(offloaded_s), f"{offloaded_s / plain_s:.2f}x")
+    table.add_row("stall/step", "", _time((moved.stall_forward_s + moved.stall_backward_s) / steps))
+    return table
+
+
+def _equal(one: str, other: str, check: str) -> str:
+    return f"[green]{check} same bits[/]" if one == other else "[red]DIFFERENT[/]"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

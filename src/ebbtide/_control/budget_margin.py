@@ -1,62 +1,66 @@
-"""What of a budget plans may use: what measured peaks say of it, and running out of memory. Pure."""
+"""How much of a budget plans may use, by measured peaks and by running out of memory. Pure."""
 
 from collections.abc import Callable
 
-_MOST_FITS = 3
+_MOST_CORRECTIONS = 3
 _NEAR = 0.02
 
 
 class BudgetMargin:
-    """A budget, and how much of it is left free. Sizes of batches are told apart by their tokens.
+    """A budget, and the margin left free below the limit. Batch sizes are told apart by tokens.
 
     Args:
-        budget: the peak to stay under now, in bytes; None: there is none.
+        budget: returns the peak to stay under in bytes; None: no budget.
     """
 
     def __init__(self, budget: Callable[[], int | None]) -> None:
         self._budget = budget
-        self._spares: dict[int, int] = {}  # by size: what peaks were beyond the predicted ones
-        self._short_bytes = 0  # never given back
-        self._fits = 0
+        self._margins: dict[int, int] = {}  # by batch size: measured less predicted peak
+        self._oom_bytes = 0  # never given back
+        self._corrections = 0
 
     @property
-    def asked_bytes(self) -> int | None:
-        """That a measured peak has to stay under: the budget less what running out of memory took off."""
+    def limit_bytes(self) -> int | None:
+        """Limit of a measured peak: the budget less the bytes taken off after running out of memory."""
         budget_bytes = self._budget()
-        return None if budget_bytes is None else budget_bytes - self._short_bytes
+        return None if budget_bytes is None else budget_bytes - self._oom_bytes
 
     def planned_bytes(self, tokens: int) -> int | None:
-        """That a predicted peak has to stay under."""
-        asked_bytes = self.asked_bytes
-        return None if asked_bytes is None else asked_bytes - self.spare_bytes(tokens)
+        """Limit of a predicted peak."""
+        limit_bytes = self.limit_bytes
+        return None if limit_bytes is None else limit_bytes - self.margin_bytes(tokens)
 
-    def spare_bytes(self, tokens: int) -> int:
-        """A size that was not looked at yet may be as far beyond its prediction as another, and counts on no less."""
-        return self._spares.get(tokens, max([0, *self._spares.values()]))
+    def margin_bytes(self, tokens: int) -> int:
+        """Margin of a batch size; for a size without measured peaks the largest margin, and never less than 0."""
+        return self._margins.get(tokens, max([0, *self._margins.values()]))
 
-    def fitted(self, tokens: int, peak_bytes: int, predicted_bytes: int, is_whole: bool) -> int | None:
-        """What to leave free from now on; None if nothing is to change. A few times.
+    def corrected(self, tokens: int, peak_bytes: int, predicted_bytes: int, is_full_size: bool) -> int | None:
+        """Margin from now on in bytes; None if the margin stays. At most three corrections.
 
-        More if the peak was beyond the budget, and less if that leaves room to spare.
+        The margin grows if the peak was over the limit, and shrinks if the peak left room to spare.
 
         Args:
-            peak_bytes, predicted_bytes: measured of a plan, and predicted of it.
-            is_whole: measured of batches as large as is planned for.
+            tokens: batch size.
+            peak_bytes: measured peak of a plan.
+            predicted_bytes: predicted peak of the plan.
+            is_full_size: whether the measured batches were as large as planned for.
         """
-        asked_bytes = self.asked_bytes
-        if asked_bytes is None or self._fits == _MOST_FITS or asked_bytes * (1 - _NEAR) <= peak_bytes <= asked_bytes:
+        limit_bytes = self.limit_bytes
+        if limit_bytes is None or self._corrections == _MOST_CORRECTIONS:
             return None
-        beyond_bytes, spare_bytes = peak_bytes - predicted_bytes, self.spare_bytes(tokens)
-        over_bytes = peak_bytes - asked_bytes
-        # The last fit is for what is beyond the budget; and what the plan leaves unused on its own account is none of
-        # the prediction's fault.
-        may_give_back = is_whole and self._fits < _MOST_FITS - 1
-        if over_bytes <= 0 and (not may_give_back or spare_bytes - beyond_bytes <= _NEAR * asked_bytes):
+        if limit_bytes * (1 - _NEAR) <= peak_bytes <= limit_bytes:
             return None
-        self._fits += 1
-        return beyond_bytes if over_bytes <= 0 else max(beyond_bytes, spare_bytes + over_bytes)
+        excess_bytes, margin_bytes = peak_bytes - predicted_bytes, self.margin_bytes(tokens)
+        over_bytes = peak_bytes - limit_bytes
+        # The last correction is reserved for a peak over the limit. Budget left unused by the plan itself is no error
+        # of the prediction.
+        may_shrink = is_full_size and self._corrections < _MOST_CORRECTIONS - 1
+        if over_bytes <= 0 and (not may_shrink or margin_bytes - excess_bytes <= _NEAR * limit_bytes):
+            return None
+        self._corrections += 1
+        return excess_bytes if over_bytes <= 0 else max(excess_bytes, margin_bytes + over_bytes)
 
-    def leave_free(self, tokens: int, spare_bytes: int, short_bytes: int = 0) -> None:
-        """So much for what peaks are beyond predictions of this size; and so much more for all, for good."""
-        self._spares[tokens] = spare_bytes
-        self._short_bytes += short_bytes
+    def leave_free(self, tokens: int, margin_bytes: int, oom_bytes: int = 0) -> None:
+        """Set the margin of one batch size, and take `oom_bytes` off the limit of all sizes for good."""
+        self._margins[tokens] = margin_bytes
+        self._oom_bytes += oom_bytes

@@ -1,14 +1,15 @@
-"""From the first steps to a profile and a plan: what a handle asks at the beginning of every step.
+"""From the first training steps to a profile and a plan. The handle asks the controller before every step.
 
 Note [PlanController]
-~~~~~~~~~~~~~~
-1. The first steps run with what needs the least: every region runs again with its inputs moved if there is a budget,
-   every region keeps if there is none. One step warms up, one is watched for times, one for details; then the plan.
-2. From then on upkeep.py looks after it.
-3. Where a job has several ranks and regions may run again, all ranks go by one plan, from the slowest of their
-   profiles, whatever sizes their batches are of. Ranks vote on the plan between two steps, before the fourth one (and
-   before the 12th and the 36th if not all have a profile by then). A step ends when an optimizer has stepped, for ranks
-   may run different numbers of forwards in one; where no optimizer of torch is seen, each forward counts as a step.
+~~~~~~~~~~~~~~~~~~~~~
+1. The first steps run with the smallest memory: with a budget every region is recomputed and inputs are offloaded,
+   without a budget every region keeps. The first step warms up, the second is measured for times, and the third for
+   details. The plan follows.
+2. From then on the tuner compares and corrects (Note [PlanTuner]).
+3. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
+   sizes of the ranks. Ranks agree on a plan between two steps: before step 4, and again before steps 12 and 36 if not
+   all ranks have a profile. An optimizer step ends a step, because ranks may run different numbers of forwards in a
+   step. Without an optimizer of torch each forward counts as a step, and every rank must run the same number.
 """
 
 import dataclasses
@@ -21,79 +22,78 @@ from typing import Protocol
 
 import torch
 
-from ebbtide._control.in_flight import InFlightStep
-from ebbtide._control.ranks import Agree, Answer, agreed_profile
+from ebbtide._control.ranks import Agree, RankAnswer, agreed_profile
 from ebbtide._control.tuner import PlanTarget, PlanTuner
 from ebbtide._engine.context import HookContext
 from ebbtide._engine.engine import Engine
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
-from ebbtide._planner.launch_ahead import with_host
+from ebbtide._planner.simulate import with_host
 from ebbtide._plans import Plan, Recipe, RegionPlan
-from ebbtide._profiling.build import Surroundings, profile_of
-from ebbtide._profiling.link_probe import link_rates
+from ebbtide._profiling.build import ProfileInputs, profile_of
+from ebbtide._profiling.link_probe import probe_link
 from ebbtide._profiling.profile import Link, Profile
-from ebbtide._profiling.recorder import StepWatch
-from ebbtide._profiling.step_events import StepMonitor
+from ebbtide._profiling.recorder import ProfilingRecorder
+from ebbtide._profiling.step_events import InFlightStep, StepMonitor
+from ebbtide._types import OpClasses, StepRecorder
 from ebbtide._utils.logs import logger_of
-from ebbtide.types import Dearness, StepRecorder
 
 _log = logger_of(__name__)
 
-_FIRST_VOTE = 4  # steps: one to warm up, two that are watched, and the one that begins with a vote
+_FIRST_VOTE = 4  # steps: a warm-up, two measured steps, and the step that begins with a vote
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
-_FORWARDS_TO_WAIT = 1000  # for the backward of a graph that somebody holds
+_FORWARDS_TO_WAIT = 1000  # for the backward of a graph that is kept alive
 
 
-class Planned(PlanTarget, Protocol):
-    """The handle, as its control sees it."""
+class PlannedModel(PlanTarget, Protocol):
+    """The handle, as seen by the controller."""
 
     def engine(self) -> Engine | None:
-        """Of the device that the model computes on; None while nothing can move there."""
+        """Engine of the model's device; None while nothing can be offloaded from the device."""
         ...
 
     def is_captured(self) -> bool:
-        """Whether what the model computes goes into a graph that is being captured."""
+        """Whether the forward is being captured in a graph."""
         ...
 
     def made_for(self) -> Mapping[str, str]:
-        """What a profile has to be of, by name."""
+        """Properties that a profile has to match, by name."""
         ...
 
     def compiled(self) -> Collection[str]:
-        """Regions whose operators the compiler hides."""
+        """Regions with operators hidden by the compiler."""
         ...
 
     def never_recomputed(self) -> Collection[str]:
-        """Regions whose recomputation was seen to differ from their forward."""
+        """Regions with a recomputation that differed from forward."""
         ...
 
     def have_stepped(self) -> bool:
-        """Whether an optimizer has stepped since this was called last."""
+        """Whether an optimizer has stepped since the last call."""
         ...
 
     def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes by kind (parameters, gradients, the state of optimizers) as they are now, and of the gradients that a
-        backward would allocate, by region."""
+        """Bytes allocated now by kind (parameters, gradients, optimizer states), and bytes of gradients that a backward
+        would allocate, by region."""
         ...
 
 
 class Phase(enum.Enum):
-    """What the step at hand is for."""
+    """Purpose of the current step. The value continues a status text."""
 
     WARM = "warms up"
-    TIMES = "is watched for times"
-    DETAILS = "is watched for details"
-    PLANNED = "goes by the plan"
-    GAVE_UP = "goes by the recipes it began with"
+    TIMES = "is measured for times"
+    DETAILS = "is measured for details"
+    PLANNED = "runs by the plan"
+    GAVE_UP = "keeps its first recipes"
 
 
 _MEASURING = (Phase.WARM, Phase.TIMES, Phase.DETAILS)
 
 
-class _AndUnseen:
-    """A handle whose plans are also of regions that their profile says nothing of."""
+class _WithUnseenRegions:
+    """Adds plan entries for regions without a profile to every plan."""
 
     def __init__(self, handle: PlanTarget, unseen: Mapping[str, RegionPlan]) -> None:
         self._handle = handle
@@ -105,123 +105,126 @@ class _AndUnseen:
 
 
 class PlanController:
-    """Plans for one handle.
+    """Measures, plans and tunes for one handle.
 
     Args:
-        handle: whose plan it sets.
-        names: of its regions.
-        scope: its saves' scope.
-        budget_bytes: the peak to stay under; None: move what costs no time.
-        profile: of this model, measured before; spares the watched steps.
-        replans_on_oom: plan for less after the device ran out of memory.
-        agree: gives the answers of all ranks for this rank's one; None where there is only one.
-        keep: is given the profile as soon as it is measured.
-        looks_again: run every region again in the first steps also without a budget, for a profile that serves any.
-        guessed: those of `names` that nobody knows to be entered on their own, and that are let go if no profile is
-            made: some module may call itself what should come behind it.
+        handle: receiver of plans.
+        names: names of all regions.
+        context: hook context of the handle's saved tensors.
+        budget_bytes: returns the peak to stay under, by the total memory of the device; None: offload without slowing
+            the step.
+        op_classes: classes of operators.
+        profile: earlier profile of the model; replaces the measured steps.
+        replans_on_oom: plan for a smaller peak after the device ran out of memory.
+        agree: exchanges the answers of all ranks; None for a single rank.
+        on_profile: called with the profile as soon as the profile is measured.
+        always_recompute: recompute every region in the first steps without a budget too, for a profile that serves any
+            budget.
+        nested: those of `names` that another module may call. They are dropped if no profile can be made.
     """
 
     def __init__(
         self,
-        handle: Planned,
+        handle: PlannedModel,
         names: tuple[str, ...],
-        scope: HookContext,
+        context: HookContext,
         budget_bytes: Callable[[int], int] | None,
-        dearness: Dearness,
+        op_classes: OpClasses,
         profile: Profile | None = None,
         replans_on_oom: bool = False,
         agree: Agree | None = None,
-        keep: Callable[[Profile], None] | None = None,
-        looks_again: bool = False,
-        guessed: Collection[str] = (),
+        on_profile: Callable[[Profile], None] | None = None,
+        always_recompute: bool = False,
+        nested: Collection[str] = (),
     ) -> None:
         self._handle = handle
         self._names = names
-        self._scope = scope
+        self._context = context
         self._budget_of = budget_bytes
-        self._dearness = dearness
+        self._op_classes = op_classes
         self._replans_on_oom = replans_on_oom
         self._agree = agree
-        self._keep = keep
-        self._looks_again = looks_again
-        self._guessed = guessed
-        self._times: StepWatch | None = None
-        self._watched: InFlightStep[StepWatch] | None = None
-        self._beside: list[InFlightStep[StepMonitor]] = []  # forwards that are not watched
+        self._on_profile = on_profile
+        self._always_recompute = always_recompute
+        self._nested = nested
+        self._times: ProfilingRecorder | None = None
+        self._recorded: InFlightStep[ProfilingRecorder] | None = None
+        self._unrecorded: list[InFlightStep[StepMonitor]] = []
         self._waited = 0
         self._has_warned_of_capture = False
         self._forwards = 0
-        self._steps = 0  # that optimizers have ended
+        self._steps = 0  # ended by an optimizer
         self._next_vote = _FIRST_VOTE
         self._tokens = 0
         self._tokens_of_times = 0
-        self._agreed_bytes: int | None = None  # the smallest budget of all ranks
+        self._agreed_bytes: int | None = None  # smallest budget of all ranks
         self._failures = 0
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
-        self._host_forward_s = 0.0  # in the step that warms up
-        self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # the step that is watched for details
+        self._cpu_forward_s = 0.0  # of the warm-up
+        self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # before the detailed step
         self.is_warming_up = False
-        """Whether the forward at hand warms up: none of its times and peaks count."""
-        self.upkeep: PlanTuner | None = None
-        """Of the plans, once there is a profile."""
+        """Whether the current forward warms up: times and peaks do not count."""
+        self.tuner: PlanTuner | None = None
+        """None until there is a profile."""
         self.phase = Phase.WARM
 
     @property
     def profile(self) -> Profile | None:
-        """What a step does, as far as the steps so far have shown."""
-        return self._measured if self.upkeep is None else self.upkeep.profile
+        """Profile of a step, as far as known."""
+        return self._measured if self.tuner is None else self.tuner.profile
 
     @property
-    def asked_bytes(self) -> int | None:
-        """The user's budget, or the smallest of all ranks'; None without one, and for a share of an unknown device."""
-        return self._asked_bytes() or None
+    def user_budget_bytes(self) -> int | None:
+        """The user's budget, or the smallest budget of all ranks; None without a budget, and for a share of an unknown
+        device."""
+        return self._goal_bytes() or None
 
     @property
     def measured(self) -> tuple[float, int]:
-        """Seconds and peak in bytes of a step by the current plan; 0: unknown as yet."""
-        return (0.0, 0) if self.upkeep is None else self.upkeep.measured
+        """Measured seconds and peak bytes of a step by the current plan; 0: unknown."""
+        return (0.0, 0) if self.tuner is None else self.tuner.measured
 
     @property
     def recomputes(self) -> bool:
-        """Whether the first steps run every region again."""
-        return self._budget_of is not None or self._looks_again
+        """Whether the first steps recompute every region."""
+        return self._budget_of is not None or self._always_recompute
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps are still to be watched."""
+        """Whether steps are still measured."""
         return self.phase in _MEASURING
 
     @property
     def status(self) -> str:
-        """Why there is no plan; "" with one."""
+        """Reason for a missing plan; "" with a plan."""
         if self.is_measuring:
             return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
-        return f"no plan: training {self.phase.value}" if self.upkeep is None else ""
+        return f"no plan: training {self.phase.value}" if self.tuner is None else ""
 
     def start(self) -> None:
-        """Set what the first steps go by. Raises PlanError if the profile given is of something else, or none fits."""
+        """Apply the first plan. Raises PlanError if the given profile does not match the model, or if no plan fits."""
         profile = self._measured
         if profile is None:
             self._set_first()
             return
         profile.check_made_for(self._handle.made_for())
         if self._budget_of is not None:
-            profile.check_second_runs()
+            profile.check_has_recomputation()
         if self._agree is not None:
             profile = self._agreed(profile)
             assert profile is not None
         self._plan_from(profile)
 
     def _plan_from(self, profile: Profile) -> None:
-        """Raises PlanError if nothing fits; then all goes on as it began, which needs the least there is."""
+        """Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak."""
         self.phase = Phase.GAVE_UP
         self._measured = profile
-        self.upkeep = PlanTuner(
-            _AndUnseen(self._handle, self._unseen_in(profile)),
+        self.tuner = PlanTuner(
+            _WithUnseenRegions(self._handle, self._unseen_in(profile)),
             profile,
-            self._scope.ledger,
-            self._asked_bytes,
+            self._context.recorder,
+            self._goal_bytes,
             self._handle.engine(),
             replans_on_oom=self._replans_on_oom,
             is_shared=self._agree is not None,
@@ -229,11 +232,11 @@ class PlanController:
         self.phase = Phase.PLANNED
 
     def _unseen_in(self, profile: Profile) -> dict[str, RegionPlan]:
-        """Of regions that no watched step came by, within a budget: what needs the least, should a later one do so."""
+        """With a budget, the recipe with the smallest peak for regions that no measured step entered."""
         if self._budget_of is None:
             return {}
-        known = {*(region.name for region in profile.regions), *self._guessed}
-        least = RegionPlan(Recipe("recompute"), reason="no watched step came by: what needs the least")
+        known = {*(region.name for region in profile.regions), *self._nested}
+        least = RegionPlan(Recipe("recompute"), reason="entered by no measured step: smallest peak")
         return {name: least for name in self._names if name not in known}
 
     def _set_first(self, prefetch_bytes: int | None = None) -> None:
@@ -247,47 +250,46 @@ class PlanController:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def step_begins(self, tokens: int, is_verified: bool = False) -> StepRecorder | None:
-        """Before a forward that saves: sets the plan it goes by, and returns what follows it. What a planned forward
-        takes that `is_verified` says nothing of its plan."""
+        """Apply the plan of a training forward, and return the recorder of the step; None if nothing is recorded. The
+        duration of a verified step is ignored."""
         self.is_warming_up = False
         engine = self._handle.engine()
         if engine is None and self.is_measuring and self._handle.is_captured():
             self._warn_of_capture()
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
-        if self.upkeep is not None:
-            self.upkeep.never_recompute(self._handle.never_recomputed())
-            return self.upkeep.step_begins(engine, tokens, is_verified)
-        return self._watched_step(engine, tokens)
+        if self.tuner is not None:
+            self.tuner.never_recompute(self._handle.never_recomputed())
+            return self.tuner.step_begins(engine, tokens, is_verified)
+        return self._recorded_step(engine, tokens)
 
     def _warn_of_capture(self) -> None:
-        """Nothing can be watched there, and the graph is what will be replayed."""
         if not self._has_warned_of_capture:
             self._has_warned_of_capture = True
-            does = "runs every region again" if self.recomputes else "moves nothing"
+            does = "recomputes every region" if self.recomputes else "moves nothing"
             warnings.warn(
-                f"a graph is captured before there is a plan, and {does} whenever it is replayed. Capture it when "
-                "handle.profile is no longer None, or give offload() the profile of an earlier run (profile=)",
+                f"a graph is captured before there is a plan, and {does} in every replay. Capture when handle.profile "
+                "is no longer None, or give offload() the profile of an earlier run (profile=)",
                 EbbtideWarning,
                 stacklevel=2,
             )
 
-    def _watched_step(self, engine: Engine, tokens: int) -> StepRecorder | None:
+    def _recorded_step(self, engine: Engine, tokens: int) -> StepRecorder | None:
         if self._agree is not None and self._is_to_vote():
             self._vote(engine)
-            return None if self.upkeep is None else self.upkeep.step_begins(engine, tokens)
-        waits_for = None if self._watched is None else self._watched.under_way
-        if waits_for is not None:
-            return self._wait_for_backward(waits_for, engine)
+            return None if self.tuner is None else self.tuner.step_begins(engine, tokens)
+        pending = None if self._recorded is None else self._recorded.pending
+        if pending is not None:
+            return self._wait_for_backward(pending, engine)
         if tokens == 0 < self._tokens:
-            return self._go_beside(engine)  # an empty batch says nothing of a step
-        watch = self._watch_that_ended
-        if watch is not None:
-            if self.phase is Phase.DETAILS and (self._agree is not None or not watch.is_readable):
-                return self._go_beside(engine)  # until all vote, or the device has come by
-            self._move_on(watch, engine)
-            if self.upkeep is not None:
-                return self.upkeep.step_begins(engine, tokens)
+            return self._monitor_only(engine)  # an empty batch is no example of a step
+        ended = self._ended_recorder
+        if ended is not None:
+            if self.phase is Phase.DETAILS and (self._agree is not None or not ended.is_readable):
+                return self._monitor_only(engine)  # until all ranks vote, or the device has finished
+            self._move_on(ended, engine)
+            if self.tuner is not None:
+                return self.tuner.step_begins(engine, tokens)
         is_detailed = self.phase is Phase.DETAILS
         self._tokens = tokens
         if self.phase is Phase.TIMES:
@@ -297,122 +299,121 @@ class PlanController:
         self._set_first(prefetch_bytes=1 if is_detailed and self.recomputes else None)
         self.is_warming_up = self.phase is Phase.WARM and self.recomputes
         _log.info("%s", self.status)
-        watch = StepWatch(
-            engine, self._scope, is_detailed=is_detailed, recomputes=self.recomputes,
-            dearness=self._dearness if self.recomputes else None, is_first=self.phase is Phase.WARM,
-            host_forward_s=self._host_forward_s, kept=self._handle.never_recomputed(),
+        recorder = ProfilingRecorder(
+            engine, self._context, is_detailed=is_detailed, recomputes=self.recomputes,
+            op_classes=self._op_classes if self.recomputes else None, is_first=self.phase is Phase.WARM,
+            cpu_forward_s=self._cpu_forward_s, kept=self._handle.never_recomputed(),
         )  # fmt: skip
-        watch.graphs = 1 + self._under_way()
-        self._watched = InFlightStep(watch)
+        recorder.graphs = 1 + self._pending_graphs()
+        self._recorded = InFlightStep(recorder)
         self._waited = 0
-        watch.began()
-        return watch
+        recorder.began()
+        return recorder
 
     @property
-    def _watch_that_ended(self) -> StepWatch | None:
-        return None if self._watched is None else self._watched.ended
+    def _ended_recorder(self) -> ProfilingRecorder | None:
+        return None if self._recorded is None else self._recorded.ended
 
-    def _go_beside(self, engine: Engine) -> StepMonitor:
-        """A forward that is not watched, and whose graph counts while it is there."""
-        pulse = StepMonitor(engine.device, looks_at_peak=False)
-        self._beside = [*(flight for flight in self._beside if flight.under_way is not None), InFlightStep(pulse)]
-        return pulse
+    def _monitor_only(self, engine: Engine) -> StepMonitor:
+        """Monitor of a forward that is not recorded: the graph counts among the graphs in flight."""
+        monitor = StepMonitor(engine.device, reads_peak=False)
+        self._unrecorded = [*(step for step in self._unrecorded if step.pending is not None), InFlightStep(monitor)]
+        return monitor
 
-    def _under_way(self) -> int:
-        """Graphs of forwards that were not watched, and whose backward is to come."""
-        return sum(flight.under_way is not None for flight in self._beside)
+    def _pending_graphs(self) -> int:
+        return sum(step.pending is not None for step in self._unrecorded)
 
     def _is_to_vote(self) -> bool:
-        """Counts, and is asked once for each forward."""
+        """Counts steps: call once for each forward."""
         self._forwards += 1
         if self._handle.have_stepped():
             if self._steps == 0:
-                self._next_vote = _FIRST_VOTE  # what was counted before were forwards
+                self._next_vote = _FIRST_VOTE  # the count so far was of forwards
             self._steps += 1
             return self._steps + 1 == self._next_vote
         return self._steps == 0 and self._forwards == self._next_vote
 
     def _vote(self, engine: Engine) -> None:
-        """In the same step all ranks say whether they have a profile, whatever came between: none may be late.
+        """In one step all ranks say whether they have a profile, whatever happened before: no rank may be late.
 
-        If not all have one, each watches anew, and has more steps for it than before: one may be of several forwards.
+        If a rank has no profile, all ranks measure again, with more steps: one step may have several forwards.
         """
         self._next_vote *= 3
-        watch = self._watch_that_ended
-        if self.phase is Phase.DETAILS and watch is not None:
-            self._move_on(watch, engine)
+        ended = self._ended_recorder
+        if self.phase is Phase.DETAILS and ended is not None:
+            self._move_on(ended, engine)
         else:
             self._agreed(None)
-            self._watched = None
+            self._recorded = None
             self._could_not_read()
 
-    def _wait_for_backward(self, watch: StepWatch, engine: Engine) -> StepMonitor:
-        """The graph that is watched has not run backward: several make one loss, or a pipeline."""
-        pulse = self._go_beside(engine)
-        watch.graphs = max(watch.graphs, 1 + self._under_way())
+    def _wait_for_backward(self, pending: ProfilingRecorder, engine: Engine) -> StepMonitor:
+        """The recorded graph has not run backward: several forwards make one loss, or a pipeline."""
+        monitor = self._monitor_only(engine)
+        pending.graphs = max(pending.graphs, 1 + self._pending_graphs())
         self._waited += 1
         if self._waited >= _FORWARDS_TO_WAIT:
-            self._watched = None
-        return pulse
+            self._recorded = None
+        return monitor
 
-    def _move_on(self, watch: StepWatch, engine: Engine) -> None:
-        """To the next phase, or to a plan."""
+    def _move_on(self, recorder: ProfilingRecorder, engine: Engine) -> None:
+        """Begin the next phase, or plan."""
         if self.phase is Phase.WARM:
-            self.phase, self._overwritten = Phase.TIMES, watch.overwritten()
-            self._host_forward_s = watch.host_forward_s
+            self.phase, self._overwritten = Phase.TIMES, recorder.overwritten()
+            self._cpu_forward_s = recorder.cpu_forward_s
         elif self.phase is Phase.TIMES:
-            self.phase, self._times = Phase.DETAILS, watch
+            self.phase, self._times = Phase.DETAILS, recorder
         else:
-            profile = self._read(watch, engine)
+            profile = self._read(recorder, engine)
             if profile is not None:
                 self._plan_from(profile)
 
-    def _read(self, watch: StepWatch, engine: Engine) -> Profile | None:
-        """What the two steps that were watched make; None if they make no profile."""
+    def _read(self, details: ProfilingRecorder, engine: Engine) -> Profile | None:
+        """Profile of the two measured steps; None if they do not match."""
         assert self._times is not None
-        while not watch.is_readable:  # ranks have to come to their plan in the same step
+        while not details.is_readable:  # all ranks have to plan in one step
             time.sleep(1e-4)
-        profile = self._profile(self._times, watch, engine)
-        self._times = self._watched = None
+        profile = self._profile(self._times, details, engine)
+        self._times = self._recorded = None
         if profile is None:
             self._could_not_read()
-        elif self._keep is not None:
-            self._keep(profile)
+        elif self._on_profile is not None:
+            self._on_profile(profile)
         return profile
 
     def conclude(self) -> Profile | None:
-        """The profile, if the steps so far make one: what the next step would begin with, if there were one."""
-        engine, watch = self._handle.engine(), self._watch_that_ended
-        if self.phase is Phase.DETAILS and engine is not None and watch is not None:
-            self._move_on(watch, engine)
+        """Finish measuring without another step. Returns the profile if the steps so far suffice."""
+        engine, ended = self._handle.engine(), self._ended_recorder
+        if self.phase is Phase.DETAILS and engine is not None and ended is not None:
+            self._move_on(ended, engine)
         return self.profile
 
     def _could_not_read(self) -> None:
-        """The watched steps came by other regions, or by none: they are watched again, a few times."""
+        """The measured steps entered different regions, or none: measure again, a few times."""
         self._failures += 1
-        self._names = tuple(name for name in self._names if name not in self._guessed)
+        self._names = tuple(name for name in self._names if name not in self._nested)
         self.phase = Phase.TIMES
         if self._failures == _MOST_FAILURES:
             self.phase = Phase.GAVE_UP
-            done = "run again with their inputs moved" if self.recomputes else "are kept"
+            done = "are recomputed, with their inputs offloaded" if self.recomputes else "are kept"
             warnings.warn(
-                f"no plan was made: the steps came by other regions each time, or by none of {len(self._names)} "
-                f"({', '.join(self._names[:4])}, ...). All {done}. Name some that every step comes by: regions=[...]",
+                f"no plan was made: the steps entered different regions each time, or none of {len(self._names)} "
+                f"({', '.join(self._names[:4])}, ...). All {done}. Name regions that every step enters: regions=[...]",
                 EbbtideWarning,
                 stacklevel=2,
             )
 
-    def _profile(self, times: StepWatch, details: StepWatch, engine: Engine) -> Profile | None:
+    def _profile(self, times: ProfilingRecorder, details: ProfilingRecorder, engine: Engine) -> Profile | None:
         base, grads = self._memory_before
-        rates = link_rates(engine)
+        rates = probe_link(engine)
         if rates is None:
             self.phase = Phase.GAVE_UP
             if self._agree is not None:
-                self._agreed(None)  # the others wait for an answer
+                self._agreed(None)  # all ranks wait for an answer
             raise PlanError(
                 "the store has no room for a single megabyte: give it a larger host_limit, or another store="
             )
-        about = Surroundings(
+        inputs = ProfileInputs(
             made_for=self._handle.made_for(),
             link=Link(*rates, _LATENCY_S),
             base=base,
@@ -425,7 +426,7 @@ class PlanController:
             graphs=max(times.graphs, details.graphs),
             overwritten=self._overwritten,
         )
-        profile = profile_of(times, details, self._names, about)
+        profile = profile_of(times, details, self._names, inputs)
         if profile is not None:
             profile = with_host(profile, profile.host)
         if self._agree is None:
@@ -433,9 +434,9 @@ class PlanController:
         return self._agreed(profile)
 
     def _agreed(self, profile: Profile | None) -> Profile | None:
-        """The slowest of all ranks'; None if one of them has none. Every rank asks, for the others wait for it."""
+        """Slowest profile of all ranks; None if a rank has no profile. All ranks wait until every rank has called."""
         assert self._agree is not None
-        answers = self._agree(Answer(profile, self.budget_bytes))
+        answers = self._agree(RankAnswer(profile, self.budget_bytes))
         budgets = [answer.budget_bytes for answer in answers if answer.budget_bytes is not None]
         self._agreed_bytes = min(budgets, default=None)
         found = [answer.profile for answer in answers if answer.profile is not None]
@@ -443,22 +444,22 @@ class PlanController:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What is planned for, if there is a budget."""
-        return self._asked_bytes() if self.upkeep is None else self.upkeep.budget_bytes
+        """Limit of predicted peaks; None without a budget."""
+        return self._goal_bytes() if self.tuner is None else self.tuner.budget_bytes
 
-    def _asked_bytes(self) -> int | None:
-        """The peak to stay under now; the smallest of all ranks' once they have agreed."""
+    def _goal_bytes(self) -> int | None:
+        """Peak to stay under now; the smallest budget of all ranks after an agreement."""
         if self._budget_of is None or self._agreed_bytes is not None:
             return self._agreed_bytes
         engine = self._handle.engine()
         return self._budget_of(0 if engine is None else engine.device.total_bytes())
 
     def forward_failed(self) -> None:
-        """An exception leaves the forward. If the device is out of memory, say what was planned."""
+        """An exception leaves forward. A note about the plan is added to an out-of-memory error."""
         error = sys.exc_info()[1]
-        self._watched = None
-        if self.upkeep is not None:
-            self.upkeep.forward_failed(error, self._handle.engine())
+        self._recorded = None
+        if self.tuner is not None:
+            self.tuner.forward_failed(error, self._handle.engine())
         elif isinstance(error, torch.OutOfMemoryError):
-            least = f"ebbtide: the step {self.phase.value}, which needs the least that recipes can do"
+            least = f"ebbtide: the step {self.phase.value}, and no recipes have a smaller peak"
             add_note(error, NO_BUDGET if self._budget_of is None else least)

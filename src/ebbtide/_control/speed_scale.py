@@ -1,164 +1,204 @@
-"""How fast compute and the host are by now: the last steps of a plan beside the profile that it was made from.
+"""Current speed of compute, CPU and link, relative to the profile, from the last steps of a plan. Never waits.
 
-Waits for nothing.
-
-Note [The pace]
-~~~~~~~~~~~~~~~
-1. A device in its first seconds of work is some percent faster or slower than one that has worked for a while: its
-   clocks go up and down after a pause, and fall where it is at its limit of power. The watched steps are among the
-   first, and held back so that the host is ahead: what comes behind that runs on a cool device, up to 7 % quicker, and
-   backward by less. So each way has a pace of its own. And a host is half as fast while another thread has its core,
-   for a second or a tenth of one.
-2. What is off by less than REPLAN_AT is no reason to plan again, but what is predicted goes by it.
-3. A step says how long compute and host took together, and not which of them. But where the whole of a region had been
-   queued when compute came to it, what compute took for it is its own (`Point.was_behind`): these regions say its pace.
-   What it waits for the host in the others is what is left, and nothing has to be believed of that.
-4. The host's pace is what forward took it. Where compute is behind the host may have been held back by it: then it is
-   no slower than was believed.
+Note [Speed scales]
+~~~~~~~~~~~~~~~~~~~
+1. A device in the first seconds of work runs some percent faster or slower than later: clocks rise and fall after a
+   pause, and fall at the limit of power. The measured steps come early, and the CPU is kept ahead by idle time of the
+   device: the following kernels run on a cool device, up to 7 % faster in forward, and by less in backward. Forward and
+   backward therefore have a scale each. A CPU core is half as fast while another thread shares the core.
+2. A deviation below REPLAN_AT is no reason to plan again, but predictions use the scales.
+3. The duration of a step is the sum of compute and waiting for the CPU. A region queued entirely before compute arrived
+   (`RegionEntry.was_queued_ahead`) has a duration of compute alone: the compute scale comes from these regions. The
+   remaining time of the other regions is waiting for the CPU, without further assumptions.
+4. The CPU scale comes from the CPU time of forward. If compute is behind, the CPU may have been blocked by the device:
+   the scale is then at most 1.
 """
 
+import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from itertools import compress, pairwise
 from typing import NamedTuple
 
-from ebbtide._planner import launch_ahead
+from ebbtide._engine.stats import CopyTiming, StatsRecorder
+from ebbtide._planner import simulate
 from ebbtide._planner.options import Option
 from ebbtide._plans import Plan
-from ebbtide._profiling.profile import Profile
-from ebbtide._profiling.step_events import Point, Queueing
+from ebbtide._profiling.profile import Link, Profile
+from ebbtide._profiling.step_events import LaunchTimes, RegionEntry
+from ebbtide._utils.sizes import MIB
 
 _STEPS = 8
 _LEAST_STEPS = 3
-_HOST_STEPS = 32  # its speed comes and goes
-_LEAST_SHARE = 0.2  # of the time of all regions is compute's own, or it says nothing
-_MOST_STALLED = 0.05  # of it compute waits for the link: nobody knows in which regions
+_CPU_STEPS = 32  # CPU speed fluctuates
+_LEAST_SHARE = 0.2  # of the time of all regions has to be compute alone
+_MOST_STALLED = 0.05  # of the time of all regions: stalls cannot be assigned to regions
+_LEAST_COPIED = 64 * MIB
+_SAME_RATE = 0.05
 
 
-class Passed(NamedTuple):
-    """A step that has passed.
+class FinishedStep(NamedTuple):
+    """A measured step.
 
     Attributes:
-        share: its batch, of the size that was planned for.
-        stall_forward_s, stall_backward_s: what compute waited for the link.
+        share: batch size over the planned batch size.
+        stall_forward_s: seconds of waiting for copies in forward.
+        stall_backward_s: seconds of waiting for copies in backward.
     """
 
-    queueing: Queueing
+    launch_times: LaunchTimes
     share: float
     stall_forward_s: float
     stall_backward_s: float
 
 
-class OfCompute(NamedTuple):
-    """How many times as long as the profile says it takes: in forward, and in backward with what runs again there."""
+class ComputeScale(NamedTuple):
+    """Measured over profiled time of compute, in forward and in backward (with recomputation)."""
 
     forward: float
     backward: float
 
 
-class _Queued(NamedTuple):
-    """A forward: how many regions it came by, the host's seconds for them, and whether compute waited for that."""
-
+class _ForwardLaunch(NamedTuple):
     regions: int
     seconds: float
-    is_waited_for: bool
+    is_cpu_bound: bool
 
 
-class Paces:
-    """Of the last steps of one plan: how many times as long as `profile` says compute and the host take."""
+class SpeedScales:
+    """Time of compute and CPU in the last steps of one plan, over the time in the profile."""
 
     def __init__(self) -> None:
-        self._passed: deque[Passed] = deque(maxlen=_STEPS)
-        self._forwards: deque[_Queued] = deque(maxlen=_HOST_STEPS)
+        self._finished: deque[FinishedStep] = deque(maxlen=_STEPS)
+        self._forwards: deque[_ForwardLaunch] = deque(maxlen=_CPU_STEPS)
 
     def clear(self) -> None:
-        """Another plan is followed."""
-        self._passed.clear()
+        """Forget all steps: the plan has changed."""
+        self._finished.clear()
         self._forwards.clear()
 
-    def saw(self, passed: Passed) -> None:
-        queueing = passed.queueing
-        self._passed.append(passed)
-        self._forwards.append(_Queued(len(queueing.forward), queueing.seconds, queueing.is_waited_for))
+    def add_step(self, step: FinishedStep) -> None:
+        times = step.launch_times
+        self._finished.append(step)
+        self._forwards.append(_ForwardLaunch(len(times.forward), times.seconds, times.is_cpu_bound))
 
-    def of_compute(self, profile: Profile, plan: Plan) -> OfCompute | None:
-        """A way that does not say has the pace of the other one. 1 if compute waited for the host in all but a few
-        regions; None if the steps do not say: they were too few, came by the regions in another order (or by one of
-        them several times running), or waited for the link."""
-        options = launch_ahead.options_of_plan(profile, plan)
+    def of_compute(self, profile: Profile, plan: Plan) -> ComputeScale | None:
+        """Scale of compute. An unknown direction gets the scale of the known direction.
+
+        1 if compute waited for the CPU in nearly all regions. None if unknown: too few steps, another order of regions
+        (or a region twice in a row), or stalls.
+        """
+        options = simulate.options_of_plan(profile, plan)
         forward, backward = _forward(profile, options), _backward(profile, options)
         seen = (
-            [_seen_in(each, each.queueing.forward, forward, each.stall_forward_s) for each in self._passed],
-            [_seen_in(each, each.queueing.backward, backward, each.stall_backward_s) for each in self._passed],
+            [_sample(each, each.launch_times.forward, forward, each.stall_forward_s) for each in self._finished],
+            [_sample(each, each.launch_times.backward, backward, each.stall_backward_s) for each in self._finished],
         )
-        paces = [_median(way) for way in seen]
-        known = [pace for pace in paces if pace is not None]
+        scales = [_median(samples) for samples in seen]
+        known = [scale for scale in scales if scale is not None]
         if known:
-            return OfCompute(*(known[0] if pace is None else pace for pace in paces))
-        waited = sum(any(each is not None for each in ways) for ways in zip(*seen, strict=True))
-        return OfCompute(1.0, 1.0) if waited >= _LEAST_STEPS and profile.host is not None else None
+            return ComputeScale(*(known[0] if scale is None else scale for scale in scales))
+        waited = sum(any(each is not None for each in samples) for samples in zip(*seen, strict=True))
+        return ComputeScale(1.0, 1.0) if waited >= _LEAST_STEPS and profile.host is not None else None
 
-    def of_host(self, profile: Profile, plan: Plan) -> float:
-        """1 if the steps do not say."""
+    def of_cpu(self, profile: Profile, plan: Plan) -> float:
+        """Scale of the CPU; 1 if unknown."""
         forwards = [each for each in self._forwards if each.regions == len(profile.regions)]
         if profile.host is None or len(forwards) < _LEAST_STEPS:
             return 1.0
-        believed_s = max(launch_ahead.queueing_forward_s(profile, profile.host, plan), 1e-9)
-        took = ((each.seconds / believed_s, each.is_waited_for) for each in forwards)
-        return statistics.median(pace if is_waited_for else min(1.0, pace) for pace, is_waited_for in took)
+        expected_s = max(simulate.forward_launch_s(profile, profile.host, plan), 1e-9)
+        took = ((each.seconds / expected_s, each.is_cpu_bound) for each in forwards)
+        return statistics.median(scale if is_cpu_bound else min(1.0, scale) for scale, is_cpu_bound in took)
 
 
-class _Way(NamedTuple):
-    """The regions as forward comes by them, or backward: what compute should take for each.
-
-    Attributes:
-        lost_s: what it loses to the copies beside it.
-    """
+class _Expected(NamedTuple):
+    """Profiled regions in the order of forward or of backward. `lost_s`: compute time lost to concurrent copies."""
 
     names: list[str]
-    believed_s: list[float]
+    seconds: list[float]
     lost_s: float
 
 
-def _forward(profile: Profile, options: Sequence[Option]) -> _Way:
+def _forward(profile: Profile, options: Sequence[Option]) -> _Expected:
     link, moved_bytes = profile.link, sum(option.moved_bytes for option in options)
-    names, believed_s = [r.name for r in profile.regions], [r.forward_s for r in profile.regions]
-    return _Way(names, believed_s, link.interference * moved_bytes / link.out)
+    names, seconds = [r.name for r in profile.regions], [r.forward_s for r in profile.regions]
+    return _Expected(names, seconds, link.interference * moved_bytes / link.out)
 
 
-def _backward(profile: Profile, options: Sequence[Option]) -> _Way:
-    """Without the regions that have none (in front of all that is trained)."""
+def _backward(profile: Profile, options: Sequence[Option]) -> _Expected:
+    """Without regions that have no backward (in front of all trained parameters)."""
     link, moved_bytes = profile.link, sum(option.moved_bytes for option in options)
-    times = [(r.name, o.again_s + r.backward_s) for r, o in zip(profile.regions, options, strict=True)]
-    came_by = [(name, seconds) for name, seconds in reversed(times) if seconds > 0.0]
-    return _Way([n for n, _ in came_by], [s for _, s in came_by], link.interference * moved_bytes / link.back)
+    times = [(r.name, o.recompute_s + r.backward_s) for r, o in zip(profile.regions, options, strict=True)]
+    entered = [(name, seconds) for name, seconds in reversed(times) if seconds > 0.0]
+    return _Expected([n for n, _ in entered], [s for _, s in entered], link.interference * moved_bytes / link.back)
 
 
-class _Seen(NamedTuple):
-    """On one way of one step, by regions that were queued before compute came to them. `share`: of the time of all."""
+class _Sample(NamedTuple):
+    """Scale of compute in one direction of one step. `share`: profiled time of the regions queued ahead, over all."""
 
-    pace: float
+    scale: float
     share: float
 
 
-def _seen_in(passed: Passed, points: Sequence[Point], way: _Way, stall_s: float) -> _Seen | None:
-    """By all regions but the last one: where that ends nobody looks."""
-    if [point.region for point in points] != way.names or len(points) < 2:
+def _sample(step: FinishedStep, entries: Sequence[RegionEntry], expected: _Expected, stall_s: float) -> _Sample | None:
+    """From all regions but the last, because no event marks the end of the last region."""
+    if [entry.region for entry in entries] != expected.names or len(entries) < 2:
         return None
-    seconds = [passed.queueing.seconds_between(start, end) for start, end in pairwise(points)]
+    seconds = [step.launch_times.seconds_between(start, end) for start, end in pairwise(entries)]
     all_s = max(sum(seconds), 1e-9)
     if stall_s > _MOST_STALLED * all_s:
         return None
-    was_own = [end.was_behind for end in points[1:]]
-    own_s = sum(compress(seconds, was_own))
-    believed_s = passed.share * sum(compress(way.believed_s, was_own))
-    if believed_s <= 0.0:
-        return _Seen(1.0, 0.0)
-    waited_s = (stall_s + passed.share * way.lost_s) * own_s / all_s
-    return _Seen((own_s - waited_s) / believed_s, believed_s / (passed.share * sum(way.believed_s[:-1])))
+    was_ahead = [end.was_queued_ahead for end in entries[1:]]
+    ahead_s = sum(compress(seconds, was_ahead))
+    expected_s = step.share * sum(compress(expected.seconds, was_ahead))
+    if expected_s <= 0.0:
+        return _Sample(1.0, 0.0)
+    waited_s = (stall_s + step.share * expected.lost_s) * ahead_s / all_s
+    return _Sample((ahead_s - waited_s) / expected_s, expected_s / (step.share * sum(expected.seconds[:-1])))
 
 
-def _median(seen: Sequence[_Seen | None]) -> float | None:
-    own = [each.pace for each in seen if each is not None and each.share >= _LEAST_SHARE]
+def _median(samples: Sequence[_Sample | None]) -> float | None:
+    own = [each.scale for each in samples if each is not None and each.share >= _LEAST_SHARE]
     return statistics.median(own) if len(own) >= _LEAST_STEPS else None
+
+
+class LinkRates:
+    """Stalls and copy rates since the last question. Never waits for a copy.
+
+    Args:
+        recorder: statistics of the entry point whose copies are measured.
+    """
+
+    def __init__(self, recorder: StatsRecorder) -> None:
+        self._recorder = recorder
+        self._waited_s = self._total_waited_s()
+        self._copied = self._total_copied()
+
+    def waited_s(self) -> tuple[float, float]:
+        """Seconds of waiting for copies since the last call, in forward and in backward."""
+        before, self._waited_s = self._waited_s, self._total_waited_s()
+        return self._waited_s[0] - before[0], self._waited_s[1] - before[1]
+
+    def refitted(self, link: Link) -> Link:
+        """`link` at the rates of the copies since the last call. Few copies, or equal rates, change nothing."""
+        before, self._copied = self._copied, self._total_copied()
+        out = _rate_since(self._copied[0], before[0], link.out) / link.out
+        back = _rate_since(self._copied[1], before[1], link.back) / link.back
+        return link.times(out, back)
+
+    def _total_waited_s(self) -> tuple[float, float]:
+        self._recorder.drain()
+        return self._recorder.stats.stall_forward_s, self._recorder.stats.stall_backward_s
+
+    def _total_copied(self) -> tuple[CopyTiming, CopyTiming]:
+        stats = self._recorder.stats
+        return dataclasses.replace(stats.out_sample), dataclasses.replace(stats.in_sample)
+
+
+def _rate_since(now: CopyTiming, before: CopyTiming, known: float) -> float:
+    nbytes, seconds = now.nbytes - before.nbytes, now.seconds - before.seconds
+    if nbytes < _LEAST_COPIED or seconds <= 0:
+        return known
+    rate = nbytes / seconds
+    return known if abs(rate / known - 1) < _SAME_RATE else rate

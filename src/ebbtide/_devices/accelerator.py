@@ -1,6 +1,6 @@
-"""GPUs: streams and events of torch's generic accelerator API, so CUDA, ROCm and XPU are one implementation.
+"""GPUs by streams and events of torch's generic accelerator API: one implementation for CUDA, ROCm and XPU.
 
-Only this folder may name a back end.
+Only the folder of devices may name a back end.
 """
 
 import contextlib
@@ -15,57 +15,54 @@ from typing import Any, cast
 import torch
 
 from ebbtide._devices.capture import capture_of, is_captured_in_parts
-from ebbtide._devices.cpu import HostEvent
-from ebbtide._devices.host_memory import memory_errors
+from ebbtide._devices.cpu import HostEvent, memory_errors
 from ebbtide._devices.pinned import pinned_bytes
+from ebbtide._types import Memory, Wait
 from ebbtide._utils.storage import as_bytes
 from ebbtide._utils.torch_private import cuda_is_capturing, current_stream
-from ebbtide.types import Memory, Wait
-
-_CYCLES_PER_S = 1.5e9  # of a GPU, about
 
 
 class EventPool:
-    """Events that are recorded again once nobody has them: to make and to end one costs more than to record it.
+    """Events for reuse: making and destroying an event costs more than recording an old one.
 
-    An event that only the pool holds cannot be asked or waited for any more, and waits that were queued for it stay
-    with what it stood for then. Each is looked at once, `age` events after its own; one that is still held is left to
-    whoever holds it. So `age` events of the past are all that is kept.
+    An event that only the pool refers to can be neither asked nor waited for any more, and waits already queued keep
+    the meaning of the old record. The pool looks at each event once, `age` takes after its own, and drops an event with
+    further references. So the pool refers to at most `age` events.
     """
 
     def __init__(self, make: Callable[[], torch.Event], age: int = 2048) -> None:
         self._make = make
         self._age = age
-        self._given: deque[Any] = deque([object()])
-        self._unheld = self._oldest()[1]  # what Python counts for one that nobody holds
+        self._taken: deque[Any] = deque([object()])
+        self._pool_only = self._oldest()[1]  # the count of references to an object of the pool alone
 
     def take(self) -> torch.Event:
-        """One to record. Any thread."""
+        """An event to record. Any thread."""
         event = None
-        if len(self._given) >= self._age:
-            oldest, holders = self._oldest()
-            event = oldest if holders <= self._unheld else None
+        if len(self._taken) >= self._age:
+            oldest, references = self._oldest()
+            event = oldest if references <= self._pool_only else None
         if event is None:
             event = self._make()
-        self._given.append(event)
+        self._taken.append(event)
         return event
 
     def _oldest(self) -> tuple[Any, int]:
-        event = self._given.popleft()
+        event = self._taken.popleft()
         return event, sys.getrefcount(event)
 
 
 class AcceleratorDevice:
-    """One GPU. `host_bytes` are pinned, near the GPU where the machine says which CPUs are."""
+    """One GPU. `host_bytes` are pinned, on the NUMA node of the GPU if the system tells the node."""
 
     supports_timing = True
     is_async = True
     tracks_peak = True
     _passed: torch.Event | None = None
-    """The last event that was seen to have passed: whatever is queued from then on runs after it, without a wait."""
+    """The last event seen to have passed. Later work runs after the event anyway, without a wait."""
 
     def __init__(self, device: torch.device) -> None:
-        named = cast("int | None", device.index)  # "cuda" means the current one
+        named = cast("int | None", device.index)  # None in "cuda", for the current device
         index = torch.accelerator.current_device_index() if named is None else named
         self.torch_device = torch.device(device.type, index)
         self._index = index
@@ -102,13 +99,13 @@ class AcceleratorDevice:
             return start.elapsed_time(end) / 1e3
         for event in (start, end):
             if isinstance(event, HostEvent) and event.error is not None:
-                return 0.0  # a copy that failed took no time of the link
+                return 0.0  # a failed copy took no time of the link
         return _device_event(start).elapsed_time(_device_event(end)) / 1e3
 
-    def hold(self, stream: torch.Stream, seconds: float) -> None:
+    def spin(self, stream: torch.Stream, seconds: float) -> None:
         if self.torch_device.type == "cuda":
             with stream:
-                cast(Any, torch.cuda)._sleep(int(seconds * _CYCLES_PER_S))
+                cast(Any, torch.cuda)._sleep(int(seconds * 1.5e9))  # cycles, at about 1.5 GHz
 
     def allocate(self, nbytes: int, stream: torch.Stream) -> torch.Tensor:
         if stream == self.current_stream():
@@ -126,7 +123,7 @@ class AcceleratorDevice:
             pinned = pinned_bytes(nbytes, self.torch_device)
             if pinned is not None:
                 return pinned
-            # The device is named, or a default device of the user's would be pinned, which torch refuses.
+            # Without device=, torch would refuse to pin memory of a default device set by the user.
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
@@ -143,7 +140,7 @@ class AcceleratorDevice:
         return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
 
     def memory(self) -> Memory:
-        stats = torch.accelerator.memory.memory_stats(self._index)  # once: it takes as long as a few operators
+        stats = torch.accelerator.memory.memory_stats(self._index)  # one call: as slow as a few operators
         return Memory(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
 
     def total_bytes(self) -> int:
@@ -157,18 +154,18 @@ class AcceleratorDevice:
 
     def free_after(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
         if isinstance(event, HostEvent):
-            return  # a host thread holds the storage itself until its copy is done
+            return  # a host thread holds the storage until the copy is done
         if self._asks_for_capture and capture_of(owner) is not None:
             return  # the event passed before the capture began, and a graph must not wait for it
         self.wait(owner, event, Wait.ABANDONED)
 
 
 class CapturedDevice(AcceleratorDevice):
-    """One GPU as a capture sees it: its events become parts of a graph, so they have no time and are never asked.
+    """One GPU inside a capture: events become parts of a graph, so they have no time and cannot be asked.
 
     Args:
         device: the GPU.
-        capture: the driver's number of a capture under way.
+        capture: the driver's number of the current capture.
     """
 
     supports_timing = False
@@ -179,7 +176,7 @@ class CapturedDevice(AcceleratorDevice):
         self._lanes: list[torch.Stream] = []
 
     def new_stream(self, name: str) -> torch.Stream:
-        """torch hands out the same few streams in turn: neither the one that is captured nor another lane's."""
+        """A stream apart from the captured stream and the lanes: torch hands out a few streams in turn."""
         stream = super().new_stream(name)
         while stream in self._lanes or stream == self.current_stream():
             stream = super().new_stream(name)
@@ -187,7 +184,7 @@ class CapturedDevice(AcceleratorDevice):
         return stream
 
     def record(self, stream: torch.Stream) -> torch.Event:
-        """Each on an event of its own: what a graph is made of is not ours to record again."""
+        """A new event for each record: the graph keeps its events."""
         event = self._new_event()
         event.record(stream)
         return event
@@ -196,18 +193,18 @@ class CapturedDevice(AcceleratorDevice):
         return self.capture_id() == self._capture
 
     def free_after(self, storage: torch.UntypedStorage, event: torch.Event | HostEvent, owner: torch.Stream) -> None:
-        """After the capture there is nothing to wait for: the memory is the graph's pool's."""
+        """No wait after the capture: the memory belongs to the pool of the graph."""
         if capture_of(owner) == self._capture:
             self.wait(owner, event, Wait.ABANDONED)
 
 
 def name_of(device: torch.device) -> str:
-    """Which product it is ("NVIDIA H200"), or of which kind ("xpu") where torch has no name for it; "cpu" for a CPU."""
+    """The product ("NVIDIA H200"), or the kind of device ("xpu", "cpu") if torch knows no product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _device_event(event: torch.Event | HostEvent) -> torch.Event:
-    """Of a copy that a host thread queues (disk), the event it queued; blocks until it did."""
+    """The device's event behind a copy. Blocks until the host thread of a disk store has queued the copy."""
     if not isinstance(event, HostEvent):
         return event
     queued = event.result()
@@ -216,11 +213,11 @@ def _device_event(event: torch.Event | HostEvent) -> torch.Event:
 
 
 def _cpus_near(device: torch.device) -> set[int]:
-    """The CPUs of the GPU's NUMA node; empty where the machine does not say."""
+    """The CPUs of the GPU's NUMA node; empty if the system does not tell."""
     if device.type != "cuda":
         return set()
-    at = cast(Any, torch.cuda).get_device_properties(device)
-    folder = Path(f"/sys/bus/pci/devices/{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0")
+    gpu = cast(Any, torch.cuda).get_device_properties(device)
+    folder = Path(f"/sys/bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     listing = folder / "local_cpulist"
     if not listing.exists():
         return set()
@@ -238,7 +235,7 @@ def _parse_cpulist(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def _on_cpus(cpus: set[int]) -> Generator[None, None, None]:
-    """Run the calling thread on `cpus`: pages are placed on the node of the thread that first touches them."""
+    """Run the calling thread on `cpus`: the kernel places a page on the node of the first thread to touch the page."""
     if not cpus:
         yield
         return

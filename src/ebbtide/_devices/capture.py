@@ -1,4 +1,4 @@
-"""Which capture a CUDA stream takes part in: torch says whether, only the driver says which."""
+"""The number of the capture that a CUDA stream takes part in, from the driver: torch tells no number."""
 
 import ctypes
 import functools
@@ -8,26 +8,25 @@ import torch
 
 from ebbtide._utils.torch_private import is_called_from
 
-_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE: neither none nor invalidated
-
 
 def capture_of(stream: torch.Stream) -> int | None:
-    """The driver's number of the capture that `stream` takes part in, unique in this process; None if in none.
+    """The driver's number of the capture that `stream` takes part in, unique in the process.
 
-    None also where the driver cannot be asked (ROCm, Windows).
+    None without a capture, and on systems without the driver function (ROCm, Windows).
     """
     ask = _stream_capture_info()
     if ask is None:
         return None
     status, capture = ctypes.c_int(0), ctypes.c_uint64(0)
     failed = ask(_handle(stream), ctypes.byref(status), ctypes.byref(capture))
-    return None if failed or status.value != _ACTIVE else capture.value
+    is_active = status.value == 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE: neither none nor invalidated
+    return capture.value if is_active and not failed else None
 
 
 def is_captured_in_parts() -> bool:
-    """Whether the capture under way in this thread gets forward or backward alone, as this function of torch does.
+    """Whether the current capture of the thread contains only forward or only backward.
 
-    What is saved in the one and needed in the other graph cannot move.
+    A tensor saved in the graph of forward and needed in the graph of backward cannot move.
     """
     return is_called_from(torch.cuda.make_graphed_callables)
 
@@ -41,7 +40,7 @@ def _handle(stream: torch.Stream) -> int:
 
 @functools.cache
 def _stream_capture_info() -> Any:
-    """cuStreamGetCaptureInfo(stream, &status, &number): the form without a suffix is kept by every driver."""
+    """cuStreamGetCaptureInfo(stream, &status, &number): every driver keeps the form without a suffix."""
     if torch.version.cuda is None:
         return None
     try:

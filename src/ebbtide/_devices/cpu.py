@@ -1,22 +1,22 @@
-"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is host work that got done."""
+"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is finished host work."""
 
+import contextlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import psutil
 import torch
 
-from ebbtide._devices.host_memory import memory_errors
 from ebbtide._errors import StoreError
+from ebbtide._types import Device, Memory, Stream, StreamEvent, Wait
 from ebbtide._utils.storage import as_bytes
-from ebbtide.types import Device, Memory, Stream, StreamEvent, Wait
 
 
 class HostEvent:
-    """Passes when a piece of host work is done. Carries what the work returned, or the error it died of."""
+    """Passes when a piece of host work is done. Carries the returned value or the error of the work."""
 
     __slots__ = ("_done", "error", "passed_at", "value")
 
@@ -47,7 +47,7 @@ _Work = tuple[Callable[[], object], HostEvent]
 
 
 class HostStream:
-    """Host work in order, on one thread that starts with the first piece and ends with the stream."""
+    """Host work in order on one thread, which starts with the first piece and ends with the stream."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,33 +67,65 @@ class HostStream:
                 return
             self._started = True
             threading.Thread(target=_drain, args=(self._work,), name=f"ebbtide-{self.name}", daemon=True).start()
-            # The thread knows the queue only, so the stream can die and send it home.
+            # The thread refers to the queue alone, so the stream can die and end the thread.
             weakref.finalize(self, self._work.put, None)
 
 
 def _drain(work: "queue.SimpleQueue[_Work | None]") -> None:
     while (item := work.get()) is not None:
         done, event = item
-        # Neither name may keep the memory of a piece that is done: the event says that it is free.
+        # No local name may keep the memory of a finished piece: the event declares the memory free.
         del item
         value, error = _outcome(done)
         del done
         event.finish(value, error)
-        del event, value, error  # or they would be kept alive until the next piece comes
+        del event, value, error  # not to live until the next piece comes
 
 
 def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # handed to whoever waits for the event: a worker has nobody to raise to
+    except BaseException as error:  # raised by `result` of the event, in every waiting thread
         return None, error
 
 
-class CpuDevice:
-    """RAM as the device. Compute "waits" by blocking the calling thread, so a wait here is a stall of the host."""
+@contextlib.contextmanager
+def memory_errors() -> Generator[None]:
+    """Turn a refused allocation of host memory into a MemoryError; any other error passes through."""
+    try:
+        yield
+    except RuntimeError as error:
+        # In the words of the driver that pins, and of the allocator of the CPU.
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
+
+
+class HostDevice:
+    """Answers of devices with compute on the calling thread."""
 
     supports_timing = True
     is_async = False
+
+    def spin(self, stream: Stream, seconds: float) -> None:
+        pass
+
+    def matches_capture(self) -> bool:
+        return True  # a host records no graphs
+
+    def capture_id(self) -> int | None:
+        return None
+
+    def for_capture(self, capture: int) -> Device | None:
+        return None
+
+    def failed_allocations(self) -> int:
+        return 0
+
+
+class CpuDevice(HostDevice):
+    """RAM as the device. A wait of compute blocks the calling thread, and so stalls the host."""
+
     tracks_peak = False
 
     def __init__(self) -> None:
@@ -111,7 +143,7 @@ class CpuDevice:
         if stream is not None:
             return stream.submit(_nothing)
         event = HostEvent()
-        event.finish()  # compute is synchronous: all it was given is done
+        event.finish()  # compute is synchronous: all earlier work is done
         return event
 
     def wait(self, stream: HostStream | None, event: HostEvent, why: Wait) -> None:
@@ -126,9 +158,6 @@ class CpuDevice:
     def seconds_between(self, start: HostEvent, end: HostEvent) -> float:
         return end.passed_at - start.passed_at
 
-    def hold(self, stream: Stream, seconds: float) -> None:
-        pass  # compute is the host itself
-
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         return as_bytes(torch.UntypedStorage(nbytes))
 
@@ -139,17 +168,8 @@ class CpuDevice:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: HostStream) -> None:
         stream.submit(lambda: dst.copy_(src))
 
-    def matches_capture(self) -> bool:
-        return True  # nothing here records graphs
-
-    def capture_id(self) -> int | None:
-        return None
-
-    def for_capture(self, capture: int) -> Device | None:
-        return None
-
     def memory(self) -> Memory:
-        """Resident memory of the process; the peak is the most that was seen by calls of this."""
+        """Resident memory of the process; the peak is the maximum over all calls."""
         allocated = self._process.memory_info().rss
         self._peak_bytes = max(self._peak_bytes, allocated)
         return Memory(allocated, self._peak_bytes)
@@ -157,18 +177,15 @@ class CpuDevice:
     def total_bytes(self) -> int:
         return psutil.virtual_memory().total
 
-    def failed_allocations(self) -> int:
-        return 0
-
     def reset_peak_stats(self) -> None:
         self._peak_bytes = 0
 
     def submit(self, stream: HostStream, work: Callable[[], object]) -> HostEvent:
-        """Queue host work on a lane; the event carries its error to whoever waits."""
+        """Queue host work on a lane."""
         return stream.submit(work)
 
     def free_after(self, storage: torch.UntypedStorage, event: StreamEvent, owner: Stream) -> None:
-        """Nothing to do: the queued work itself holds the storage until it has run."""
+        """Does nothing: queued work holds the storage until the work has run."""
 
 
 def _nothing() -> None:

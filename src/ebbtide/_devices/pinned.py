@@ -20,8 +20,6 @@ import numpy as np
 import torch
 
 HUGE_PAGE_BYTES = 2 * 1024**2
-_MADV_WIPEONFORK = 18  # no name in mmap; a page shared with a child would part from the device's copy at a write
-_MOST_THREADS = 8  # more only wait for each other in the kernel
 
 
 class _Mapping(mmap.mmap):
@@ -37,13 +35,15 @@ class _Mapping(mmap.mmap):
         self.offset = -address % HUGE_PAGE_BYTES
         self.address = address + self.offset
         self._process = os.getpid()
-        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+        # MADV_WIPEONFORK has no name in mmap. A page shared with a child would part from the device's copy at a write.
+        madv_wipeonfork = 18
+        for advice in (mmap.MADV_HUGEPAGE, madv_wipeonfork):
             with contextlib.suppress(OSError):  # a kernel without huge pages still has pages
                 self.madvise(advice)
 
     def __del__(self) -> None:
         if self.unregister is None or sys.is_finalizing() or self._process != os.getpid():
-            return  # at the process's end and in its children there is no driver to ask
+            return  # at the end of the process and in child processes no driver answers
         self.unregister()
 
 
@@ -96,7 +96,7 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor | None:
 
 def _touch(data: Any) -> None:
     """Touch all pages from new threads, confined to the CPUs of the calling thread."""
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(8, len(os.sched_getaffinity(0)))  # more threads only wait for each other in the kernel
     step = -(-len(data) // threads)
 
     def touch(start: int) -> None:

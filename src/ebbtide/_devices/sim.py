@@ -2,13 +2,13 @@
 
 Note [What the simulator models]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. Compute runs at once, in host order; copies on other streams are queued and run as late as the waits allow, as
-   early, or at random, by seed. A wait forces what it waits for, in each stream's order.
-2. A copy holds none of the memory it reads or writes. If the memory has died by the time it runs, it reads poison
-   and the checker says so. Fresh blocks and host memory are filled with poison too.
-3. A vector clock per stream finds what values cannot show, above all compute running behind the host: every two
-   accesses of the same bytes, one of them a write, must be ordered by waits. An allocation counts as a write by its
-   owner, and so does the end of a block: its memory may be somebody else's from then on.
+1. Compute runs at once, in host order. Copies on further streams are queued and run as late as the waits allow, as
+   early, or at random by seed. A wait forces the awaited event, in the order of each stream.
+2. A copy holds none of the memory it reads or writes. A copy from memory that has died reads poison, and the checker
+   reports a fault. Fresh blocks and host memory are filled with poison too.
+3. A vector clock per stream finds races that values cannot show, above all compute that runs behind the host: waits
+   must order every two accesses to the same bytes, one of them a write. An allocation counts as a write by the owner,
+   and so does the end of a block, because the memory may belong to a new block from then on.
 """
 
 import contextlib
@@ -20,25 +20,24 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ebbtide._devices.cpu import HostDevice
+from ebbtide._types import Memory, Wait
 from ebbtide._utils.storage import as_bytes
 from ebbtide._utils.torch_private import storage_offset
-from ebbtide.types import Device, Memory, Wait
 
 Order = Literal["late", "early", "shuffled"]
 
-_POISON = 0xFF  # NaN as a float of any width, -1 as an integer
-
 
 class SimStream:
-    """A queue of tasks and the clock of what they may rely on."""
+    """A queue of tasks, and a vector clock of the work that the tasks may rely on."""
 
     def __init__(self, name: str, is_compute: bool) -> None:
         self.name = name
         self.is_compute = is_compute
         self.clock: dict[str, int] = {name: 0}
-        self.queue: deque[_Task] = deque()
-        self.last_written: _Region | None = None  # what the latest copy on this stream writes
-        self.ready_from: SimStream | None = None  # the compute stream whose work this lane waited for last
+        self.queue: deque[_StreamTask] = deque()
+        self.last_written: _Bytes | None = None  # destination of the latest copy on the stream
+        self.ready_from: SimStream | None = None  # the compute stream that the lane has waited for last
 
     def tick(self) -> int:
         self.clock[self.name] += 1
@@ -59,8 +58,8 @@ class SimEvent:
         self.written = stream.last_written
 
 
-class _Region(NamedTuple):
-    """Bytes of a storage; holds none of them."""
+class _Bytes(NamedTuple):
+    """A range of a storage, without a reference to the memory."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
     key: int
@@ -68,13 +67,13 @@ class _Region(NamedTuple):
     nbytes: int
 
 
-class _Task(NamedTuple):
-    """A copy, a wait for an event, or the passing of one."""
+class _StreamTask(NamedTuple):
+    """A copy, a wait for an event, or the passing of an event."""
 
     kind: Literal["copy", "wait", "pass"]
     event: SimEvent | None
-    dst: _Region | None = None
-    src: _Region | None = None
+    dst: _Bytes | None = None
+    src: _Bytes | None = None
 
 
 class _Access(NamedTuple):
@@ -86,19 +85,17 @@ class _Access(NamedTuple):
     what: str
 
 
-class SimDevice:
-    """Streams whose copies run when a seeded adversary lets them.
+class SimDevice(HostDevice):
+    """Streams with copies that run at the choice of a seeded adversary.
 
     Args:
-        seed: of the adversary's choices.
-        order: when queued copies run. "late": only when something waits for them.
+        seed: of the choices.
+        order: when queued copies run; "late" means not before a wait.
 
     Attributes:
-        faults: what the checker found, in words; empty after a run without a race.
+        faults: findings of the checker, in words; empty after a run without a race.
     """
 
-    supports_timing = True
-    is_async = False
     tracks_peak = True
 
     def __init__(self, seed: int = 0, order: Order = "late") -> None:
@@ -129,7 +126,7 @@ class SimDevice:
         if stream.is_compute:
             event.has_passed = True
         else:
-            stream.queue.append(_Task("pass", event))
+            stream.queue.append(_StreamTask("pass", event))
         self._let_some_run()
         return event
 
@@ -137,10 +134,10 @@ class SimDevice:
         stream.join(event.clock)
         if stream.is_compute:
             self._force(event)
-            if why is Wait.ARRIVED and event.written is not None:  # compute is about to read it
+            if why is Wait.ARRIVED and event.written is not None:  # compute is about to read the copy
                 self._check(event.written, stream, stream.tick(), is_write=False, what="compute reads")
         else:
-            stream.queue.append(_Task("wait", event))
+            stream.queue.append(_StreamTask("wait", event))
             if why is Wait.READY:
                 stream.ready_from = event.stream
         self._let_some_run()
@@ -149,12 +146,9 @@ class SimDevice:
         return event.has_passed
 
     def memory(self) -> Memory:
-        return Memory(0, 0)  # nothing is short here
+        return Memory(0, 0)  # memory of the simulator never runs out
 
     def total_bytes(self) -> int:
-        return 0
-
-    def failed_allocations(self) -> int:
         return 0
 
     def reset_peak_stats(self) -> None:
@@ -163,38 +157,26 @@ class SimDevice:
     def seconds_between(self, start: SimEvent, end: SimEvent) -> float:
         return 0.0  # the simulator orders, it does not time
 
-    def hold(self, stream: SimStream, seconds: float) -> None:
-        pass
-
     def allocate(self, nbytes: int, stream: SimStream) -> torch.Tensor:
-        memory = as_bytes(torch.UntypedStorage(nbytes)).fill_(_POISON)
+        memory = _poison(as_bytes(torch.UntypedStorage(nbytes)))
         self._adopt(memory.untyped_storage(), stream, stream.tick())
         return memory
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        memory = as_bytes(torch.UntypedStorage(nbytes)).fill_(_POISON)
+        memory = _poison(as_bytes(torch.UntypedStorage(nbytes)))
         self._keys[memory.untyped_storage()] = self._new_key()  # host memory has no owner stream and is never freed
         return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SimStream) -> None:
         at = stream.tick()
         writer = stream.ready_from or self.current_stream()
-        task = _Task("copy", None, self._region(dst, writer), self._region(src, writer))
+        task = _StreamTask("copy", None, self._bytes_of(dst, writer), self._bytes_of(src, writer))
         assert task.src is not None and task.dst is not None
         self._check(task.src, stream, at, is_write=False, what="copy reads")
         self._check(task.dst, stream, at, is_write=True, what="copy writes")
         stream.last_written = task.dst
         stream.queue.append(task)
         self._let_some_run()
-
-    def matches_capture(self) -> bool:
-        return True  # nothing here records graphs
-
-    def capture_id(self) -> int | None:
-        return None
-
-    def for_capture(self, capture: int) -> Device | None:
-        return None
 
     def free_after(self, storage: torch.UntypedStorage, event: SimEvent, owner: SimStream) -> None:
         self.wait(owner, event, Wait.ABANDONED)
@@ -205,7 +187,7 @@ class SimDevice:
     def compute_on(self, name: str, after: SimEvent | None = None) -> Generator[SimStream, None, None]:
         """A second compute stream is current inside.
 
-        It waits for the outer one on entry, or just for `after`; the outer one waits for it on exit.
+        On entry the stream waits for the outer compute stream, or only for `after`; on exit the outer one waits.
         """
         stream = self._sides.setdefault(name, SimStream(name, is_compute=True))
         outer = self.current_stream()
@@ -218,7 +200,7 @@ class SimDevice:
             self.wait(outer, self.record(stream), Wait.READY)
 
     def finish(self) -> None:
-        """Run everything that is queued: the end of a step with a synchronisation."""
+        """Run all queued tasks, like a synchronisation at the end of a step."""
         while any(self._run_head(lane) for lane in self._lanes):
             pass
         stuck = [lane.name for lane in self._lanes if lane.queue]
@@ -247,7 +229,7 @@ class SimDevice:
             self._run_head(event.stream)
 
     def _run_head(self, lane: SimStream) -> bool:
-        """Run the lane's next task if it may; True if it did."""
+        """Run the next task of the lane unless the task waits; whether a task ran."""
         if not lane.queue:
             return False
         task = lane.queue[0]
@@ -260,16 +242,16 @@ class SimDevice:
             self._run_copy(task, lane)
         return True
 
-    def _run_copy(self, task: _Task, lane: SimStream) -> None:
+    def _run_copy(self, task: _StreamTask, lane: SimStream) -> None:
         assert task.dst is not None and task.src is not None
         dst, src = task.dst.storage(), task.src.storage()
         if dst is None:
-            self.faults.append(f"{lane.name} writes {task.dst.nbytes} bytes into memory that was freed")
+            self.faults.append(f"{lane.name} writes {task.dst.nbytes} bytes into freed memory")
             return
         into = as_bytes(dst, task.dst.start, task.dst.nbytes)
         if src is None:
-            self.faults.append(f"{lane.name} reads {task.src.nbytes} bytes of memory that was freed")
-            into.fill_(_POISON)
+            self.faults.append(f"{lane.name} reads {task.src.nbytes} bytes of freed memory")
+            _poison(into)
             return
         into.copy_(as_bytes(src, task.src.start, task.src.nbytes))
 
@@ -279,26 +261,26 @@ class SimDevice:
         self._next_key += 1
         return self._next_key
 
-    def _region(self, t: torch.Tensor, writer: SimStream) -> _Region:
+    def _bytes_of(self, t: torch.Tensor, writer: SimStream) -> _Bytes:
         storage = t.untyped_storage()
-        if storage not in self._keys:  # made by an operation of the model, which the checker sees here first
+        if storage not in self._keys:  # made by an operator of the model, unseen by the checker so far
             self._adopt(storage, writer, writer.clock[writer.name])
-        return _Region(weakref.ref(storage), self._keys[storage], storage_offset(t), t.numel())
+        return _Bytes(weakref.ref(storage), self._keys[storage], storage_offset(t), t.numel())
 
     def _adopt(self, storage: torch.UntypedStorage, owner: SimStream, at: int) -> None:
-        """StepRecorder a device block: written by its owner `at` that time, and free for others when it dies."""
+        """Register a device block: written by `owner` at time `at`, and freed at the death of `storage`."""
         key = self._keys[storage] = self._new_key()
         nbytes = storage.nbytes()
         self._accesses[key] = [_Access(0, nbytes, owner.name, at, True, "allocated")]
         weakref.finalize(storage, self._free, key, nbytes, owner).atexit = False
 
     def _free(self, key: int, nbytes: int, owner: SimStream) -> None:
-        region = _Region(lambda: None, key, 0, nbytes)  # pyright: ignore[reportArgumentType] (dead by definition)
+        region = _Bytes(lambda: None, key, 0, nbytes)  # pyright: ignore[reportArgumentType] (dead by definition)
         self._check(region, owner, owner.clock[owner.name], is_write=True, what="freed")
         del self._accesses[key]
 
-    def _check(self, region: _Region, stream: SimStream, at: int, is_write: bool, what: str) -> None:
-        """Record an access; complain about every earlier one it conflicts with and is not ordered after."""
+    def _check(self, region: _Bytes, stream: SimStream, at: int, is_write: bool, what: str) -> None:
+        """Record an access; report every earlier conflicting access without an order between the two."""
         end = region.start + region.nbytes
         history = self._accesses.setdefault(region.key, [])
         kept: list[_Access] = []
@@ -314,3 +296,7 @@ class SimDevice:
                 kept.append(earlier)
         kept.append(_Access(region.start, end, stream.name, at, is_write, what))
         self._accesses[region.key] = kept
+
+
+def _poison(memory: torch.Tensor) -> torch.Tensor:
+    return memory.fill_(0xFF)  # NaN as a float of any width, -1 as an integer

@@ -1,22 +1,22 @@
-"""Moving inside a captured graph: the engine of one capture.
+"""Moves inside a captured graph: the engine of a capture.
 
 Note [Captures]
 ~~~~~~~~~~~~~~~
-While a stream is captured nothing runs: copies and waits become parts of a graph that is replayed later, with the
-addresses it was captured with. What that forbids is kept by giving every capture an engine of its own:
-1. Own lanes. A recorded event and one of running work must never wait for each other, so no stream, event or parcel
-   is shared. A parcel needed on the other side of the border is a CaptureError, never other bytes.
-2. Own room (`CapturableStore.arena`): from what the store has free, for nothing may be allocated meanwhile, and never
-   given back, for replays go on writing there. Whoever wants to capture runs a step first. Room that was free when
-   the capture began has no reader left, for torch.cuda.graph() waits for the device then (who calls capture_begin()
-   himself has to): the reader a block remembers is forgotten, and from then on it is only the capture's.
-3. No clock. Captured events never pass and must not be asked, so nothing is timed, now or later.
-4. Joined. A capture can only end when every stream that took part has been waited for. Releases, arrivals and
-   abandoned parcels see to most of it. The rest is what a backward leaves behind (a graph that is kept, a branch
-   nobody asked for): at its end the stream that called it waits for both lanes, which costs nothing by then.
-5. After the capture all device memory is the graph's pool's, which hands it to nobody but captures: a parcel that
-   dies then just lets go.
-What eager steps have learned is used and added to: sites are the scope's, not the engine's.
+During a capture nothing runs: copies and waits become parts of a graph, replayed later at the captured addresses.
+Every capture has an engine of its own, because of five restrictions:
+1. Own lanes. A recorded event and running work must never wait for each other: captures share no stream, event or
+   parcel with running work. A parcel needed across the border is a CaptureError, never wrong bytes.
+2. Own room (`CapturableStore.arena`), taken from the store's free room, since nothing may be allocated meanwhile, and
+   never returned, since replays write to the room. Run a step before a capture. Room that was free at the start of the
+   capture has no reader left, because torch.cuda.graph() waits for the device (callers of capture_begin() have to):
+   the arena forgets the reader of a block, and owns the block from then on.
+3. No clock. Captured events never pass and must not be queried: nothing is timed, now or later.
+4. Joined. A capture can end only when every participating stream has been waited for. Releases, arrivals and
+   abandoned parcels cover most of the streams. A backward may leave copies behind (a retained graph, an unused
+   branch): at the end of backward the calling stream waits for the two lanes, at no cost.
+5. After the capture all device memory belongs to the graph's pool, reserved for captures: a parcel dying after the
+   capture drops the memory without waiting.
+Captures use and extend the order learned by eager steps: sites belong to the HookContext, not to the engine.
 """
 
 import threading
@@ -25,19 +25,19 @@ import torch
 
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.parcel import Ticket
+from ebbtide._types import CapturableStore, Device, Reason, Store
 from ebbtide._utils.torch_private import at_end_of_backward, graph_task_id
-from ebbtide.types import CapturableStore, Device, Reason, Store
 
 
 class CapturedEngine(Engine):
-    """What it moves becomes part of the graph that is being captured."""
+    """Engine of a running capture: copies become part of the graph."""
 
     _full = Reason.CAPTURE_FULL
     _misplaced = "was saved while a graph was captured, and is needed outside of that capture"
 
     def __init__(self, device: Device, store: Store, lock: "threading.RLock") -> None:
         super().__init__(device, store, lock)
-        self._joined_task = -1  # the backward at whose end both lanes are waited for
+        self._joined_task = -1  # the backward that waits for the lanes at the end
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         t = super().unpack(ticket)
@@ -49,7 +49,7 @@ class CapturedEngine(Engine):
 
     def _join(self) -> None:
         if not self.device.matches_capture():
-            return  # backward was called on a stream outside: torch has its own words for that
+            return  # backward was called on a stream outside of the capture: torch raises an error
         with self.lock:
             reader = self.device.current_stream()
             self._outbound.await_all(reader)
@@ -57,7 +57,7 @@ class CapturedEngine(Engine):
 
 
 def engine_in_capture(engine: Engine, capture: int) -> CapturedEngine | Reason:
-    """An engine for `capture`, with room of `engine`'s store; the reason if nothing can move in it."""
+    """An engine for `capture`, with room of `engine`'s store; the reason if nothing can move in the capture."""
     device = engine.device.for_capture(capture)
     if device is None or not isinstance(engine.store, CapturableStore):
         return Reason.CAPTURING

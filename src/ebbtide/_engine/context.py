@@ -1,4 +1,4 @@
-"""What a door hands to the engine: its limits and counts, and the visits that give saves their names."""
+"""What saved tensors have in common: limits, statistics, and the region calls that name saved tensors."""
 
 import heapq
 import threading
@@ -17,7 +17,7 @@ from ebbtide._utils.torch_private import plain_tensors
 
 @dataclass(frozen=True)
 class Limits:
-    """In bytes: see OffloadConfig for what each one bounds."""
+    """Limits in bytes: see OffloadConfig."""
 
     window_bytes: int
     prefetch_bytes: int
@@ -25,10 +25,10 @@ class Limits:
 
 
 class CallNumbers:
-    """The visits of one region: the smallest numbers not in use, and the sites of each.
+    """Numbers of a region's calls, the smallest that are free, and the sites of each number.
 
-    A visit has its number for as long as anything saved in it lives. So a plain loop uses number 0 for ever, a region
-    entered twice in a step uses 0 and 1, a pipeline as many as it has in flight; nobody has to say where a step ends.
+    A call keeps its number as long as any of its saved tensors lives. Hence a plain loop uses number 0 for ever, a
+    region entered twice in a step uses 0 and 1, a pipeline as many as are in flight; no step boundary is needed.
     """
 
     def __init__(self, region: str) -> None:
@@ -36,7 +36,7 @@ class CallNumbers:
         self._sites: list[list[Site]] = []
         self._free: list[int] = []
         self._lock = threading.Lock()
-        self._returned: deque[int] = deque()  # by finalisers of any thread
+        self._returned: deque[int] = deque()  # filled by finalisers of any thread
 
     def take(self) -> int:
         with self._lock:
@@ -58,103 +58,108 @@ class CallNumbers:
 
 
 class RegionCall:
-    """One pass through a region. SavedOutput by the door while it lasts and by the parcels made in it.
+    """A call of a region. Referenced by the hooks during the call, and by the parcels made in the call.
 
     Attributes:
-        next_index: of the save that comes next.
-        limits: of the door, or what a plan says for this region.
-        points: release points that are still to come, in order of index.
-        sites: the indices of the saves that travel; None: all that may.
-        recomputes: the region will run again in backward.
+        next_index: number of the next saved tensor.
+        limits: of the context, or of the plan for the region.
+        points: release points still to come, in order of index.
+        sites: numbers of the saved tensors that travel; None: all that may.
+        recomputes: the region is recomputed in backward.
     """
 
     __slots__ = (
         "_all_points",
-        "_slots",
+        "_numbers",
+        "context",
         "limits",
         "next_index",
         "number",
         "points",
         "recomputes",
         "region",
-        "scope",
         "sites",
     )
 
-    def __init__(self, scope: "HookContext", slots: CallNumbers) -> None:
-        self.scope = scope
-        self.region = slots.region
+    def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
+        self.context = context
+        self.region = numbers.region
         self.next_index = 0
-        self.limits = scope.limits
+        self.limits = context.limits
         self.points: tuple[ReleasePoint, ...] = ()
         self._all_points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.recomputes = False
-        self._slots = slots
-        self.number = slots.take()
+        self._numbers = numbers
+        self.number = numbers.take()
 
     def site(self, index: int) -> Site:
-        return self._slots.site(self.number, index)
+        return self._numbers.site(self.number, index)
 
-    def follow(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
-        """What a plan says: `points` in order of index, and what may be brought back early from here on."""
+    def set_points(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
+        """Set the plan's release points, in order of index, and the prefetch window if the plan has any."""
         self.points = self._all_points = points
         if prefetch_bytes is not None:
             self.limits = replace(self.limits, prefetch_bytes=prefetch_bytes)
 
-    def comes_to_point(self, index: int) -> bool:
-        """Whether the save at hand is at a release point or behind it; the window is that point's from now on."""
-        if not self.points or index < self.points[0].save:
+    def reaches_point(self, index: int) -> bool:
+        """Whether saved tensor `index` is at or behind the next release point, whose window then applies."""
+        if not self.points or index < self.points[0].tensor_index:
             return False
-        while self.points and index >= self.points[0].save:
+        while self.points and index >= self.points[0].tensor_index:
             self.limits = replace(self.limits, window_bytes=self.points[0].window_bytes)
             self.points = self.points[1:]
         return True
 
-    def hold(self, window_bytes: int) -> None:
-        """Go on with the window that holds when the forward comes here: regions begin and end, it does not."""
+    def keep_window(self, window_bytes: int) -> None:
+        """Continue with the window of the region that the forward comes from: windows outlast regions."""
         if window_bytes != self.limits.window_bytes:
             self.limits = replace(self.limits, window_bytes=window_bytes)
 
-    def again(self) -> "RegionCall":
-        """Another one of the same region, by the same plan from its first save on."""
-        visit = RegionCall(self.scope, self._slots)
-        visit.limits, visit.sites, visit.recomputes = self.limits, self.sites, self.recomputes
-        visit.points = visit._all_points = self._all_points
-        return visit
+    def restart(self) -> "RegionCall":
+        """A new call of the region, with the same plan from the first saved tensor on."""
+        call = RegionCall(self.context, self._numbers)
+        call.limits, call.sites, call.recomputes = self.limits, self.sites, self.recomputes
+        call.points = call._all_points = self._all_points
+        return call
 
     def __del__(self) -> None:
-        self._slots.give_back(self.number)
+        self._numbers.give_back(self.number)
 
 
 @dataclass
 class HookContext:
-    """What the saves of one door have in common."""
+    """Settings, statistics and names that all saved tensors of one API object share.
+
+    Attributes:
+        may_serve: whether saved tensors on a device may be offloaded; called once for each device.
+        buffers: `_cdata` of the storages of the module's buffers, which the module keeps alive.
+    """
 
     limits: Limits
     may_serve: Callable[[torch.device], bool]
-    """Whether saves on a device are this door's business; asked once a device."""
-    ledger: StatsRecorder = field(default_factory=StatsRecorder)
+    recorder: StatsRecorder = field(default_factory=StatsRecorder)
     buffers: set[int] = field(default_factory=set[int])
-    """`_cdata` of the storages of the module's buffers, which the module keeps alive."""
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )
     _size: int = 0
-    _slots: dict[tuple[int, str], CallNumbers] = field(default_factory=dict[tuple[int, str], CallNumbers])
+    _numbers: dict[tuple[int, str], CallNumbers] = field(default_factory=dict[tuple[int, str], CallNumbers])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
 
-    def turn_to(self, size: int) -> None:
-        """Name the saves of batches of this size, from the next visit on, apart from those of others.
+    def set_batch_size(self, size: int) -> None:
+        """Use sites of their own for batches of `size`, from the next call on.
 
-        Their plans differ, and so does what is needed after what: learned in turns, the order would be wrong each time.
+        Plans and the order of needs differ between sizes: learned in turns, every guess would be wrong.
         """
         self._size = size
 
-    def know_weights(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These stay however they are saved. A view names the parameter that it is of; its data, what was detached from
-        it, and what a quantised one is made of do not."""
-        self._weights = {place: known for place, known in self._weights.items() if known() is not None}
+    def register_weights(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Keep the storages of `parameters` on the device, however they are saved.
+
+        A view names its parameter; a detached alias and the inner tensors of a quantised parameter name none.
+        """
+        self._weights = {key: known for key, known in self._weights.items() if known() is not None}
         for parameter in parameters:
             for t in plain_tensors(parameter):
                 if t.layout is torch.strided and not torch.nn.parameter.is_lazy(t):
@@ -163,14 +168,14 @@ class HookContext:
 
     def is_weight(self, storage: torch.UntypedStorage) -> bool:
         known = self._weights.get(storage._cdata)
-        return known is not None and known() is storage  # another one may have its address since
+        return known is not None and known() is storage  # a freed weight's address may be reused
 
-    def visit(self, region: str) -> RegionCall:
+    def new_call(self, region: str) -> RegionCall:
         key = self._size, region
-        slots = self._slots.get(key)
-        if slots is None:
-            slots = self._slots.setdefault(key, CallNumbers(region))
-        return RegionCall(self, slots)
+        numbers = self._numbers.get(key)
+        if numbers is None:
+            numbers = self._numbers.setdefault(key, CallNumbers(region))
+        return RegionCall(self, numbers)
 
     def serves(self, device: torch.device) -> bool:
         known = self._serves.get(device)

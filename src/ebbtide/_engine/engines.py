@@ -1,4 +1,4 @@
-"""The engines of one store setting, one per device and capture, made when the first save of it comes by."""
+"""Engines of one store setting, one per device and capture, made at the first saved tensor of a device."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,45 +8,41 @@ import torch
 from ebbtide._devices import device_for
 from ebbtide._engine.captures import CapturedEngine, engine_in_capture
 from ebbtide._engine.engine import Engine
-from ebbtide.types import Device, Reason, StoreFactory
+from ebbtide._types import Device, Reason, StoreFactory
 
 
 class Engines:
-    """Hands out the engine of a device.
+    """Finds or makes the engine of a device.
 
     Args:
-        make_store: the store of each new engine.
-        make_device: streams and events of a torch device; tests put a simulated one here.
+        make_store: makes the store of a new engine.
+        make_device: streams and events of a torch device; tests pass a simulated device.
     """
 
     def __init__(self, make_store: StoreFactory, make_device: Callable[[torch.device], Device] = device_for) -> None:
         self._make_store = make_store
         self._make_device = make_device
         self._engines: dict[torch.device, Engine] = {}
-        # For as long as the graphs may be replayed, and nobody tells us how long that is.
+        # Kept until `close`: the lifetime of captured graphs, and hence of possible replays, is unknown.
         self._captures: dict[tuple[torch.device, int], CapturedEngine | Reason] = {}
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Engine]:
-        """Those that own a store: what captures hold is counted there."""
+        """The engines that own a store, which also counts the memory of captures."""
         return iter(list(self._engines.values()))
 
     def on(self, device: torch.device) -> Engine | Reason:
-        """Who moves what is saved on `device` now; the reason while that is in a capture in which nothing can move."""
-        engine = self._engines.get(device)
-        if engine is None:
-            engine = self._make(device)
+        """The engine for tensors saved on `device` now; the reason if the running capture cannot hold moves."""
+        engine = self._engines.get(device) or self._make(device)
         return engine if engine.device.matches_capture() else self._in_capture(device, engine)
 
     def is_captured(self, device: torch.device) -> bool:
-        """Whether work given to `device` now goes into a graph that is being captured."""
-        engine = self._engines.get(device)
-        if engine is None:
-            engine = self._make(device)
+        """Whether work queued on `device` now is recorded by a graph capture."""
+        engine = self._engines.get(device) or self._make(device)
         return not engine.device.matches_capture()
 
     def close(self) -> None:
-        """Free all stores. Graphs that still have parcels there can no longer run backward or be replayed."""
+        """Free all stores. Graphs with parcels in a store can no longer run backward or be replayed."""
         with self._lock:
             for captured in self._captures.values():
                 if isinstance(captured, CapturedEngine):

@@ -1,4 +1,4 @@
-"""The desk: what autograd calls for every save, and for every read of one."""
+"""The saved-tensor hooks: called by autograd for every saved tensor, and for every read of a saved tensor."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, cast
@@ -11,8 +11,9 @@ from ebbtide._engine.engines import Engines
 from ebbtide._engine.parcel import Kept, Ticket, check_unmodified, check_written, keep, kept_tensor
 from ebbtide._engine.select import select, select_subclass
 from ebbtide._plans import RegionPlan
+from ebbtide._types import Reason, StepRecorder
 from ebbtide._utils.torch_private import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
-from ebbtide.types import Reason, StepRecorder
+from ebbtide._utils.tracing import is_tracing, span
 
 Packed: TypeAlias = "Kept | Ticket | Flattened"
 
@@ -20,20 +21,20 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Flattened:
-    """A save of a wrapper subclass: its inner tensors packed one by one, and how to put it together again.
+    """A saved wrapper subclass: its inner tensors packed individually, and the data to assemble them again.
 
-    In-place changes count on the wrapper only, so the wrapper's version is the one to watch.
+    In-place changes count on the wrapper only, hence the check of the wrapper's version.
     """
 
-    __slots__ = ("cls", "counter", "inner", "meta", "size", "stride", "version", "where")
+    __slots__ = ("cls", "counter", "inner", "meta", "region", "size", "stride", "version")
 
-    def __init__(self, t: torch.Tensor, inner: dict[str, Any], meta: object, where: str) -> None:
+    def __init__(self, t: torch.Tensor, inner: dict[str, Any], meta: object, region: str) -> None:
         self.cls: Any = type(t)
         self.inner = inner
         self.meta = meta
         self.size = t.size()
         self.stride = t.stride()
-        self.where = where
+        self.region = region
         self.version = t._version
         # With dispatch off the alias is a bare shell: it shares the counter and holds none of the inner tensors.
         with without_dispatch():
@@ -41,93 +42,95 @@ class Flattened:
 
 
 class SavedTensorHooks:
-    """pack and unpack for one entry of a door.
+    """The pack and unpack hooks of one entry into an API context.
 
-    Both are hidden from the compiler, which else traces what runs between two compiled graphs.
+    Both hooks are hidden from the compiler, which would otherwise trace code that runs between two compiled graphs.
 
     Attributes:
-        visit: the pass through a region that saves belong to now. Doors that know regions change it as they go.
-        stays: why saves stay on the device at this place, whatever they are; None where they may travel.
-        watch: what follows this step, if anything does.
-        lacks_room: whether a save that may travel stayed, for the store had no room.
+        region_call: call of a region that saved tensors belong to now. Hooks of modules replace the call on entry and
+            exit.
+        stays: why all saved tensors of the region stay on the device; None if they may travel.
+        step_recorder: recorder of the step, if there is any.
+        lacks_room: a saved tensor that may travel has stayed for lack of room in the store.
     """
 
-    def __init__(self, engines: Engines, visit: RegionCall) -> None:
+    def __init__(self, engines: Engines, region_call: RegionCall) -> None:
         self._engines = engines
-        self.visit = visit
+        self.region_call = region_call
         self.stays: Reason | None = None
-        self.watch: StepRecorder | None = None
+        self.step_recorder: StepRecorder | None = None
         self.lacks_room = False
         self._was_read = False
 
-    def beside(self, visit: RegionCall) -> "SavedTensorHooks":
-        """Another one for `visit`, with the same engines."""
-        return SavedTensorHooks(self._engines, visit)
+    def for_call(self, region_call: RegionCall) -> "SavedTensorHooks":
+        """New hooks for `region_call` over the same engines."""
+        return SavedTensorHooks(self._engines, region_call)
 
     def hooks(self) -> saved_tensors_hooks:
-        """The pair to push."""
+        """The pair of hooks, as a context for autograd."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
-    def follow(self, said: RegionPlan) -> None:
-        """What a plan says about the place where the forward is now: what travels from here, and when."""
-        recipe = said.recipe
-        self.visit.follow(said.release, said.prefetch_bytes)
+    def apply_plan(self, plan: RegionPlan) -> None:
+        """Apply the plan of the region that the forward has entered."""
+        recipe = plan.recipe
+        self.region_call.set_points(plan.release, plan.prefetch_bytes)
         if recipe.action == "keep":
             self.stays = Reason.RECIPE
         elif recipe.action == "offload":
             self.stays = None
-            self.visit.sites = None if recipe.sites is None else frozenset(recipe.sites)
+            self.region_call.sites = None if recipe.sites is None else frozenset(recipe.sites)
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:
-        """Autograd saves `t`. Never fails for lack of room: what cannot travel is kept, counted by Reason."""
+        """Autograd saves `t`. Never fails for lack of room: a tensor that cannot travel is kept, and counted."""
         if type(t) in _PLAIN:
             return self._pack_plain(t, self.stays)
         return self._pack_subclass(t, self.stays)
 
     def pack_as(self, t: torch.Tensor, stays: Reason | None) -> Packed:
-        """The same for a tensor that a region has to have again, kept for the reason `stays` if there is one."""
+        """`pack` for a tensor that a region's recomputation needs; kept for the reason `stays` unless None."""
         return self._pack_plain(t, stays) if type(t) in _PLAIN else self._pack_subclass(t, stays)
 
     def skip(self, t: torch.Tensor) -> None:
-        """What would be the next save is of no use. It has its number all the same, and a release point may be here."""
+        """Do not save `t`, but count its number, and release what a release point at the number says."""
         self._take_number(t)
 
     @hidden_from_compiler
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """Autograd reads a save: bit for bit what was packed, on the current stream."""
+        """Autograd reads a saved tensor: bit for bit the packed tensor, on the current stream."""
         self._was_read = True
-        if self.watch is not None:
-            self.watch.read(_region_of(packed))
+        if self.step_recorder is not None:
+            self.step_recorder.read(_region_of(packed))
         if type(packed) is tuple:
             return kept_tensor(packed)
         if type(packed) is Ticket:
-            check_written(packed.parcel.site.region)
-            if dispatch_modes():
-                with without_dispatch():
+            region = packed.parcel.site.region
+            check_written(region)
+            if dispatch_modes() or is_tracing():
+                with without_dispatch(), span("ebbtide::unpack", region):
                     return packed.parcel.engine.unpack(packed)
             return packed.parcel.engine.unpack(packed)
         assert isinstance(packed, Flattened)
         return self._unflatten(packed)
 
     def is_captured(self, devices: Collection[torch.device]) -> bool:
-        """Whether work on one of `devices` goes into a graph that is being captured."""
-        return any(self._engines.is_captured(device) for device in filter(self.visit.scope.serves, devices))
+        """Whether work on any of `devices` is recorded by a graph capture."""
+        return any(self._engines.is_captured(device) for device in filter(self.region_call.context.serves, devices))
 
     def expect(self, tickets: Sequence[Ticket], devices: Collection[torch.device], limits: Limits) -> None:
-        """These are about to be read, in this order, on `devices`: bring back together what is away.
+        """Bring back together all absent tickets about to be read on `devices`, in reading order.
 
-        `limits`: of the place that reads them. Where the forward is now says nothing about that.
+        `limits`: limits of the reading region. The forward may be in another region now.
         """
-        scope = self.visit.scope
+        context = self.region_call.context
         with without_dispatch():
-            for device in filter(scope.serves, devices):
+            for device in filter(context.serves, devices):
                 engine = self._engines.on(device)
                 if not isinstance(engine, Reason):
                     engine.expect([t for t in tickets if t.parcel.engine is engine], limits)
 
     def unpack_part(self, part: object) -> object:
-        """The tensor, if `part` is a packed one, and else `part` itself: never a tuple that is not ours."""
+        """The tensor of a packed tensor; any other object unchanged. Foreign tuples must not be passed."""
         return self.unpack(cast(Packed, part)) if isinstance(part, tuple | Ticket | Flattened) else part
 
     def _pack_subclass(self, t: torch.Tensor, stays: Reason | None) -> Packed:
@@ -136,14 +139,14 @@ class SavedTensorHooks:
 
     def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket:
         index = self._take_number(t)
-        visit = self.visit
-        if self.watch is not None:
-            self.watch.saved(visit.region, index, t)
-        reason = select(t, visit.scope) or stays
-        if reason is None and visit.sites is not None and index not in visit.sites:
+        call = self.region_call
+        if self.step_recorder is not None:
+            self.step_recorder.saved(call.region, index, t)
+        reason = select(t, call.context) or stays
+        if reason is None and call.sites is not None and index not in call.sites:
             reason = Reason.RECIPE
         if reason is None:
-            packed = self._send(t, visit, index)
+            packed = self._send(t, call, index)
             if isinstance(packed, Ticket):
                 return packed
             reason = packed
@@ -151,43 +154,43 @@ class SavedTensorHooks:
         return self._keep(t, reason)
 
     def _take_number(self, t: torch.Tensor) -> int:
-        """The number that the save of `t` has in its visit, once what leaves before it is released."""
-        visit = self.visit
+        """Number of saved tensor `t` in its region call. Releases first what a release point at the number says."""
+        call = self.region_call
         if self._was_read and graph_task_id() == -1:
-            # A whole loop runs inside of one entry: after a backward, saves are counted from the start again.
+            # A context may enclose a whole loop: after a backward, numbers start again.
             self._was_read = False
-            visit = self.visit = visit.again()
-        index = visit.next_index  # every save has a number, kept or not, or sites would shift when one is kept
-        visit.next_index = index + 1
-        if visit.points and visit.scope.serves(t.device) and visit.comes_to_point(index):
-            self._release(t.device, visit)
+            call = self.region_call = call.restart()
+        index = call.next_index  # kept tensors count too: otherwise sites would shift when a tensor is kept
+        call.next_index = index + 1
+        if call.points and call.context.serves(t.device) and call.reaches_point(index):
+            self._release(t.device, call)
         return index
 
-    def _release(self, device: torch.device, visit: RegionCall) -> None:
+    def _release(self, device: torch.device, call: RegionCall) -> None:
         engine = self._engines.on(device)
         if not isinstance(engine, Reason):
             with without_dispatch():
-                engine.release_down_to(visit.limits.window_bytes)
+                engine.release_down_to(call.limits.window_bytes)
 
-    def _send(self, t: torch.Tensor, visit: RegionCall, index: int) -> Ticket | Reason:
+    def _send(self, t: torch.Tensor, call: RegionCall, index: int) -> Ticket | Reason:
         engine = self._engines.on(t.device)
         if isinstance(engine, Reason):
             return engine
-        if dispatch_modes():  # modes of the user need not see our copies
+        if dispatch_modes():  # the user's modes need not see copies
             with without_dispatch():
-                return engine.pack(t, visit, index)
-        return engine.pack(t, visit, index)
+                return engine.pack(t, call, index)
+        return engine.pack(t, call, index)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
-        visit = self.visit
-        visit.scope.ledger.keep(reason, t.numel() * t.element_size())
-        return keep(t, visit.region)
+        call = self.region_call
+        call.context.recorder.keep(reason, t.numel() * t.element_size())
+        return keep(t, call.region)
 
     def _flatten(self, t: Any, stays: Reason | None) -> Flattened:
         names, meta = t.__tensor_flatten__()
-        # Some names are no tensors (DTensor's device mesh): they are handed through.
+        # Some names are no tensors (DTensor's device mesh) and are passed through.
         inner = {name: self._pack_inner(getattr(t, name), stays) for name in names}
-        return Flattened(t, inner, meta, self.visit.region)
+        return Flattened(t, inner, meta, self.region_call.region)
 
     def _pack_inner(self, value: object, stays: Reason | None) -> object:
         return self.pack_as(value, stays) if isinstance(value, torch.Tensor) else value
@@ -195,7 +198,7 @@ class SavedTensorHooks:
     def _unflatten(self, packed: Flattened) -> torch.Tensor:
         counter = packed.counter
         if counter._version != packed.version:
-            what = f"a {packed.cls.__name__} of {packed.where or '<root>'}"
+            what = f"a {packed.cls.__name__} of {packed.region or '<root>'}"
             check_unmodified(counter, packed.version, what, counter.dtype, counter.device, packed.size)
         inner = {name: self.unpack_part(value) for name, value in packed.inner.items()}
         t: torch.Tensor = packed.cls.__tensor_unflatten__(inner, packed.meta, packed.size, packed.stride)
@@ -205,11 +208,11 @@ class SavedTensorHooks:
 def _region_of(packed: Packed) -> str:
     if type(packed) is tuple:
         return packed[2]
-    return packed.parcel.site.region if isinstance(packed, Ticket) else cast(Flattened, packed).where
+    return packed.parcel.site.region if isinstance(packed, Ticket) else cast(Flattened, packed).region
 
 
 def is_unmodified(part: object) -> bool:
-    """Whether a packed tensor still is what it was; true for what is no packed tensor."""
+    """Whether a packed tensor was not modified in place; True for any other object."""
     if type(part) is tuple:
         alias, version, _ = cast(Kept, part)
         return alias._version == version

@@ -1,8 +1,4 @@
-"""What outlives a door: the engines of this process and the scopes of contexts that are written anew every step.
-
-`with offload_activations():` makes a new object each step, but pinned memory, streams and what was learned must not be
-made anew. So they belong to the process, found again by what was asked for. The one such object of the package.
-"""
+"""The process-wide engines, and the contexts of `offload_activations`."""
 
 import threading
 from collections.abc import Hashable
@@ -14,49 +10,54 @@ from ebbtide._stores import factory_for, serves
 
 
 class Process:
-    """Engines by store setting, scopes by all settings."""
+    """Engines by store setting, contexts by all settings.
+
+    The engine's only process-wide object. `with offload_activations():` makes a new object in every step, while pinned
+    memory, streams and learned order have to survive and are found by the settings.
+    """
 
     def __init__(self) -> None:
         self._engines: dict[Hashable, Engines] = {}
-        self._scopes: dict[OffloadConfig, HookContext] = {}
+        self._contexts: dict[OffloadConfig, HookContext] = {}
         self._lock = threading.Lock()
 
     def engines(self, config: OffloadConfig) -> Engines:
-        """All doors with one store setting share lanes and memory."""
+        """The engines of a store setting: all API objects with equal store settings share lanes and memory."""
         with self._lock:
             key = (config.store, config.host_limit_bytes)
             if key not in self._engines:
                 self._engines[key] = Engines(factory_for(config.store, config.host_limit_bytes))
             return self._engines[key]
 
-    def new_scope(self, config: OffloadConfig) -> HookContext:
+    def new_context(self, config: OffloadConfig) -> HookContext:
         limits = Limits(config.window_bytes, config.prefetch_bytes, config.min_bytes)
         return HookContext(limits, lambda device: serves(config.store, device))
 
-    def scope_of(self, config: OffloadConfig) -> HookContext:
-        """The scope of all contexts with equal settings."""
+    def context_of(self, config: OffloadConfig) -> HookContext:
+        """The shared context of equal settings."""
         with self._lock:
-            if config not in self._scopes:
-                self._scopes[config] = self.new_scope(config)
-            return self._scopes[config]
+            if config not in self._contexts:
+                self._contexts[config] = self.new_context(config)
+            return self._contexts[config]
 
     def close(self) -> None:
         with self._lock:
             for engines in self._engines.values():
-                engines.close()  # empties it; handles and contexts made before keep it and fill it again
-            self._scopes.clear()
+                engines.close()  # only emptied: handles and contexts hold the object and fill it again
+            self._contexts.clear()
 
 
 PROCESS = Process()
 
 
 def release_memory() -> None:
-    """Give back all host memory and files that ebbtide holds.
+    """Free all host memory and files of ebbtide, for instance between two trainings in one process.
 
-    Between two trainings in one process. Graphs whose backward has not run yet can no longer run it: a StoreError
-    says so. Handles and contexts made before work again from their next forward on.
+    Existing handles and contexts work again from the next forward on.
 
-    Also what captured graphs copy to is given back. A graph (torch.cuda.CUDAGraph) that was captured with offloading
-    must not be replayed after it: it would write into memory that is somebody else's by then.
+    Traps:
+        A graph whose backward has not run raises StoreError in backward.
+        A `torch.cuda.CUDAGraph` captured with offloading must not be replayed any more: a replay would write into
+        memory that has been freed.
     """
     PROCESS.close()

@@ -1,28 +1,36 @@
-"""What was moved, kept and waited for, counted per door."""
+"""Statistics: what was moved, kept and waited for."""
 
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
+from ebbtide._types import Device, Reason, StoreStats, StreamEvent, Unable
 from ebbtide._utils.sizes import GIB, MIB, format_bytes
-from ebbtide.types import Device, Reason, StreamEvent, Unable
-
-if TYPE_CHECKING:
-    from ebbtide._engine.engine import Engine
 
 _TIMINGS_IN_FLIGHT = 512
-BYTES_A_SAMPLE = 8 * MIB
 _WEIGHTS = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
+
+# Reading two events costs as much as queueing a small copy: one copy per so many bytes is timed.
+TIMED_EVERY_BYTES = 8 * MIB
+
+
+class StatsSource(Protocol):
+    """What statistics need of an engine."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def store_stats(self) -> StoreStats: ...
 
 
 @dataclass
 class Count:
-    """How many, and how many bytes."""
+    """A number of things, and their bytes."""
 
     count: int = 0
     nbytes: int = 0
@@ -37,7 +45,7 @@ class Count:
 
 @dataclass
 class CopyTiming:
-    """Copies that were timed."""
+    """Bytes and seconds of the copies that were timed."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -53,35 +61,35 @@ class CopyTiming:
 
 @dataclass
 class Stats:
-    """Totals since the door was opened first. Bytes and seconds; see the properties for rates.
+    """Totals since the first use of the entry point, in bytes and seconds.
 
-    A captured graph is counted when it is captured, without its times. Replays run without us and are not counted.
+    A captured graph counts once, at the capture, without times: replays run without ebbtide and are not counted.
 
     Attributes:
-        parcels: parcels made. Not all are sent: what backward is known to need at once waits on the device.
+        parcels: parcels made. Some are never sent: parcels that backward is known to need at once wait on the device.
         out: parcels sent to the store.
         inbound: parcels fetched back.
-        shared: saves that added no bytes because a parcel of the same storage was already on its way.
-        packed: parcels of masks, made of bits; bytes as saved, eight times what travels and what all others count.
-        forwarded: parcels that backward used straight from the device, not having been released.
-        misses: parcels fetched only when backward asked for them.
-        kept: saves that stayed on the device, by reason.
-        unfreed: parcels whose device storage was still alive when backward needed them: moving them freed nothing.
+        shared: saved tensors that added no bytes because a parcel of the storage existed already.
+        packed: parcels of masks, made of bits. Bytes as saved: eight times the bytes that travel and that all counts
+            but `packed` show.
+        forwarded: parcels that backward used from the device, before any release.
+        misses: parcels fetched only when backward needed them.
+        kept: saved tensors that stayed on the device, by reason.
+        freed_nothing: parcels whose device storage was still alive when backward needed the parcel.
         failed: parcels that stayed on the device because the store could not write them.
-        recomputed: saves that left nothing behind in forward, because their region runs again in backward.
-        dropped: outputs of dear operators that were not held, holding them having been of no use in the step before.
-        unable: passes through a region that could not be prepared to run again, by why; what they saved went its usual
-            way.
+        recomputed: saved tensors that kept no memory in forward because the region is recomputed in backward.
+        dropped: outputs of compute-intensive operators that were not saved because saving was useless a step before.
+        unable: calls of a region that could not be prepared for recomputation, by reason; tensors saved in the call
+            were kept or moved as without a recipe.
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
-        out_sample, in_sample: copies that were timed, from which the rates of the lanes come.
-        host_bytes, host_reserved_bytes: what the stores of this process hold, and the memory or file they took.
-        host_captured_bytes: of `host_bytes`, what captured graphs keep for their replays, until release_memory().
-        budget_bytes: the budget of the user; None without one.
-        predicted_step_s, predicted_peak_bytes: of the current plan; None for a plan without a prediction.
-        measured_step_s: median of the last steps by the current plan; None without a planner, and before such steps.
-        measured_peak_bytes: the peak of a step by the current plan. Until such a step was measured, and without a
-            budget, the device's own record (`torch.accelerator.max_memory_allocated()`); None on the CPU, for lack of
-            a record.
+        out_sample, in_sample: timed copies, the basis of the lanes' rates.
+        host_bytes, host_reserved_bytes: bytes in the stores of the process, and memory or file space taken for them.
+        host_captured_bytes: share of `host_bytes` that captured graphs keep for replays, until release_memory().
+        budget_bytes: the user's budget; None without a budget.
+        predicted_step_s, predicted_peak_bytes: prediction of the current plan; None for a plan without a prediction.
+        measured_step_s: median of the last steps under the current plan; None without a planner or before any step.
+        measured_peak_bytes: peak of a step under the current plan. Before any measured step, and without a budget:
+            `torch.accelerator.max_memory_allocated()`. None on the CPU.
     """
 
     parcels: Count = field(default_factory=Count)
@@ -92,7 +100,7 @@ class Stats:
     forwarded: Count = field(default_factory=Count)
     misses: Count = field(default_factory=Count)
     kept: dict[Reason, Count] = field(default_factory=dict[Reason, Count])
-    unfreed: Count = field(default_factory=Count)
+    freed_nothing: Count = field(default_factory=Count)
     failed: Count = field(default_factory=Count)
     recomputed: Count = field(default_factory=Count)
     dropped: Count = field(default_factory=Count)
@@ -112,48 +120,48 @@ class Stats:
 
     @property
     def out_gb_per_s(self) -> float:
-        """Rate of the outbound lane while it copied, in 10**9 bytes per second; 0 before the first timed copy."""
+        """Rate of outbound copies in 10**9 bytes per second; 0 before the first timed copy."""
         return self.out_sample.gb_per_s
 
     @property
     def in_gb_per_s(self) -> float:
-        """Rate of the inbound lane while it copied, in 10**9 bytes per second; 0 before the first timed copy."""
+        """Rate of inbound copies in 10**9 bytes per second; 0 before the first timed copy."""
         return self.in_sample.gb_per_s
 
     @property
-    def saves(self) -> int:
-        """Pack calls seen."""
-        return self.parcels.count + self.shared.count + sum(tally.count for tally in self.kept.values())
+    def saved_tensors(self) -> int:
+        """Calls of the pack hook."""
+        return self.parcels.count + self.shared.count + sum(kept.count for kept in self.kept.values())
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the saved tensors in `kept` but for weights and buffers. A storage counts once per saved tensor."""
-        return sum(tally.nbytes for reason, tally in self.kept.items() if reason not in _WEIGHTS)
+        """Bytes of `kept` without weights and buffers. A storage counts once per saved tensor."""
+        return sum(kept.nbytes for reason, kept in self.kept.items() if reason not in _WEIGHTS)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes and properties as JSON has them: enums by name, bytes and seconds as numbers, None as null::
+        """All attributes and properties, ready for JSON: enums by name, bytes and seconds as numbers::
 
         Path("stats.json").write_text(json.dumps(handle.stats().to_dict()))
         """
         return {
             **asdict(self),
-            "kept": {reason.name: asdict(tally) for reason, tally in self.kept.items()},
+            "kept": {reason.name: asdict(kept) for reason, kept in self.kept.items()},
             "unable": {why.name: count for why, count in self.unable.items()},
             "kept_bytes": self.kept_bytes,
-            "saves": self.saves,
+            "saved_tensors": self.saved_tensors,
             "out_gb_per_s": self.out_gb_per_s,
             "in_gb_per_s": self.in_gb_per_s,
         }
 
     def metrics(self, since: "Stats | None" = None) -> dict[str, float]:
-        """One flat dict for a logger, the keys that trainers log too: `ebbtide/moved_gib`, `ebbtide/stall_ms`, ...::
+        """One flat dict for a logger, with the keys that trainers log: `ebbtide/moved_gib`, `ebbtide/stall_ms`, ...::
 
         wandb.log(handle.stats().metrics())
 
-        Args:
-            since: earlier stats of the same entry point: TOTALS are counted from there on.
+        Unknown budgets, predictions and measurements are omitted.
 
-        Budget, predictions and measurements are left out where they are unknown.
+        Args:
+            since: earlier stats of the object: TOTALS count from then on.
         """
         before = {} if since is None else since._totals()
         totals = {name: total - before.get(name, 0) for name, total in self._totals().items()}
@@ -181,45 +189,46 @@ class Stats:
 
 
 TOTALS = frozenset(f"ebbtide/{name}" for name in Stats()._totals())
-"""The metrics that grow from step to step; the others are as they are now."""
+"""Metrics that grow from step to step; all the rest describe the present."""
 
-_USES = ("parcels", "recomputed")
-"""Counts that tell whether a forward moved or recomputed something."""
-
-_TALLIES = [f for f in fields(Stats) if f.type in (Count, CopyTiming)]
+_USES = ("parcels", "recomputed")  # counts that grow in a forward that moves or recomputes
+_COUNTS = [f.name for f in fields(Stats) if f.type in (Count, CopyTiming)]
 
 
 class StatsRecorder:
-    """Counts for one door. Called under an engine's lock, or lock-free where a lost count is harmless."""
+    """Collects the Stats of a HookContext.
+
+    Called under an engine's lock, or without a lock where a lost count is harmless.
+    """
 
     def __init__(self) -> None:
         self.stats = Stats()
         self.listeners = Listeners()
         self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
         self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
-        self.untimed_bytes = 0
-        self._settling = threading.Lock()
+        self._untimed_bytes = 0
+        self._draining = threading.Lock()
         self._before_first_step: Stats | None = None
         self._was_first_step_seen = False
-        self._was_failure_told = False
+        self._was_failure_warned = False
 
     def keep(self, reason: Reason, nbytes: int) -> None:
-        tally = self.stats.kept.get(reason)
-        if tally is None:
-            tally = self.stats.kept.setdefault(reason, Count())
-        tally.count += 1
-        tally.nbytes += nbytes
+        kept = self.stats.kept.get(reason)
+        if kept is None:
+            kept = self.stats.kept.setdefault(reason, Count())
+        kept.count += 1
+        kept.nbytes += nbytes
 
-    def read(self, engines: Iterable["Engine"]) -> Stats:
-        """A copy of the totals, and what the stores hold now."""
-        self.settle()
+    def read(self, engines: Iterable[StatsSource]) -> Stats:
+        """A copy of the totals, completed by the present contents of the engines' stores."""
+        self.drain()
         engines = list(engines)
         stores = [engine.store_stats() for engine in engines]
         peaks = [engine.device.memory().peak_bytes for engine in engines if engine.device.tracks_peak]
         return replace(
             self.stats,
-            **{tally.name: replace(getattr(self.stats, tally.name)) for tally in _TALLIES},
-            kept={reason: replace(tally) for reason, tally in self.stats.kept.items()},
+            **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
+            kept=self._copy_of_kept(),
             unable=dict(self.stats.unable),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
@@ -227,99 +236,101 @@ class StatsRecorder:
             measured_peak_bytes=max(peaks, default=0) or None,
         )
 
+    def _copy_of_kept(self) -> dict[Reason, Count]:
+        return {reason: replace(kept) for reason, kept in self.stats.kept.items()}
+
     def warn_store_failed(self, error: BaseException) -> None:
-        """Once: a store that fails costs no step, but nothing moves either."""
-        if not self._was_failure_told:
-            self._was_failure_told = True
+        """Warn once: a store that fails costs no step, but nothing moves either."""
+        if not self._was_failure_warned:
+            self._was_failure_warned = True
             warnings.warn(f"the store failed and tensors stay on the device: {error}", EbbtideWarning, stacklevel=2)
 
     def note_unable(self, region: str, action: str, why: Unable) -> None:
-        """A region's recipe could not be followed."""
+        """A region's recipe could not be applied."""
         self._count_unable(
             why,
-            f"{region} was not prepared to run again although its recipe says {action!r}: {why.value}. What it saves "
-            "goes its usual way (told once; see stats().unable)",
+            f"{region} was not prepared for recomputation although its recipe says {action!r}: {why.value}. Its saved "
+            "tensors are kept or moved as without a recipe (warned once; see stats().unable)",
         )
 
     def note_differed(self, region: str, why: str) -> None:
-        """Recomputation of a region was not its forward over again, and backward read what forward saved."""
+        """The recomputation of a region differed from its forward, and backward read the original saved tensors."""
         self._count_unable(
             Unable.DIFFERED,
-            f"{region} is kept from now on, and backward has read what its forward saved: {why} (told once; see "
+            f"{region} is kept from now on, and backward has read what its forward saved: {why} (warned once; see "
             "stats().unable)",
         )
 
     def note_checkpointed(self, name: str) -> None:
-        """A whole model is called inside of a checkpoint."""
+        """A whole model was called inside a checkpoint."""
         self._count_unable(
             Unable.USER_CHECKPOINT,
-            f"{name} is called inside of torch.utils.checkpoint, which runs all of it again: nothing is left to move "
-            "or plan (told once; see stats().unable). Leave the checkpoint out: offload() with budget= runs again what "
-            "it has to",
+            f"{name} is called inside of torch.utils.checkpoint, which recomputes all of it: nothing is left to move "
+            "or plan (warned once; see stats().unable). Remove the checkpoint: offload() with budget= recomputes as "
+            "much as the budget needs",
         )
 
     def _count_unable(self, why: Unable, text: str) -> None:
-        """Each time; told once."""
         if why not in self.stats.unable:
             warnings.warn(text, EbbtideWarning, stacklevel=3)
         self.stats.unable[why] = self.stats.unable.get(why, 0) + 1
 
     def first_step_begins(self) -> None:
-        """Set the counts of measured steps apart. Only the first planned forward does so; later calls do nothing."""
+        """Set the counts of measured steps apart, at the first planned forward. Later calls have no effect."""
         if self._before_first_step is None:
-            kept = {reason: replace(tally) for reason, tally in self.stats.kept.items()}
-            self._before_first_step = Stats(kept=kept, **{name: replace(getattr(self.stats, name)) for name in _USES})
+            counts = {name: replace(getattr(self.stats, name)) for name in _USES}
+            self._before_first_step = Stats(kept=self._copy_of_kept(), **counts)
 
-    def warn_if_nothing_moved(self, door: str, forward: str = "forward", advice: str = "") -> None:
-        """Once, after the first forward that could save: never a silent no-op."""
+    def warn_if_nothing_moved(self, api: str, forward: str = "forward", advice: str = "") -> None:
+        """Warn once, after the first forward that could save tensors: never a silent no-op."""
         if self._was_first_step_seen:
             return
         self._was_first_step_seen = True
         before = self._before_first_step or Stats()
         if all(getattr(self.stats, name) == getattr(before, name) for name in _USES):
-            text = f"{door} moved nothing in its first {forward}: {self._why(before)}{advice}"
+            text = f"{api} moved nothing in its first {forward}: {self._why(before)}{advice}"
             warnings.warn(text, EbbtideWarning, stacklevel=3)
 
     def _why(self, before: Stats) -> str:
-        kept = {reason: tally.since(before.kept.get(reason)) for reason, tally in self.stats.kept.items()}
-        kept = {reason: tally for reason, tally in kept.items() if tally.count > 0}
+        kept = {reason: count.since(before.kept.get(reason)) for reason, count in self.stats.kept.items()}
+        kept = {reason: count for reason, count in kept.items() if count.count > 0}
         if not kept:
             return (
                 "autograd saved nothing that hooks get to see (everything checkpointed or under other hooks inside, "
                 "or nothing needed a gradient)"
             )
         return "; ".join(
-            f"{tally.count} saves ({format_bytes(tally.nbytes)}) {reason.value}"
-            for reason, tally in sorted(kept.items(), key=lambda row: -row[1].nbytes)
+            f"{count.count} saved tensors ({format_bytes(count.nbytes)}) {reason.value}"
+            for reason, count in sorted(kept.items(), key=lambda row: -row[1].nbytes)
         )
 
     def time_stall(self, device: Device, point: StreamEvent, end: StreamEvent, is_forward: bool) -> None:
-        """Compute waits at `point` until `end`: no time if `end` had passed by then."""
+        """Compute waits at `point` until `end`: no stall if `end` passed earlier."""
         waits = self._waits.get((device, is_forward))
         if waits is None:
             waits = self._waits.setdefault((device, is_forward), deque())
         waits.append((point, end))
         if len(waits) > _TIMINGS_IN_FLIGHT:
-            self.settle()
+            self.drain()
 
-    def time_copy(
+    def add_copy(
         self, device: Device, ready: StreamEvent, last: StreamEvent, end: StreamEvent, nbytes: int, is_out: bool
     ) -> None:
-        """A copy ran from `ready`, or the end of the `last` one if that was later, until `end`.
+        """Count a copy that runs from `ready`, or the end of the `last` copy if later, until `end`."""
+        (self.stats.out if is_out else self.stats.inbound).add(nbytes)
+        if device.supports_timing:
+            self._untimed_bytes += nbytes
+            if self._untimed_bytes >= TIMED_EVERY_BYTES:
+                self._untimed_bytes = 0
+                if last is not None:
+                    self._copies.append((device, ready, last, end, nbytes, is_out))
 
-        Small copies are timed by sample, for reading two events costs as much as queueing the copy: lanes call this
-        when `untimed_bytes` have reached BYTES_A_SAMPLE.
+    def drain(self) -> None:
+        """Read the timings that have passed, without waiting.
+
+        While the current stream records a graph, no event may be queried, not even an event outside the graph.
         """
-        self.untimed_bytes = 0
-        if last is not None:
-            self._copies.append((device, ready, last, end, nbytes, is_out))
-
-    def settle(self) -> None:
-        """Read the timings that have passed; never waits for one that has not.
-
-        While the current stream records a graph no event may be asked, not even one that is none of the graph's.
-        """
-        with self._settling:
+        with self._draining:
             for (device, is_forward), waits in list(self._waits.items()):
                 seconds = _passed_seconds(device, waits) if device.matches_capture() else 0.0
                 if is_forward:
@@ -337,10 +348,10 @@ def _has_passed(device: Device, event: StreamEvent) -> bool:
 
 
 def _passed_seconds(device: Device, waits: deque[tuple[StreamEvent, StreamEvent]]) -> float:
-    """Take out of `waits` those whose end has passed; the seconds they took.
+    """Remove the passed waits and return the sum of their stalls.
 
-    Both ends have to have passed: compute may be far behind the lane, and has not come to the point yet then. Each
-    passes in order, compute's and the lane's, so of a whole batch only the last ones have to be asked.
+    Start and end have to have passed: compute may be far behind the lane. Compute and the lane pass their events in
+    order, hence a query of the last wait in a batch answers for the whole batch.
     """
     seconds = 0.0
     for batch in (_TIMINGS_IN_FLIGHT // 2, 1):

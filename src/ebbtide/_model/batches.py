@@ -1,4 +1,4 @@
-"""Tensors in what a model is given, and how large a batch is."""
+"""Tensors among the arguments of a model, and the size of a batch."""
 
 import dataclasses
 import itertools
@@ -8,27 +8,24 @@ from typing import Any, cast
 
 import torch
 
-MOST_VALUES = 1024
-MOST_IN_ONE = 256
-
 _SCALARS = (int, float, str, bytes, type(None))
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """How large a batch is: elements of the largest tensor that the model is given; 0 if none is seen.
-
-    Asked before every forward, so it looks at no more than MOST_VALUES values, the outermost first, and at the first
-    MOST_IN_ONE of each list, tuple, mapping (ModelOutput and BatchEncoding are some) and dataclass.
-    """
+    """Size of a batch: the number of elements of the largest tensor among the arguments; 0 without a tensor."""
     return max((t.numel() for t in first_tensors((*args, *kwargs.values()))), default=0)
 
 
-def first_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in `values` and in what is in it, the outermost first; of a large or endless structure not all."""
+def first_tensors(values: Iterable[Any], most_values: int = 1024, most_each: int = 256) -> Iterator[torch.Tensor]:
+    """Tensors in `values` and in nested containers, the outermost first.
+
+    A container is a list, tuple, mapping (ModelOutput and BatchEncoding are mappings) or dataclass. The search runs
+    before every forward, so at most `most_values` values are visited, and the first `most_each` of each container.
+    """
     containers = deque([values])
-    left = MOST_VALUES
+    left = most_values
     while containers and left > 0:
-        for value in itertools.islice(containers.popleft(), min(left, MOST_IN_ONE)):
+        for value in itertools.islice(containers.popleft(), min(left, most_each)):
             left -= 1
             if isinstance(value, torch.Tensor):
                 yield value
@@ -39,7 +36,7 @@ def first_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """All tensors in `values`, and in the lists, tuples, mappings and dataclasses in it."""
+    """All tensors in `values` and in nested lists, tuples, mappings and dataclasses."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -48,9 +45,8 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _values_in(value: Any) -> Iterable[Any] | None:
-    """None for what is no container."""
     if isinstance(value, _SCALARS):
-        return None  # at once: it takes longer to find out that something is no mapping
+        return None  # first: the check for a mapping is slow
     if isinstance(value, list | tuple):
         return cast("Iterable[Any]", value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Which optimizers train a model, and what their state takes: torch says when one of them has stepped."""
+"""The optimizers that train a model, and the bytes of optimizer state. A hook of torch reports each step."""
 
 import functools
 import weakref
@@ -13,53 +13,55 @@ from ebbtide._utils.torch_private import plain_tensors
 
 
 class Optimizers:
-    """Those that step from `watch` to `end`, of whatever model, also if something is wrapped around them.
+    """All optimizers that step between `start` and `stop`, of any model, also inside a wrapper.
 
-    torch's list of hooks is the process's, so nothing in it holds this, a model or an optimizer; what is not ended ends
-    with the last reference.
+    The hook list of torch belongs to the process, so the hook holds weak references only: no model and no optimizer.
+    The hook goes with the last reference to an Optimizers object, at the latest.
     """
 
     def __init__(self) -> None:
         self._found: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._since_asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last `have_stepped`
         self._remover: weakref.finalize[[], Optimizers] | None = None
 
-    def watch(self) -> None:
+    def start(self) -> None:
+        """Begin; a second call does nothing."""
         if self._remover is None:
-            hook = register_optimizer_step_post_hook(functools.partial(_stepped, (self._found, self._since_asked)))
+            hook = register_optimizer_step_post_hook(functools.partial(_add, (self._found, self._stepped)))
             self._remover = weakref.finalize(self, hook.remove)
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """End the search. Optimizers found so far stay known."""
         if self._remover is not None:
             self._remover()
             self._remover = None
 
     def have_stepped(self) -> bool:
-        """Whether one of them has since this was called last: a step of the training has ended."""
-        have_stepped = len(self._since_asked) > 0
-        self._since_asked.clear()
+        """Whether an optimizer has stepped since the last call: a step of the training has ended."""
+        have_stepped = len(self._stepped) > 0
+        self._stepped.clear()
         return have_stepped
 
     def state_bytes(self, parameters: Collection[torch.nn.Parameter], device: torch.device | None) -> int:
-        """Of what they hold on `device` for `parameters`: each storage once, of sharded tensors this rank's part."""
-        held = {
+        """Bytes of optimizer state on `device` for `parameters`: each storage once, the local part of shards."""
+        nbytes = {
             storage._cdata: storage.nbytes()
             for t in self._states({id(p) for p in parameters})
-            for storage in (part.untyped_storage() for part in plain_tensors(t) if _has_storage(part, device))
+            for storage in (part.untyped_storage() for part in plain_tensors(t) if _is_on(part, device))
         }
-        return sum(held.values())
+        return sum(nbytes.values())
 
-    def _states(self, parameters: Collection[int]) -> Iterator[torch.Tensor]:
+    def _states(self, parameter_ids: Collection[int]) -> Iterator[torch.Tensor]:
         for optimizer in self._found:
             for p, state in optimizer.state.items():
-                if id(p) in parameters:
+                if id(p) in parameter_ids:
                     yield from first_tensors((state,))
 
 
-def _stepped(sets: "Iterable[weakref.WeakSet[Optimizer]]", optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for found in sets:
-        found.add(optimizer)
+def _add(sets: "Iterable[weakref.WeakSet[Optimizer]]", optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for optimizers in sets:
+        optimizers.add(optimizer)
 
 
-def _has_storage(t: torch.Tensor, device: torch.device | None) -> bool:
+def _is_on(t: torch.Tensor, device: torch.device | None) -> bool:
     return t.layout is torch.strided and t.device == device

@@ -1,4 +1,4 @@
-"""Where a model computes, what of it is there, and what a profile of it is of."""
+"""The device of a model, the memory of the model on the device, and the properties stored in a profile."""
 
 import heapq
 import weakref
@@ -11,66 +11,62 @@ from torch.nn.parameter import is_lazy
 from ebbtide._devices import name_of
 from ebbtide._utils.torch_private import modules_of, parameters_of, plain_tensors
 
-_SIGNS = 8
-
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
-    """Where most of the parameters are; None without any that have been made."""
+    """The device with most of the parameter bytes; None without parameters."""
     nbytes: dict[torch.device, int] = {}
     for p in parameters_of(module):
-        if not is_lazy(p):  # one that its first forward makes has no size yet
+        if not is_lazy(p):  # no size before the first forward
             nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
     return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
 
 
 def is_on_meta(module: torch.nn.Module) -> bool:
-    """Whether all of its parameters still are: nothing is known yet of where it will compute."""
+    """Whether all parameters are on the meta device: the device to compute on is still unknown."""
     return {p.device.type for p in parameters_of(module)} == {"meta"}
 
 
 class PlacementCache:
-    """Where a model computes, as `device_of` says. Asked at every step, so it walks the model only if that has moved.
+    """The device of a model, as by `device_of`, cheap enough for every step.
 
-    The largest few parameters are looked at, in the modules that own them now: whatever moves a good part of the model,
-    or puts other parameters in their places, moves one of them.
+    The cache looks at the 8 largest parameters, in their current owners. A move of a good part of the model, or new
+    parameters, change at least one of the 8; only after a change the cache walks the model again.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._device: torch.device | None = None
-        self._signs: list[_Sign] = []
+        self._largest: list[_LargeParameter] = []
 
     def device(self) -> torch.device | None:
-        """None without any parameter."""
+        """The device; None without parameters."""
         self.storages()
         return self._device
 
     def storages(self) -> tuple[int, ...]:
-        """Of the parameters that are looked at: others if the weights are no longer where they were."""
-        found = self._found()
-        if found is None:
+        """Identities of the storages looked at: new ones after the weights have moved."""
+        storages = self._read()
+        if storages is None:
             self._device = device_of(self._module)
-            largest = heapq.nlargest(_SIGNS, _owned(self._module), key=lambda owned: owned[2].numel())
-            self._signs = [_Sign(weakref.ref(owner), name, p.device) for owner, name, p in largest]
-            found = self._found()
-        return found or ()
+            largest = heapq.nlargest(8, _owned(self._module), key=lambda owned: owned[2].numel())
+            self._largest = [_LargeParameter(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+            storages = self._read()
+        return storages or ()
 
-    def _found(self) -> tuple[int, ...] | None:
-        """None if one is gone, or on another device, or if none is known. One pass: compute waits for it."""
-        found: list[int] = []
-        for sign in self._signs:
-            owner = sign.owner()
-            p = None if owner is None else owner._parameters.get(sign.name)
-            if p is None or p.device != sign.device:
+    def _read(self) -> tuple[int, ...] | None:
+        """None if a parameter is gone or has moved, or before the first walk. One pass: compute waits meanwhile."""
+        storages: list[int] = []
+        for known in self._largest:
+            owner = known.owner()
+            p = None if owner is None else owner._parameters.get(known.name)
+            if p is None or p.device != known.device:
                 return None
             parts = (p,) if type(p) is torch.nn.Parameter else plain_tensors(p)
-            found += [t.untyped_storage()._cdata for t in parts if t.layout is torch.strided]
-        return tuple(found) if self._signs else None
+            storages += [t.untyped_storage()._cdata for t in parts if t.layout is torch.strided]
+        return tuple(storages) if self._largest else None
 
 
-class _Sign(NamedTuple):
-    """A parameter, by the module that owns it and its name there, and where it was."""
-
+class _LargeParameter(NamedTuple):
     owner: "weakref.ref[torch.nn.Module]"
     name: str
     device: torch.device
@@ -78,7 +74,7 @@ class _Sign(NamedTuple):
 
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in modules_of(module):
-        if isinstance(owner, torch.jit.ScriptModule):  # its parameters are not in a dict
+        if isinstance(owner, torch.jit.ScriptModule):  # has no dict of parameters
             continue
         for name, p in owner._parameters.items():
             if p is not None and not is_lazy(p):
@@ -86,7 +82,7 @@ def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torc
 
 
 def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
-    """What a profile of `module` is of: one of something else says nothing about it."""
+    """Model, device and version of torch: a profile with other values is of no use for `module`."""
     parameters = list(parameters_of(module))
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     count = _count(parameters)
@@ -100,20 +96,20 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
 
 
 def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Their elements. Under ZeRO-3 of DeepSpeed they are empty, and say how many they were."""
+    """Number of elements. Parameters under ZeRO-3 of DeepSpeed are empty, and have the number in `ds_numel`."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def memory_of(
     module: torch.nn.Module, regions: Mapping[str, torch.nn.Module], device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of parameters and gradients on `device`, and of the gradients to come, by region, "" for others.
+    """Bytes on `device`: of parameters and gradients, by kind; of gradients to be allocated, by region ("" outside).
 
-    Of what is sharded, this rank's part.
+    Sharded tensors count with the part of this rank.
     """
     owner = {id(p): name for name, region in regions.items() for p in parameters_of(region)}
     base = {"parameters": 0, "gradients": 0}
-    coming: dict[str, int] = {}
+    future_grads: dict[str, int] = {}
     for p in parameters_of(module):
         if p.device != device:
             continue
@@ -123,8 +119,8 @@ def memory_of(
             base["gradients"] += _nbytes(p.grad)
         elif p.requires_grad:
             name = owner.get(id(p), "")
-            coming[name] = coming.get(name, 0) + nbytes
-    return base, coming
+            future_grads[name] = future_grads.get(name, 0) + nbytes
+    return base, future_grads
 
 
 def _nbytes(t: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Which modules of a model are regions, and which ones a name means. Pure: looks, changes nothing."""
+"""Finds the regions of a model, and the modules meant by names. Changes nothing."""
 
 import difflib
 import fnmatch
@@ -13,43 +13,40 @@ from ebbtide._errors import ModuleError, PlanError
 from ebbtide._plans import Plan, Recipe, RecipeLike, as_recipe
 from ebbtide._utils.torch_private import modules_of, named_children, named_modules
 
-# What wrappers (DDP, FSDP, compile, checkpoint, Fabric) put into a name and users do not write.
+# Parts of names added by wrappers: DDP, FSDP, compile, checkpoint, Fabric. Users do not write them.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-
-
 _LIST = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict
 _TOO_SMALL = torch.nn.Linear | torch.nn.Identity
-_MODULES_OF_A_LAYER = 2  # a projection, a norm, or one with a wrapper around it
 
 
 def clean_name(fqn: str) -> str:
-    """The name without what wrappers add: "module.layers.0._orig_mod.mlp" -> "layers.0.mlp"."""
+    """The name without the parts added by wrappers: "module.layers.0._orig_mod.mlp" -> "layers.0.mlp"."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def find_regions(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The blocks of the outermost lists of `root`, by name, in order; empty if it has none.
+    """The blocks of the outermost lists of `root`, by name, in order; empty without a list.
 
-    A list counts if its blocks repeat. Where none does (a model with one layer, a stage of a pipeline with one block),
-    a list of one block counts. A list inside of such a list is never called itself: its blocks are.
+    A list counts if the blocks repeat. In a model without repeating blocks (one layer, or a pipeline stage with one
+    block) a list of one block counts. Forward never calls a list inside a list, only the blocks of the inner list.
     """
     lists = _lists(root, "", _list_kind(root))
-    return {clean_name(fqn): block for at, blocks in lists for fqn, block in _called_in(blocks, at)}
+    return {clean_name(fqn): block for name, blocks in lists for fqn, block in _called_in(blocks, name)}
 
 
 _IsList: TypeAlias = Callable[[str, torch.nn.Module], bool]
-"""Whether a module, by its name in the model and itself, is a list of blocks."""
+"""Given a name and a module: whether the module is a list of blocks."""
 
 
 def _list_kind(root: torch.nn.Module) -> _IsList:
-    """Experts inside of the only block repeat too, and are parts of the block: they count if no such block is there."""
+    """Experts inside the only block of a model repeat too. The block is the region; without a block, experts are."""
     if any(not _is_of_experts(fqn) for fqn, _ in _lists(root, "", _is_repeated)):
         return _is_repeated
     return _is_single if any(_lists(root, "", _is_single)) else _is_repeated
 
 
 def _lists(module: torch.nn.Module, fqn: str, is_list: _IsList) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The outermost ones, by name."""
+    """The outermost lists, by name."""
     if is_list(fqn, module):
         yield fqn, module
         return
@@ -62,7 +59,7 @@ def _joined(fqn: str, name: str) -> str:
 
 
 def _is_repeated(_fqn: str, module: torch.nn.Module) -> bool:
-    """At least two blocks in a list or dict, or lists of them, most of one class."""
+    """Whether the module is a list or dict of at least two blocks (or lists of blocks), most of one class."""
     if not isinstance(module, _LIST) or len(module) < 2:
         return False
     children = [child for _, child in named_children(module)]
@@ -75,19 +72,20 @@ def _is_repeated(_fqn: str, module: torch.nn.Module) -> bool:
 
 
 def _is_single(fqn: str, module: torch.nn.Module) -> bool:
-    """One block, a module of several others, in a list or dict, or in one inside of the list; no expert."""
+    """Whether the module is a list or dict with a single block of several modules, maybe nested; no expert."""
     if not isinstance(module, _LIST) or len(module) != 1 or _is_of_experts(fqn):
         return False
-    return any(len(modules_of(block)) > _MODULES_OF_A_LAYER for _, block in _called_in(module, ""))
+    # Up to 2 modules: a projection or a norm, bare or in a wrapper.
+    return any(len(modules_of(block)) > 2 for _, block in _called_in(module, ""))
 
 
 def _is_of_experts(fqn: str) -> bool:
-    """A list that a mixture of experts has: `experts`, `local_experts`, as all of them name it."""
+    """Whether the name is that of a list in a mixture of experts: `experts`, `local_experts`."""
     return "expert" in fqn.rpartition(".")[2].lower()
 
 
 def called(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """`module` itself or, if it has no forward and only holds others, those of them that forward enters."""
+    """`module` itself; of a container without a forward, the modules inside that forward calls."""
     if getattr(module.forward, "__func__", None) is torch.nn.Module.forward:
         yield from _called_in(module, fqn)
     else:
@@ -100,40 +98,40 @@ def _called_in(module: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.n
 
 
 def find_norm(root: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """The norm that forward most likely enters behind the last of `blocks`, by name; empty if there is no such one.
+    """The norm that forward most likely calls after the last of `blocks`, by name; empty if unclear.
 
-    Models register modules in about the order in which they call them: what is meant is the only norm behind the last
-    repeated list ("layers", then "norm") or, if there is none, behind what holds that list ("encoder", then "norm").
+    Models register modules in about the order of calls. The result is the only norm after the last repeated list
+    ("layers", then "norm") or, without a norm beside the list, after the parent of the list ("encoder", then "norm").
     """
-    norms = _norms_behind(root, "", _list_kind(root)) or []
+    norms = _norms_after(root, "", _list_kind(root)) or []
     inside = {module for block in blocks.values() for module in modules_of(block)}
     if len(norms) != 1 or not inside.isdisjoint(modules_of(norms[0][1])):
         return {}
     return {clean_name(fqn): norm for fqn, norm in norms}
 
 
-def _norms_behind(module: torch.nn.Module, fqn: str, is_list: _IsList) -> list[tuple[str, torch.nn.Module]] | None:
-    """Those nearest behind the last list of blocks in `module`; None if there is no such list in it."""
+def _norms_after(module: torch.nn.Module, fqn: str, is_list: _IsList) -> list[tuple[str, torch.nn.Module]] | None:
+    """The norms nearest after the last list of blocks in `module`; None without a list of blocks."""
     if is_list(fqn, module):
         return []
-    behind: list[tuple[str, torch.nn.Module]] = []
+    after: list[tuple[str, torch.nn.Module]] = []
     for name, child in reversed(list(named_children(module))):
-        norms = _norms_behind(child, _joined(fqn, name), is_list)
+        norms = _norms_after(child, _joined(fqn, name), is_list)
         if norms is not None:
-            return norms or behind
+            return norms or after
         if _is_norm(child):
-            behind.append((_joined(fqn, name), child))
+            after.append((_joined(fqn, name), child))
     return None
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
-    """By its class or, as most models bring norms of their own, by the name of that."""
+    """By class or by the name of the class: most models bring norms of their own."""
     is_known = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm)
     return is_known or "Norm" in type(module).__name__
 
 
 def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
-    """Raises PlanError if one of `regions` is inside of another: each would be measured with what is the other's."""
+    """Raises PlanError if a region is inside another: the measurement of the outer would include the inner region."""
     names = {module: name for name, module in regions.items()}
     for name, module in regions.items():
         nested = next((names[inner] for inner in modules_of(module) if inner is not module and inner in names), None)
@@ -145,7 +143,7 @@ def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
 
 
 def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> list[torch.nn.Module]:
-    """All modules that one of `names` means. Raises ModuleError for a name that means none, with near names."""
+    """All modules that match one of `names`. Raises ModuleError for a name without a match, with near names."""
     found: dict[torch.nn.Module, None] = {}
     for name in names:
         matches = list(_matches(root, name))
@@ -158,54 +156,54 @@ def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> li
 def choose_recipes(
     root: torch.nn.Module,
     regions: Mapping[str, torch.nn.Module],
-    given: RecipeLike | Mapping[Names, RecipeLike] | None,
+    recipe: RecipeLike | Mapping[Names, RecipeLike] | None,
 ) -> tuple[dict[str, Recipe], dict[str, torch.nn.Module]]:
-    """The recipe of each region that gets one, and all regions: a name may mean a module that was none so far.
+    """Recipes by region, and all regions. A name may match a module that was no region so far.
 
-    Raises ConfigError for what is no recipe, ModuleError for names that mean nothing.
+    Raises ConfigError for anything but recipes, ModuleError for a name without a match.
     """
-    if given is None:
+    if recipe is None:
         return {}, dict(regions)
-    if not isinstance(given, Mapping):
+    if not isinstance(recipe, Mapping):
         if not regions:
             raise ModuleError(
-                f"{type(root).__name__} has no repeated blocks to give recipe={given!r} to: name the modules that are "
+                f"{type(root).__name__} has no repeated blocks to give recipe={recipe!r} to: name the modules that are "
                 "to be regions, recipe={'encoder': 'recompute', ...}"
             )
-        return dict.fromkeys(regions, as_recipe(given)), dict(regions)
+        return dict.fromkeys(regions, as_recipe(recipe)), dict(regions)
     recipes: dict[str, Recipe] = {}
     all_regions = dict(regions)
-    for pattern, like in given.items():
+    for pattern, like in recipe.items():
         modules = find_named(root, (pattern,), "recipe")
         if root in modules:
             raise ModuleError(
-                f"recipe={{{pattern!r}: ...}} means {type(root).__name__} itself: regions are modules inside of it"
+                f"recipe={{{pattern!r}: ...}} means {type(root).__name__} itself: regions are modules inside the model"
             )
         blocks = {name: block for name, block in regions.items() if block in modules}
-        meant = blocks or {clean_name(fqn): module for fqn, module in named_modules(root) if module in modules}
-        all_regions.update(meant)
-        recipes.update(dict.fromkeys(meant, as_recipe(like)))
+        matches = blocks or names_of(root, modules)
+        all_regions.update(matches)
+        recipes.update(dict.fromkeys(matches, as_recipe(like)))
     return recipes, all_regions
 
 
 def find_planned(
     root: torch.nn.Module, regions: Mapping[str, torch.nn.Module], plan: Plan
 ) -> dict[str, torch.nn.Module]:
-    """The regions of `root`, and those that only the plan makes one. Raises ModuleError for one that is not there."""
+    """The regions of `root`, and the modules that `plan` makes regions. Raises ModuleError for a missing module."""
     modules: dict[str, torch.nn.Module] = {}
     for fqn, module in named_modules(root):
-        modules.setdefault(clean_name(fqn), module)  # of a wrapper and what it wraps, the wrapper, as with blocks
+        modules.setdefault(clean_name(fqn), module)  # the wrapper, not the wrapped module, as with blocks
     if "" in plan.regions:
         raise ModuleError(
-            f"the plan has a region '', which is {type(root).__name__} itself: regions are modules inside of it, and "
-            "outside= says what is done with the rest"
+            f"the plan has a region '', which is {type(root).__name__} itself: regions are modules inside the model, "
+            "and outside= covers the rest"
         )
     for name in plan.regions:
         if name not in modules:
             near = difflib.get_close_matches(name, modules, n=5, cutoff=0.4) or [n for n in modules if n]
             raise ModuleError(
-                f"the plan has a region {name!r} and {type(root).__name__} has no module of that name: it was made for "
-                f"another model. Near names: {_some(near)}"
+                f"the plan has a region {name!r} and {type(root).__name__} has no module of that name: the plan was "
+                f"made for another model. Near names: {_some(near)}"
             )
     return dict(regions) | {name: modules[name] for name in plan.regions}
 
@@ -213,21 +211,21 @@ def find_planned(
 def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
     for fqn, module in named_modules(root):
         if isinstance(name, str):
-            if _means(name, clean_name(fqn)) or _means(name, fqn):
+            if _is_match(name, clean_name(fqn)) or _is_match(name, fqn):
                 yield module
         elif isinstance(module, name):
             yield module
 
 
-def _means(pattern: str, fqn: str) -> bool:
-    """A pattern may leave out the front: "layers.*.mlp" means "model.layers.0.mlp" too.
+def _is_match(pattern: str, fqn: str) -> bool:
+    """A pattern may leave out the front: "layers.*.mlp" also matches "model.layers.0.mlp".
 
-    A star stays between two dots: "layers.*" means the blocks and not all that is inside them, or what is excluded
-    inside a block would be included again, being the innermost match.
+    A star matches no dot: "layers.*" matches the blocks and nothing inside. Otherwise `include` would bring back
+    modules that `exclude` names inside a block, as the innermost match.
     """
-    wanted = pattern.split(".")
-    parts = fqn.split(".")[-len(wanted) :]
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    patterns = pattern.split(".")
+    parts = fqn.split(".")[-len(patterns) :]
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
@@ -240,7 +238,7 @@ def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
 
 
 def _pattern(fqn: str) -> str:
-    """The name with its numbers as wildcards, the way users write it."""
+    """The name with stars for numbers, as users write patterns."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 

@@ -1,5 +1,7 @@
-"""What a step is made of, what a plan would make of it, and the plan that makes the best of it.
+"""The planner: from the profile of a step to the plan that makes the best of a budget. Pure, without torch.
 
-profile, options, simulate and solve are pure: data in, data out, no device. measure fills a profile, control goes from
-profile to plan and looks after it.
+A profile's walk: `options` lists what each region could do, and the cost of each. `groups` merges regions of equal
+build. `search` proposes assignments of options to regions, from the linear program in `relaxation`, and `local_search`
+improves the proposals. `simulate` predicts time and memory of each, and alone decides. `solve` is the entry point:
+`Solver(profile).solve(budget_bytes)` returns a Plan, with the reasons from `explain`.
 """

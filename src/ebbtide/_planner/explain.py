@@ -1,44 +1,41 @@
-"""Why a region got its recipe, and what holds a budget: words for people. Pure."""
+"""Explanations for people: why a region got its recipe, and what a budget is made of. Pure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 
-from ebbtide._planner.options import Option, why
+from ebbtide._planner.options import Option, describe
 from ebbtide._planner.simulate import Outcome, fixed_bytes, least_budget
 from ebbtide._plans import Prediction
 from ebbtide._profiling.profile import Profile
-from ebbtide._utils.sizes import format_bytes
+from ebbtide._utils.sizes import GIB, MIB, format_bytes
 
-_FULL = 0.8  # of forward: the link has no room left that would be worth a plan of its own
-_GIB = 1024**3
-_MIB = 1024**2
+_FULL = 0.8  # of forward: a busier link counts as full
 
 
-def reasons_of(profile: Profile, options: Sequence[Option], outcome: Outcome, has_budget: bool) -> list[str]:
-    """Per region."""
+def explanations(profile: Profile, options: Sequence[Option], outcome: Outcome, has_budget: bool) -> list[str]:
+    """Why each region got its recipe, in order of forward."""
     if all(option.recipe.action == "keep" for option in options):
         cause = "the budget has room for all" if has_budget else "moving anything would make the step slower"
         return [f"{format_bytes(option.kept_bytes)} stay: {cause}" for option in options]
     tail = outcome.tail_bytes(options)
     busy_s = outcome.moved_bytes / profile.link.out
     is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
-    room = "the budget has room for them" if has_budget else "moving more would make the step slower"
-    cause = "the link is full with what others move" if is_full else room
+    room = "the budget has room" if has_budget else "further moves would make the step slower"
+    cause = "the link is full with parcels of other regions" if is_full else room
     last_freeing = max(number for number, option in enumerate(options) if option.recipe.action != "keep")
     return [
         _late(option, stays)
-        or _kept(option, "late, needed again at once" if number > last_freeing else cause)
+        or _kept(option, "late, needed at once in backward" if number > last_freeing else cause)
         or _freed(profile, number, option, is_full)
         for number, (option, stays) in enumerate(zip(options, tail, strict=True))
     ]
 
 
 def _late(option: Option, stays_bytes: int) -> str:
-    """Of what is meant to move but is not away before it is needed."""
     if option.recipe.action != "offload" or 2 * stays_bytes < option.moved_bytes:
         return ""
-    return f"late: {format_bytes(stays_bytes)} of {format_bytes(option.moved_bytes)} are needed before they could leave"
+    return f"late: {format_bytes(stays_bytes)} of {format_bytes(option.moved_bytes)} are needed before leaving"
 
 
 def _kept(option: Option, cause: str) -> str:
@@ -46,29 +43,29 @@ def _kept(option: Option, cause: str) -> str:
 
 
 def _freed(profile: Profile, number: int, option: Option, is_full: bool) -> str:
-    text = why(option, profile.regions[number])
+    text = describe(option, profile.regions[number])
     return f"{text}; the link is full" if is_full and option.recipe.recomputes else text
 
 
-def what_holds(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
-    """Parts of the least budget that `options` need, by name, in bytes, the largest first."""
+def budget_parts(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
+    """Parts of the smallest budget for `options`: bytes by name, the largest first."""
     parts = {name: nbytes for name, nbytes in profile.base.items() if nbytes > 0}
     unnamed = profile.base_bytes - sum(parts.values())
     if unnamed > 0:
         parts["other, from before the step"] = unnamed
-    parts["saved outside of the regions"] = profile.around.kept_bytes
+    parts["saved outside of the regions"] = profile.outside.kept_bytes
     kept_bytes = sum(option.kept_bytes for option in options)
-    others = fixed_bytes(profile, kept_bytes) - profile.base_bytes - profile.around.kept_bytes
+    others = fixed_bytes(profile, kept_bytes) - profile.base_bytes - profile.outside.kept_bytes
     parts[f"kept by {profile.graphs - 1} other graphs in flight"] = others
     parts.update(_at_the_peak(profile, options))
-    parts["not away yet when the last region ends"] = least_budget(profile, options) - sum(parts.values())
+    parts["on the way out when the last region ends"] = least_budget(profile, options) - sum(parts.values())
     return {name: nbytes for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes > 0}
 
 
 def _at_the_peak(profile: Profile, options: Sequence[Option]) -> Mapping[str, int]:
     kept = list(accumulate(option.kept_bytes for option in options))
     grads = list(accumulate(region.grad_bytes for region in reversed(profile.regions)))[::-1]
-    places = [_place(kept[-1] if kept else 0, "peak behind the last region (logits, loss)", profile.around.peak_bytes)]
+    places = [_place(kept[-1] if kept else 0, "peak after the last region (logits, loss)", profile.outside.peak_bytes)]
     for k, g, option, region in zip(kept, grads, options, profile.regions, strict=True):
         places.append(_place(k, f"working memory of {region.name} in forward", region.forward_work_bytes))
         backward = _place(k, f"working memory of {region.name} in backward", option.backward_work_bytes)
@@ -81,20 +78,19 @@ def _place(kept_bytes: int, name: str, work_bytes: int) -> dict[str, int]:
 
 
 def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> str:
-    """What to tell who asked for a budget that nothing fits."""
-    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
+    """Error text for a budget below the smallest."""
+    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
     return (
-        f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget that one does is "
-        f"{format_bytes(least_bytes)}. It is held by: {held}. Write budget={as_budget(least_bytes)!r} or more, or make "
-        "the batch smaller"
+        f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget is {format_bytes(least_bytes)}, "
+        f"held by: {listed}. Write budget={as_budget(least_bytes)!r} or more, or make the batch smaller"
     )
 
 
-NO_BUDGET = "ebbtide: no budget was given, so only what costs no time was moved: write budget='40GiB', or 0.8"
+NO_BUDGET = "ebbtide: without a budget only moves that cost no time are made: write budget='40GiB', or 0.8"
 
 
 def used_bytes(budget_bytes: int, predicted: Prediction) -> int:
-    """By the plan: of a budget with room to spare, the rest is not."""
+    """The part of the budget that the plan uses."""
     return min(budget_bytes, predicted.peak_bytes)
 
 
@@ -102,24 +98,25 @@ def out_of_memory(
     budget_bytes: int | None,
     predicted: Prediction | None,
     measured_bytes: int,
-    spare_share: int,
+    margin_share: int,
     least_bytes: int,
     what_next: str,
 ) -> str:
-    """What to tell whose device ran out of memory.
+    """The note on an out-of-memory error: prediction, measurement, and a budget that would have fitted.
 
     Args:
-        spare_share: that part of what was planned should stay free besides.
-        least_bytes: the smallest budget that a plan fits.
-        what_next: what is done about it, or what may be.
+        measured_bytes: peak of the failed step.
+        margin_share: 1 / the part of the planned bytes that should stay free besides.
+        least_bytes: the smallest budget of any plan.
+        what_next: the next action, of ebbtide or of the user.
     """
     if budget_bytes is None:
         return NO_BUDGET
     if predicted is None:
-        return "ebbtide: nothing was predicted of this step"
-    beyond_bytes = max(0, measured_bytes - predicted.peak_bytes)
+        return "ebbtide: the plan of this step has no prediction"
+    excess_bytes = max(0, measured_bytes - predicted.peak_bytes)
     planned_bytes = used_bytes(budget_bytes, predicted)
-    fitting_bytes = max(0, planned_bytes - beyond_bytes - planned_bytes // spare_share)
+    fitting_bytes = max(0, planned_bytes - excess_bytes - planned_bytes // margin_share)
     fits = f"budget={as_budget(fitting_bytes)!r} would have fitted; {what_next}"
     if fitting_bytes < least_bytes:
         fits = f"{format_bytes(fitting_bytes)} are left, and no plan needs less than {format_bytes(least_bytes)}"
@@ -131,8 +128,8 @@ def out_of_memory(
 
 
 def as_budget(nbytes: int) -> str:
-    """What to write for at least so many bytes: "38GiB", "38.5GiB", "700MiB"."""
-    if nbytes >= _GIB:
-        whole, tenth = divmod(-(-nbytes * 10 // _GIB), 10)
+    """A budget of at least `nbytes` as a user writes one: "38GiB", "38.5GiB", "700MiB"."""
+    if nbytes >= GIB:
+        whole, tenth = divmod(-(-nbytes * 10 // GIB), 10)
         return f"{whole}.{tenth}GiB" if tenth else f"{whole}GiB"
-    return f"{ceil(nbytes / _MIB)}MiB"
+    return f"{ceil(nbytes / MIB)}MiB"

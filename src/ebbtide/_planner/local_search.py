@@ -1,12 +1,12 @@
-"""Assignments made better by small changes, each judged by the simulator. Pure, and the same ones every time.
+"""Local search: small changes to assignments, judged by the simulator, the same in every run. Pure.
 
-Note [Polished]
-~~~~~~~~~~~~~~~
-1. Counting knows no bursts, so what it proposes is some tenths of a percent from what small changes lead to: another
-   recipe for one region or two, or two regions that change places.
-2. That must not depend on the budget asked for, or a larger one could end with a slower plan (Note [Budgets] of the
-   candidates). So it climbs a fixed ladder of budgets: each rung begins with what the one below ended with, and with
-   the most promising candidates, and makes a few changes. At any budget all rungs below it are candidates.
+Note [Local search]
+~~~~~~~~~~~~~~~~~~~
+1. The relaxation knows no bursts, so its proposals are some tenths of a percent from the best nearby: another recipe
+   for one region or two, or two regions exchanged.
+2. The result must not depend on the requested budget, or a larger budget could give a slower plan (Note [Budgets]). So
+   the search runs on a fixed grid of budgets, upwards: each grid point begins with the result of the point below and
+   the most promising proposals, and makes a few changes. The results of all lower points are proposals at a budget.
 """
 
 import bisect
@@ -14,90 +14,90 @@ import random
 from collections.abc import Callable, Sequence
 from math import inf
 
-from ebbtide._planner.groups import Model
-from ebbtide._planner.search import Candidate, Choices, candidate_from
+from ebbtide._planner.groups import Grouping
+from ebbtide._planner.search import Assignment, Choices, assignment_from
 from ebbtide._planner.simulate import LAST_DIGITS_S
 
-RUNGS = 256  # what is between a budget and the rung below it is not made use of
-# Per rung; more on the lowest ones, which have nothing better below them, and where choices matter most. Fewer, and
-# fewer rungs, for a deep model, whose simulations take longer.
+GRID_POINTS = 256  # a budget between two grid points gets the result of the lower
+# Per grid point; more at the lowest, which have no results below and matter most. Deep models, whose simulations take
+# longer, get fewer changes and fewer points.
 _CHANGES = 24
-_CHANGES_BELOW = 96
-_RUNGS_BELOW = 48
+_CHANGES_LOW = 96
+_LOW_POINTS = 48
 _REGIONS = 32
-_DEEP = 2  # times as deep as that a few changes make no difference any more: fewer still
+_DEEP = 2  # times _REGIONS: from there on a few changes hardly matter, so fewer still
 _PROMISING = 2
-_ANY = 0.5  # of the changes are to any recipe
+_ANY = 0.5  # share of changes to any recipe
 _NEAR = (-3, -2, -1, 1, 2, 3)
-_SLACK = 1.02  # changes that make second runs this much longer are not worth a simulation
+_SLACK = 1.02  # a change that makes recomputation longer than so is not simulated
 
-Judge = Callable[[Candidate, int, float], "float | None"]
-"""Seconds of a step at a budget; None if it does not fit, or takes longer than so many."""
+Judge = Callable[[Assignment, int, float], "float | None"]
+"""`judge(assignment, budget_bytes, most_s)`: seconds of a step, or None if the step does not fit or takes longer."""
 
 
 class BudgetGrid:
-    """What small changes lead to, rung by rung.
+    """The results of local search at a grid of budgets, computed on demand.
 
     Args:
-        model: what may be chosen.
-        budgets: of the rungs, ascending, in bytes.
-        candidates: what there is already.
+        grouping: units and recipes.
+        budgets: grid points in bytes, ascending.
+        assignments: proposals to begin with.
         judge: the simulator.
-        least_s: what a candidate's step cannot go below at a budget, in seconds.
+        least_s: lower bound of a step's seconds, from an assignment and a budget.
     """
 
     def __init__(
         self,
-        model: Model,
+        grouping: Grouping,
         budgets: Sequence[int],
-        candidates: Sequence[Candidate],
+        assignments: Sequence[Assignment],
         judge: Judge,
-        least_s: Callable[[Candidate, int], float],
+        least_s: Callable[[Assignment, int], float],
     ) -> None:
-        self._model = model
-        depth = max(1.0, len(model.units) / _REGIONS)
+        self._grouping = grouping
+        depth = max(1.0, len(grouping.units) / _REGIONS)
         self._budgets = budgets[:: round(depth)]
-        self._candidates = [candidate for candidate in candidates if candidate.choices]
+        self._assignments = [assignment for assignment in assignments if assignment.choices]
         self._judge = judge
         self._least_s = least_s
         self._share = min(1.0, (_DEEP / depth) ** 2) / depth
-        self._rungs: list[Candidate | None] = []
+        self._results: list[Assignment | None] = []
 
-    def up_to(self, budget_bytes: int) -> list[Candidate]:
-        """The ends of all rungs that are no higher than `budget_bytes`."""
+    def up_to(self, budget_bytes: int) -> list[Assignment]:
+        """The results of all grid points up to `budget_bytes`."""
         count = bisect.bisect_right(self._budgets, budget_bytes)
-        while len(self._rungs) < count:
-            self._rungs.append(self._climb(len(self._rungs)))
-        return list({rung.choices: rung for rung in self._rungs[:count] if rung is not None}.values())
+        while len(self._results) < count:
+            self._results.append(self._search(len(self._results)))
+        return list({result.choices: result for result in self._results[:count] if result is not None}.values())
 
-    def _climb(self, rung: int) -> Candidate | None:
-        budget_bytes = self._budgets[rung]
-        below = self._rungs[rung - 1] if rung > 0 else None
+    def _search(self, point: int) -> Assignment | None:
+        budget_bytes = self._budgets[point]
+        below = self._results[point - 1] if point > 0 else None
         best, best_s = None, inf
-        for candidate in [*([] if below is None else [below]), *self._promising(budget_bytes)]:
-            seconds = self._judge(candidate, budget_bytes, best_s)
+        for assignment in [*([] if below is None else [below]), *self._promising(budget_bytes)]:
+            seconds = self._judge(assignment, budget_bytes, best_s)
             if seconds is not None and seconds < best_s:
-                best, best_s = candidate, seconds
+                best, best_s = assignment, seconds
         if best is None:
             return below
-        draw = random.Random(rung)  # noqa: S311 (the same changes every time)
-        changes = _CHANGES_BELOW if rung < _RUNGS_BELOW else _CHANGES
+        draw = random.Random(point)  # noqa: S311 (the same changes every time)
+        changes = _CHANGES_LOW if point < _LOW_POINTS else _CHANGES
         for _ in range(max(1, int(changes * self._share))):
             changed = self._changed(best, draw)
             if changed is None or self._least_s(changed, budget_bytes) > best_s + LAST_DIGITS_S:
                 continue
             seconds = self._judge(changed, budget_bytes, best_s)
             if seconds is not None and seconds <= best_s:
-                best, best_s = changed, seconds  # an equal one may have what a better one needs
+                best, best_s = changed, seconds  # an equal step may be on the way to a better one
         return best
 
-    def _promising(self, budget_bytes: int) -> list[Candidate]:
-        fitting = (candidate for candidate in self._candidates if candidate.least_bytes <= budget_bytes)
-        return sorted(fitting, key=lambda candidate: self._least_s(candidate, budget_bytes))[:_PROMISING]
+    def _promising(self, budget_bytes: int) -> list[Assignment]:
+        fitting = (assignment for assignment in self._assignments if assignment.least_bytes <= budget_bytes)
+        return sorted(fitting, key=lambda assignment: self._least_s(assignment, budget_bytes))[:_PROMISING]
 
-    def _changed(self, candidate: Candidate, draw: random.Random) -> Candidate | None:
-        """After one small change; None if that is none, or none that could be worth a simulation."""
-        choices = list(candidate.choices)
+    def _changed(self, assignment: Assignment, draw: random.Random) -> Assignment | None:
+        """One small change; None if nothing changed, or a simulation is not worthwhile."""
+        choices = list(assignment.choices)
         one, other = draw.randrange(len(choices)), draw.randrange(len(choices))
         kind = draw.random()
         if kind < 1 / 3:
@@ -106,14 +106,14 @@ class BudgetGrid:
             self._choose(choices, one, draw)
         if kind > 2 / 3:
             self._choose(choices, other, draw)
-        if tuple(choices) == candidate.choices or not self._are_possible(choices):
+        if tuple(choices) == assignment.choices or not self._are_possible(choices):
             return None
-        changed = candidate_from(self._model, tuple(choices))
-        return changed if changed.again_s <= candidate.again_s * _SLACK else None
+        changed = assignment_from(self._grouping, tuple(choices))
+        return changed if changed.recompute_s <= assignment.recompute_s * _SLACK else None
 
     def _choose(self, choices: list[int], unit: int, draw: random.Random) -> None:
-        """Any other recipe, or one that moves about as much: what is wrong is more often a little than a lot."""
-        order = self._model.units[unit].by_moved_bytes
+        """Any recipe, or a recipe that moves about as much: most proposals are off by a little."""
+        order = self._grouping.units[unit].by_moved_bytes
         if choices[unit] not in order or draw.random() < _ANY:
             choices[unit] = draw.choice(order)
         else:
@@ -121,4 +121,4 @@ class BudgetGrid:
             choices[unit] = order[min(max(place, 0), len(order) - 1)]
 
     def _are_possible(self, choices: Choices | list[int]) -> bool:
-        return all(choice < len(unit.recipes) for choice, unit in zip(choices, self._model.units, strict=True))
+        return all(choice < len(unit.recipes) for choice, unit in zip(choices, self._grouping.units, strict=True))

@@ -1,10 +1,10 @@
-"""Assignments of options to regions that are worth a simulation. Pure; whatever budget is asked for, the same ones.
+"""Proposals: assignments of recipes to regions that are worth a simulation, the same for every budget. Pure.
 
 Note [Budgets]
 ~~~~~~~~~~~~~~
-A larger budget must never give a slower plan. So what is tried does not depend on the budget: the problem is solved for
-a fixed row of budgets between the least that any plan needs and what keeping everything needs, and every solution is a
-candidate at every budget that it fits.
+A larger budget must never give a slower plan. So proposals do not depend on the budget: the problem is solved for a
+fixed row of budgets, from the smallest of any plan to the need of keeping everything, and every solution is a proposal
+at every budget that the solution fits.
 """
 
 from collections import Counter
@@ -12,26 +12,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ebbtide._planner.groups import MOST_ASSIGNMENTS, Model, Unit
+from ebbtide._planner.groups import MAX_ASSIGNMENTS, Grouping, Unit
 from ebbtide._planner.options import Option
-from ebbtide._planner.relaxation import Counted, Counts
+from ebbtide._planner.relaxation import GroupCounts, Relaxation
 from ebbtide._planner.simulate import fixed_bytes, least_budget
 from ebbtide._profiling.profile import Profile
 
 _BUDGETS = 128
 Choices = tuple[int, ...]
-"""Per unit, the index of its recipe."""
+"""Per unit, the index of a recipe."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Assignment:
     """An option for every region.
 
     Attributes:
-        choices: of the model's units.
-        options: what they mean for each region, in order of forward.
-        least_bytes: the budget that it needs.
-        kept_bytes, moved_bytes, again_s: of all regions together.
+        choices: recipes of the units; empty for options that no grouping offers.
+        options: in order of forward.
+        least_bytes: smallest budget with windows.
+        kept_bytes, moved_bytes, recompute_s: sums over all regions.
     """
 
     choices: Choices
@@ -39,102 +39,98 @@ class Candidate:
     least_bytes: int
     kept_bytes: int
     moved_bytes: int
-    again_s: float
+    recompute_s: float
 
 
-def candidates_of(model: Model) -> list[Candidate]:
-    """All assignments if they are few, else those that a relaxation of the problem and habit suggest.
+def assignments_of(grouping: Grouping) -> list[Assignment]:
+    """All assignments if few, otherwise those of the relaxation and of common sense.
 
-    Those of a model whose regions never run again are not repeated by one whose regions may: try them too.
+    A grouping with recomputation does not repeat the assignments of a grouping without: simulate both.
     """
-    found = _all_choices(model) if model.assignments <= MOST_ASSIGNMENTS else _likely_choices(model)
-    return [candidate_from(model, choices) for choices in dict.fromkeys(found)]
+    found = _all_choices(grouping) if grouping.assignment_count <= MAX_ASSIGNMENTS else _likely_choices(grouping)
+    return [assignment_from(grouping, choices) for choices in dict.fromkeys(found)]
 
 
-def all_kept(model: Model) -> Candidate:
-    """Nothing moves, nothing runs again."""
-    return candidate_from(model, (0,) * len(model.units))
+def all_kept(grouping: Grouping) -> Assignment:
+    return assignment_from(grouping, (0,) * len(grouping.units))
 
 
-def candidate_from(model: Model, choices: Choices) -> Candidate:
-    """With what `choices` mean for every region of the model's profile."""
-    return candidate_of(model.profile, model.options(choices), choices)
+def assignment_from(grouping: Grouping, choices: Choices) -> Assignment:
+    return assignment_of(grouping.profile, grouping.options(choices), choices)
 
 
-def candidate_of(profile: Profile, options: Sequence[Option], choices: Choices = ()) -> Candidate:
-    """With an option for every region of `profile`, of whatever model."""
-    return Candidate(
+def assignment_of(profile: Profile, options: Sequence[Option], choices: Choices = ()) -> Assignment:
+    return Assignment(
         choices,
         tuple(options),
         least_budget(profile, options),
         sum(option.kept_bytes for option in options),
         sum(option.moved_bytes for option in options),
-        sum(option.again_s for option in options),
+        sum(option.recompute_s for option in options),
     )
 
 
-def _all_choices(model: Model) -> Iterator[Choices]:
-    return product(*(range(len(unit.recipes)) for unit in model.units))
+def _all_choices(grouping: Grouping) -> Iterator[Choices]:
+    return product(*(range(len(unit.recipes)) for unit in grouping.units))
 
 
-def _likely_choices(model: Model) -> Iterator[Choices]:
-    yield (0,) * len(model.units)
-    lean = leanest(model)
+def _likely_choices(grouping: Grouping) -> Iterator[Choices]:
+    yield (0,) * len(grouping.units)
+    lean = leanest(grouping)
     yield lean
-    yield from _uniform(model)
-    yield from _solved(model, least_budget(model.profile, model.options(lean)))
+    yield from _uniform(grouping)
+    yield from _solved(grouping, least_budget(grouping.profile, grouping.options(lean)))
 
 
-def _uniform(model: Model) -> Iterator[Choices]:
-    """The recipes of one group everywhere; where there is no such recipe, the one of the same place in the list."""
-    most = max((len(unit.recipes) for unit in model.units), default=0)
+def _uniform(grouping: Grouping) -> Iterator[Choices]:
+    """One recipe everywhere, by its index; a unit with fewer recipes gets the last."""
+    most = max((len(unit.recipes) for unit in grouping.units), default=0)
     for index in range(most):
-        yield tuple(min(index, len(unit.recipes) - 1) for unit in model.units)
+        yield tuple(min(index, len(unit.recipes) - 1) for unit in grouping.units)
 
 
-def leanest(model: Model) -> Choices:
-    """What needs the smallest budget; exact if no region is visited twice.
+def leanest(grouping: Grouping) -> Choices:
+    """The choices with the smallest budget; exact if every region is called once.
 
-    Where two options fit, the one that keeps less is never worse for the regions behind, nor for the other graphs in
-    flight: so for a given budget one pass from the first region to the last decides whether it can be held beside what
-    others keep, and the budget is found by halving.
+    Of two options that fit, the option that keeps less is never worse for later regions, nor for other graphs in
+    flight. So a greedy pass from the first region to the last decides whether a budget is enough, and bisection finds
+    the budget.
     """
-    low, high = 0, least_budget(model.profile, model.options((0,) * len(model.units)))
-    best = (0,) * len(model.units)
+    low, high = 0, least_budget(grouping.profile, grouping.options((0,) * len(grouping.units)))
+    best = (0,) * len(grouping.units)
     while low < high:
         middle = (low + high) // 2
-        choices = _leanest_within(model, middle)
+        choices = _leanest_within(grouping, middle)
         if choices is None:
             low = middle + 1
         else:
-            high, best = min(middle, least_budget(model.profile, model.options(choices))), choices
+            high, best = min(middle, least_budget(grouping.profile, grouping.options(choices))), choices
     return best
 
 
-def _leanest_within(model: Model, budget_bytes: int) -> Choices | None:
-    """Other graphs keep as much as this one, which is not known before: from nothing upwards, for the less room there
-    is, the more has to be kept."""
-    profile = model.profile
+def _leanest_within(grouping: Grouping, budget_bytes: int) -> Choices | None:
+    """Fixed-point iteration: other graphs keep as much as this graph, which in turn depends on the room they leave."""
+    profile = grouping.profile
     room, others_bytes = budget_bytes - fixed_bytes(profile, 0), 0
     while True:
-        choices = _leanest_pass(model, room - others_bytes)
+        choices = _leanest_pass(grouping, room - others_bytes)
         if choices is None:
             return None
-        kept_bytes = sum(unit.kept_bytes[choice] for unit, choice in zip(model.units, choices, strict=True))
+        kept_bytes = sum(unit.kept_bytes[choice] for unit, choice in zip(grouping.units, choices, strict=True))
         if (profile.graphs - 1) * kept_bytes <= others_bytes:
-            return _with_a_last_that_fits(model, choices, budget_bytes)
+            return _with_a_last_that_fits(grouping, choices, budget_bytes)
         others_bytes = (profile.graphs - 1) * kept_bytes
 
 
-def _leanest_pass(model: Model, room: int) -> list[int] | None:
-    """Of each region in turn what keeps least, of all that fit behind what the ones before it keep."""
-    profile = model.profile
+def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
+    """Greedy, in forward order: the feasible option that keeps the fewest bytes given the earlier choices."""
+    profile = grouping.profile
     chosen: dict[int, int] = {}
-    unit_of = {v: (number, place) for number, unit in enumerate(model.units) for place, v in enumerate(unit.visits)}
+    unit_of = {v: (number, place) for number, unit in enumerate(grouping.units) for place, v in enumerate(unit.calls)}
     grads = sum(region.grad_bytes for region in profile.regions)
-    for visit, region in enumerate(profile.regions):
-        number, place = unit_of[visit]
-        unit = model.units[number]
+    for call, region in enumerate(profile.regions):
+        number, place = unit_of[call]
+        unit = grouping.units[number]
         allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
         fitting = [
             choice
@@ -148,36 +144,36 @@ def _leanest_pass(model: Model, room: int) -> list[int] | None:
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
         room -= unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
-    return [chosen[number] for number in range(len(model.units))]
+    return [chosen[number] for number in range(len(grouping.units))]
 
 
-def _with_a_last_that_fits(model: Model, choices: list[int], budget_bytes: int) -> Choices | None:
-    """Behind the last region it is not only what it keeps that needs room, but what it still sends too."""
-    unit = model.units[-1]
+def _with_a_last_that_fits(grouping: Grouping, choices: list[int], budget_bytes: int) -> Choices | None:
+    """After the last region its parcels still on the way out need room too."""
+    unit = grouping.units[-1]
     for choice in [choices[-1], *sorted(range(len(unit.recipes)), key=unit.kept_bytes.__getitem__)]:
         found = (*choices[:-1], choice)
-        if least_budget(model.profile, model.options(found)) <= budget_bytes:
+        if least_budget(grouping.profile, grouping.options(found)) <= budget_bytes:
             return found
     return None
 
 
-# -- solved --------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------------------------
 
 
-def budgets_from(model: Model, low: int, count: int) -> list[int]:
-    """From the smallest that any plan needs to what keeping everything needs; closer together where it is tight."""
-    high = least_budget(model.profile, model.options((0,) * len(model.units)))
+def budgets_from(grouping: Grouping, low: int, count: int) -> list[int]:
+    """Budgets from `low` to the need of keeping everything, denser near `low`."""
+    high = least_budget(grouping.profile, grouping.options((0,) * len(grouping.units)))
     return [low + int((high - low) * (step / count) ** 1.5) for step in range(count + 1)]
 
 
-def _solved(model: Model, least_bytes: int) -> Iterator[Choices]:
-    row = budgets_from(model, least_bytes, _BUDGETS)
+def _solved(grouping: Grouping, least_bytes: int) -> Iterator[Choices]:
+    row = budgets_from(grouping, least_bytes, _BUDGETS)
     for kind, some in ((_anything, row), (_moves_nothing, row[::2])):
-        counts = Counts(model, kind)
+        counts = Relaxation(grouping, kind)
         for budget_bytes in some:
             solution = counts.solve(budget_bytes)
             if solution is not None:
-                yield from placed(model, solution)
+                yield from placed(grouping, solution)
 
 
 def _anything(unit: Unit, choice: int) -> bool:  # noqa: ARG001
@@ -188,52 +184,52 @@ def _moves_nothing(unit: Unit, choice: int) -> bool:
     return unit.moved_bytes[choice] == 0
 
 
-def placed(model: Model, solution: Iterable[Counted]) -> Iterator[Choices]:
-    """The ways to spread counts over the depth that differ in what the simulator sees: bursts, and what comes last."""
+def placed(grouping: Grouping, solution: Iterable[GroupCounts]) -> Iterator[Choices]:
+    """Ways to spread counts over the depth that differ to the simulator: by bursts, and by the last region."""
     pieces = list(solution)
     for spread in (_early, _moved_first, _even, _kept_last, _moved_at_the_end):
-        choices = [0] * len(model.units)
+        choices = [0] * len(grouping.units)
         for piece in pieces:
-            for number, choice in zip(piece.units, spread(model, piece), strict=True):
+            for number, choice in zip(piece.units, spread(grouping, piece), strict=True):
                 choices[number] = choice
         yield tuple(choices)
 
 
-def _repeated(model: Model, piece: Counted) -> list[int]:
-    """Choices as often as they are counted, those that keep least and move most first."""
-    unit = model.units[piece.units[0]]
+def _repeated(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    """Choices as often as counted, in order of bytes kept, then of most bytes moved."""
+    unit = grouping.units[piece.units[0]]
     order = sorted(piece.counts, key=lambda choice: (unit.kept_bytes[choice], -unit.moved_bytes[choice]))
     return [choice for choice in order for _ in range(piece.counts[choice])]
 
 
-def _early(model: Model, piece: Counted) -> list[int]:
-    return _repeated(model, piece)
+def _early(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    return _repeated(grouping, piece)
 
 
-def _moved_first(model: Model, piece: Counted) -> list[int]:
-    """What moves much has the whole of forward to leave."""
-    unit = model.units[piece.units[0]]
-    return sorted(_repeated(model, piece), key=lambda choice: -unit.moved_bytes[choice])
+def _moved_first(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    """Large moves first: all of forward is left for them to leave."""
+    unit = grouping.units[piece.units[0]]
+    return sorted(_repeated(grouping, piece), key=lambda choice: -unit.moved_bytes[choice])
 
 
-def _even(model: Model, piece: Counted) -> list[int]:
-    return _interleaved(_repeated(model, piece))
+def _even(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    return _interleaved(_repeated(grouping, piece))
 
 
-def _kept_last(model: Model, piece: Counted) -> list[int]:
-    repeated = _repeated(model, piece)
+def _kept_last(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    repeated = _repeated(grouping, piece)
     moving = [choice for choice in repeated if choice != 0]
     return [*_interleaved(moving), *[0] * (len(repeated) - len(moving))]
 
 
-def _moved_at_the_end(model: Model, piece: Counted) -> list[int]:
-    """One that moves comes last: its parcels do not leave, and backward's first look ahead is when it needs them."""
-    first, *others = _repeated(model, piece)
+def _moved_at_the_end(grouping: Grouping, piece: GroupCounts) -> list[int]:
+    """A move comes last: its parcels stay, and the engine first prefetches when backward needs them."""
+    first, *others = _repeated(grouping, piece)
     return [*others, first]
 
 
 def _interleaved(choices: Sequence[int]) -> list[int]:
-    """Each kind as evenly over the whole as its count allows."""
+    """Each choice spread evenly."""
     counts, seen = Counter(choices), Counter[int]()
     places: list[tuple[float, int, int]] = []
     for position, choice in enumerate(choices):

@@ -1,70 +1,74 @@
-"""What a plan would make of a step. Pure, and the one judge: planners propose, this decides.
+"""The simulator: predicts time, stalls and the memory curve of a step under a plan. Pure.
+
+The only judge of plans: searches propose, the simulator decides.
 
 Note [What is simulated]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-1. Compute and the two lanes are channels. A lane copies in order, one parcel after the other, each from when it is
-   there; compute goes on meanwhile, and waits only at a release and at an arrival.
-2. Releases and fetches go by the engine's own rules (Note [Windows] of the engine): the oldest leave while more than
-   the window waits; fetching ahead goes in the order of need as far as the window of the region at hand reaches.
-3. What has not left when backward asks for it is used from the device, and is not sent in a steady state.
-   One difference: the engine fills its window for fetching ahead in a few goes, here it is filled as soon as one more
-   fits. So more memory never makes a step slower, which the solver's promise about budgets rests on.
-4. Memory is what was there before, what is kept, what waits to leave, what came back early, and the measured working
-   memory of what runs.
+1. Compute and the two lanes are channels. A lane copies one parcel after the other, each as soon as it is ready.
+   Compute goes on meanwhile, and waits only at a release and at an arrival.
+2. Releases and fetches follow the engine's rules (Note [Windows] of the engine): the oldest parcels leave while more
+   than the window waits; prefetching follows the order of need as far as the window of the current region reaches.
+3. A parcel that has not left when backward needs it is used from the device, and is not sent in a steady state.
+   One difference: the engine fills the prefetch window in a few steps, the simulator as soon as one more parcel fits.
+   So more memory never makes a step slower, as the solver's promise about budgets demands.
+4. Memory is the sum of: allocated before the step, kept, waiting to leave, prefetched, and the measured working memory
+   of the current region.
 5. A second of copying costs compute `Link.interference` seconds: both use the same memory.
-6. The host queues what compute runs, region by region, and what recipes add to it: compute does not end what is not
-   queued. How far ahead the host is does not depend on what compute waits for, so memory buys time here too.
-7. A step is given up when what has passed and what is left take too long together: of compute, and of what it loses to
-   copies still to come. While it waits for one it loses nothing to that, but waits for as long as it takes.
-8. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store. What
-   waits on its way out is not more for them: the lane is one, and so is its window.
+6. The host launches region by region, recipes' overhead included. Compute cannot end before the launches. How far ahead
+   the host is does not depend on compute's stalls, so memory buys time here too.
+7. A step is abandoned as soon as elapsed time and remaining time exceed the limit together. Remaining time counts
+   compute, and the interference of copies still to come. While compute waits for a copy it loses nothing to
+   interference, but waits as long as the copy takes.
+8. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store.
+   Parcels on the way out count once: the lane is one, and so is its window.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 from typing import NamedTuple
 
-from ebbtide._planner.options import Option, queueing_s
+from ebbtide._planner.options import Option, launch_overhead_s, option_for
+from ebbtide._plans import Plan, Recipe
 from ebbtide._profiling.profile import Host, Link, Profile, RegionProfile
 
 LAST_DIGITS_S = 1e-9
-"""Sums of the same times in another order differ by less."""
+"""More than the rounding error of a sum of times in another order."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """When what travels has to leave, and how early it may come back, in bytes.
+class Windows:
+    """When parcels have to leave, and how early parcels may come back, in bytes.
 
     Attributes:
-        windows: per region: most that may wait on its way out while the region's forward runs.
-        turns: the same at each place of `Around.turns` where something is saved.
-        prefetch: per region: most that may be back before backward asks for it, while the region's backward runs.
+        forward: per region: most that may wait on the way out while the region's forward runs.
+        post_region: the same at each point of `Outside.post_region_points` with a saved tensor.
+        prefetch: per region: most that may be back early while the region's backward runs.
     """
 
-    windows: tuple[int, ...]
-    turns: tuple[int, ...]
+    forward: tuple[int, ...]
+    post_region: tuple[int, ...]
     prefetch: tuple[int, ...]
 
 
 class Moment(NamedTuple):
-    """A point of the memory curve."""
+    """A point of the memory curve. `what`: the region that runs, and the direction."""
 
     seconds: float
     nbytes: int
     what: str
-    """The region whose forward or backward runs, and which of them."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan would make of a step.
+    """Predicted figures of a step.
 
     Attributes:
-        stall_forward_s, stall_backward_s: what compute waits for the link.
-        host_wait_s: what it waits for the host.
-        curve: the memory, with a point per region and way.
+        stall_forward_s, stall_backward_s: compute waits for the link.
+        host_wait_s: compute waits for the host.
+        curve: memory, with a point per region and direction.
     """
 
     step_s: float
@@ -78,7 +82,7 @@ class Outcome:
     curve: tuple[Moment, ...]
 
     def tail_bytes(self, choice: Sequence[Option]) -> list[int]:
-        """Per region: what is meant to move, and never left before backward asked for it. The last parcels, always."""
+        """Per region: bytes meant to move that backward needs before they have left, always the last parcels."""
         left = sum(option.moved_bytes for option in choice) - self.moved_bytes
         stays: list[int] = []
         for option in reversed(choice):
@@ -87,47 +91,49 @@ class Outcome:
         return stays[::-1]
 
 
-def pace_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -> Pace | None:
-    """The widest windows with which memory stays below `budget_bytes`; None if even without any it does not."""
+def windows_within(profile: Profile, choice: Sequence[Option], budget_bytes: int) -> Windows | None:
+    """The widest windows within `budget_bytes`; None if not even windows of 0 bytes fit."""
     room = _Room.within(profile, choice, budget_bytes)
     if room.least < 0:
         return None
-    # What a region needs to run again comes together, as soon as there is room for the first of it.
-    beyond = accumulate((_beyond_first(option) for option in choice), max, initial=0)
+    # A recompute batch is fetched as a whole, as soon as its first parcel has room.
+    more = accumulate((_bytes_after_first(option) for option in choice), max, initial=0)
     carried = [room.backward[0], *room.entering] if room.backward else []
-    prefetch = [max(0, min(r, c) - b) for r, c, b in zip(room.backward, carried, beyond, strict=False)]
-    windows = [*room.windows[:-1], *[min([window, *room.at_the_end]) for window in room.windows[-1:]]]
-    return Pace(_same_by_name(profile, windows), tuple(room.at_saves), _same_by_name(profile, prefetch))
+    prefetch = [max(0, min(r, c) - m) for r, c, m in zip(room.backward, carried, more, strict=False)]
+    forward = [*room.forward[:-1], *[min([window, *room.at_the_end]) for window in room.forward[-1:]]]
+    return Windows(_same_by_name(profile, forward), tuple(room.at_points), _same_by_name(profile, prefetch))
 
 
 def fixed_bytes(profile: Profile, kept_bytes: int) -> int:
-    """Allocated all through the step if the regions of a graph keep so much: what was there before it, what is saved
-    outside of the regions, and what other graphs in flight keep."""
-    around = profile.around
-    others = (profile.graphs - 1) * (around.kept_bytes + around.held_bytes + kept_bytes)
-    return profile.base_bytes + around.kept_bytes + others
+    """Allocated throughout the step if the regions of a graph keep `kept_bytes`.
+
+    The sum of memory from before the step, tensors saved before the regions, and tensors of other graphs in flight.
+    """
+    outside = profile.outside
+    others = (profile.graphs - 1) * (outside.kept_bytes + outside.held_bytes + kept_bytes)
+    return profile.base_bytes + outside.kept_bytes + others
 
 
 def least_budget(profile: Profile, choice: Sequence[Option]) -> int:
-    """The least for which `pace_within` finds a pace."""
-    return -_Room.within(profile, choice, 0).least  # all of it grows with the budget, byte for byte
+    """The least budget for which `windows_within` finds windows."""
+    return -_Room.within(profile, choice, 0).least  # every window grows with the budget, byte for byte
 
 
 @dataclass(frozen=True)
 class _Room:
-    """What a budget leaves, in bytes.
+    """Free bytes under a budget.
 
     Attributes:
-        windows: per region, for what waits on its way out in forward.
-        at_saves: the same at the places behind the last region where something is saved, and so may leave.
-        at_the_end: the same at the end of the last region's forward, where nothing is saved: what has not left inside
-            of it has to fit there, the last parcel too.
-        backward: per region, for what has come back early or has not left.
-        entering: per region, most that may wait when its backward begins.
+        forward: per region, for parcels on the way out in forward.
+        at_points: the same at the post-region points where parcels may leave.
+        at_the_end: the same at the end of the last region's forward, where nothing is saved: parcels that have not
+            left by then have to fit, the last parcel included.
+        backward: per region, for parcels that are back early or have not left.
+        entering: per region, most that may wait when the region's backward begins.
     """
 
-    windows: list[int]
-    at_saves: list[int]
+    forward: list[int]
+    at_points: list[int]
     at_the_end: list[int]
     backward: list[int]
     entering: list[int]
@@ -136,18 +142,18 @@ class _Room:
     def within(cls, profile: Profile, choice: Sequence[Option], budget_bytes: int) -> "_Room":
         fixed = budget_bytes - fixed_bytes(profile, sum(option.kept_bytes for option in choice))
         kept = list(accumulate(option.kept_bytes for option in choice))
-        behind = zip(kept, _grads_behind(profile), choice, strict=True)
-        backward = [fixed - k - grads - option.backward_work_bytes for k, grads, option in behind]
+        rows = zip(kept, _grads_after(profile), choice, strict=True)
+        backward = [fixed - k - grads - option.backward_work_bytes for k, grads, option in rows]
         entering = _most_entering(backward, choice)
         all_kept = kept[-1] if kept else 0
-        turns = [(turn.save, fixed - all_kept - turn.peak_bytes) for turn in profile.around.turns]
-        at_saves = [room for save, room in turns if save >= 0]
-        at_the_end = [room for save, room in turns if save < 0] + ([] if at_saves else entering[-1:])
-        at_saves[-1:] = [min([room, *entering[-1:]]) for room in at_saves[-1:]]
+        points = [(p.tensor_index, fixed - all_kept - p.peak_bytes) for p in profile.outside.post_region_points]
+        at_points = [room for index, room in points if index >= 0]
+        at_the_end = [room for index, room in points if index < 0] + ([] if at_points else entering[-1:])
+        at_points[-1:] = [min([room, *entering[-1:]]) for room in at_points[-1:]]
         last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0
         return cls(
-            windows=[fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)],
-            at_saves=at_saves,
+            forward=[fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)],
+            at_points=at_points,
             at_the_end=[room - last for room in at_the_end],
             backward=backward,
             entering=entering,
@@ -155,92 +161,91 @@ class _Room:
 
     @property
     def least(self) -> int:
-        """Of all of it; below zero if the budget is not enough."""
-        return min([*self.windows, *self.at_saves, *self.at_the_end, *self.backward], default=0)
+        """The least free bytes of all places; below zero if the budget is too small."""
+        return min([*self.forward, *self.at_points, *self.at_the_end, *self.backward], default=0)
 
 
 def _most_entering(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
-    """Per region: most that may wait on the device when its backward begins, so that it and all behind it have room.
+    """Per region: most that may wait on the device when the region's backward begins, so that all later ones fit.
 
-    What waits is needed in order: a region's own first, and what is left has to fit the region before it.
+    Parcels are needed in order: first the region's own, and the rest has to fit the region before.
     """
     entering: list[int] = []
     for own_room, option in zip(room, choice, strict=True):
-        # What comes together is part of the region's working memory from its first moment on.
-        most = own_room + option.moved_bytes if option.comes_together else own_room
+        # A recompute batch is part of the region's working memory from the begin.
+        most = own_room + option.moved_bytes if option.is_recompute_batch else own_room
         entering.append(min(most, entering[-1] + option.moved_bytes) if entering else most)
     return entering
 
 
 def _same_by_name(profile: Profile, values: list[int]) -> tuple[int, ...]:
-    """A region that is visited more than once has one window, as a plan goes by name: the narrowest."""
+    """A region with several calls has a single window, the narrowest, as plans have one entry per name."""
     least: dict[str, int] = {}
     for region, value in zip(profile.regions, values, strict=True):
         least[region.name] = min(value, least.get(region.name, value))
     return tuple(least[region.name] for region in profile.regions)
 
 
-def _beyond_first(option: Option) -> int:
-    return option.moved_bytes - option.moved[0].nbytes if option.comes_together and option.moved else 0
+def _bytes_after_first(option: Option) -> int:
+    return option.moved_bytes - option.moved[0].nbytes if option.is_recompute_batch and option.moved else 0
 
 
-def _grads_behind(profile: Profile) -> list[int]:
-    """Per region: what backward has left allocated when its own has run."""
-    behind = list(accumulate(region.grad_bytes for region in reversed(profile.regions)))
-    return behind[::-1]
+def _grads_after(profile: Profile) -> list[int]:
+    """Per region: gradients allocated when the region's backward has run."""
+    return list(accumulate(region.grad_bytes for region in reversed(profile.regions)))[::-1]
 
 
-def simulate(profile: Profile, choice: Sequence[Option], pace: Pace) -> Outcome:
-    """One step in the steady state: `choice` has an option for every region of `profile`, in order."""
-    outcome = simulate_below(profile, choice, pace, inf)
+def simulate(profile: Profile, choice: Sequence[Option], windows: Windows) -> Outcome:
+    """One step in the steady state. `choice` has an option for every region of `profile`, in order."""
+    outcome = simulate_below(profile, choice, windows, math.inf)
     assert outcome is not None
     return outcome
 
 
-def simulate_below(profile: Profile, choice: Sequence[Option], pace: Pace, most_s: float) -> Outcome | None:
-    """The same; None as soon as the step is known to take more than `most_s` seconds."""
-    queue = _Queue(profile.host)
+def simulate_below(profile: Profile, choice: Sequence[Option], windows: Windows, most_s: float) -> Outcome | None:
+    """As `simulate`; None as soon as the step is known to take more than `most_s` seconds."""
+    launches = _Launches(profile.host)
     sent_bytes = sum(option.moved_bytes for option in choice)
-    forward = _Forward(profile, choice, pace, queue)
-    least_bytes = sent_bytes - _most_that_stays(choice, pace)
+    forward = _Forward(profile, choice, windows, launches)
+    least_bytes = sent_bytes - _most_that_stays(choice, windows)
     if not forward.run(least_bytes, most_s - _least_backward_s(profile, choice, least_bytes)):
         return None
     moved_bytes = sent_bytes - forward.waiting_bytes
-    backward = _Backward(profile, choice, pace, queue, forward)
+    backward = _Backward(profile, choice, windows, launches, forward)
     if not backward.run(moved_bytes, most_s):
         return None
-    backward.now = queue.ended(backward.now)
+    backward.now = launches.ended(backward.now)
     curve = (*forward.curve, *backward.curve)
     return Outcome(
         step_s=backward.now,
         forward_s=forward.now,
         stall_forward_s=forward.stalled_s,
         stall_backward_s=backward.stalled_s,
-        host_wait_s=queue.waited_s,
+        host_wait_s=launches.waited_s,
         peak_bytes=max(moment.nbytes for moment in curve),
         moved_bytes=moved_bytes,
-        host_bytes=moved_bytes + (profile.graphs - 1) * sent_bytes,  # what others sent has left by then
+        host_bytes=moved_bytes + (profile.graphs - 1) * sent_bytes,  # parcels of other graphs have left by then
         curve=curve,
     )
 
 
-def _most_that_stays(choice: Sequence[Option], pace: Pace) -> int:
-    """Bytes that may be on the device behind the last region, of what was sent."""
-    if pace.turns:
-        return max(0, pace.turns[-1])
-    last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0  # the newest does not leave in its region
-    return max(0, *pace.windows[-1:]) + last if pace.windows else 0
+def _most_that_stays(choice: Sequence[Option], windows: Windows) -> int:
+    """Bytes of parcels that may still be on the device after the last region."""
+    if windows.post_region:
+        return max(0, windows.post_region[-1])
+    last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0  # the newest parcel stays in its region
+    return max(0, *windows.forward[-1:]) + last if windows.forward else 0
 
 
 def _least_backward_s(profile: Profile, choice: Sequence[Option], back_bytes: int) -> float:
-    """With so much that comes back beside compute; where compute waits for that it takes longer."""
-    around, link = profile.around, profile.link
-    compute_s = around.turn_s + around.end_s + sum(map(_backward_s, profile.regions, choice))
+    """A lower bound with `back_bytes` coming back; stalls come on top."""
+    outside, link = profile.outside, profile.link
+    compute_s = outside.backward_before_s + outside.backward_after_s + sum(map(_backward_s, profile.regions, choice))
     return compute_s + link.interference * max(0, back_bytes) / link.back
 
 
-class _Lost:
-    """What compute loses to a lane that is busy beside it: so much of each second until it or the lane is done."""
+class _Interference:
+    """Seconds that compute loses to a concurrent copy, until either is done."""
 
     def __init__(self, link: Link) -> None:
         self._share = link.interference
@@ -250,19 +255,19 @@ class _Lost:
         return self._share * min(busy_s, seconds * self._stretch)
 
 
-class _Queue:
-    """The host, on compute's clock, and what compute waits for it. Each method takes what compute has come to, and
-    gives when compute has run all that the host has queued by then."""
+class _Launches:
+    """The host, and compute's waits for the host. Each method takes compute's time, and returns when compute has run
+    everything launched so far."""
 
     def __init__(self, host: Host | None) -> None:
         self._host = host
-        self._queued_s = 0.0 if host is None else -host.lead_s
+        self._launched_s = 0.0 if host is None else -host.launch_ahead_s
         self.waited_s = 0.0
 
     def ended(self, now: float) -> float:
-        """When the step has, with what is left of the lead after many of them."""
+        """The end of the step in a steady state, with the launch-ahead left after many steps."""
         host = self._host
-        return now if host is None else self._after(now, host.lead_s - host.steady_lead_s)
+        return now if host is None else self._after(now, host.launch_ahead_s - host.steady_launch_ahead_s)
 
     def before(self, now: float) -> float:
         return now if self._host is None else self._after(now, self._host.before_s)
@@ -271,81 +276,81 @@ class _Queue:
         host = self._host
         if host is None:
             return now
-        return self._after(now, host.regions[number].forward_s + queueing_s(option, host, host.regions[number]))
+        return self._after(now, host.regions[number].forward_s + launch_overhead_s(option, host, host.regions[number]))
 
-    def turned(self, now: float) -> float:
-        """Behind the last region."""
-        return now if self._host is None else self._after(now, self._host.after_s + self._host.turn_s)
+    def after_regions(self, now: float) -> float:
+        return now if self._host is None else self._after(now, self._host.after_s + self._host.backward_before_s)
 
     def backward(self, now: float, number: int, option: Option) -> float:
         host = self._host
         if host is None:
             return now
         own = host.regions[number]
-        seconds = own.backward_s + (own.again_s if option.recipe.recomputes else 0.0)
-        return self._after(now, seconds + queueing_s(option, host, own))
+        seconds = own.backward_s + (own.recompute_s if option.recipe.recomputes else 0.0)
+        return self._after(now, seconds + launch_overhead_s(option, host, own))
 
     def _after(self, now: float, seconds: float) -> float:
-        self._queued_s += seconds
-        late_s = self._queued_s - now
+        self._launched_s += seconds
+        late_s = self._launched_s - now
         if late_s <= 0.0:
             return now
         self.waited_s += late_s
-        return self._queued_s
+        return self._launched_s
 
 
 class _Forward:
-    """Parcels are numbered as they are sent. They leave in that order too: those before `oldest` have."""
+    """Parcels are numbered in the order of sending, and leave in the same order: all before `oldest` have left."""
 
-    def __init__(self, profile: Profile, choice: Sequence[Option], pace: Pace, queue: _Queue) -> None:
+    def __init__(self, profile: Profile, choice: Sequence[Option], windows: Windows, launches: _Launches) -> None:
         self._profile = profile
         self._choice = choice
-        self._pace = pace
-        self._queue = queue
-        self._lost = _Lost(profile.link)
+        self._windows = windows
+        self._launches = launches
+        self._interference = _Interference(profile.link)
         self._lane_free_s = 0.0
         self.sizes: list[int] = []
         self._landed_s: list[float] = []
         self.oldest = 0
-        self.waiting_bytes = 0  # on the device, on its way out
+        self.waiting_bytes = 0  # on the device, on the way out
         self.now = 0.0
         self.stalled_s = 0.0
         self.curve: list[Moment] = []
 
     def run(self, least_bytes: int, most_s: float) -> bool:
-        """False if it would end later than `most_s`, as at least `least_bytes` have to leave."""
-        around, link = self._profile.around, self._profile.link
+        """False if forward would end later than `most_s`, given that at least `least_bytes` have to leave."""
+        outside, link = self._profile.outside, self._profile.link
         fixed = fixed_bytes(self._profile, sum(option.kept_bytes for option in self._choice))
-        left_s = around.after_s + sum(region.forward_s for region in self._profile.regions)
+        left_s = outside.after_s + sum(region.forward_s for region in self._profile.regions)
         out_s = least_bytes / link.out
-        self._pass(around.before_s)
-        self.now = self._queue.before(self.now)
+        self._pass(outside.before_s)
+        self.now = self._launches.before(self.now)
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
             if self.now + left_s + link.interference * max(0.0, out_s - self.now) > most_s + LAST_DIGITS_S:
                 return False
             left_s -= region.forward_s
             fixed += option.kept_bytes
-            most = self._run_region(self._pace.windows[number], region.forward_s, option)
-            self.now = self._queue.forward(self.now, number, option)
+            most = self._run_region(self._windows.forward[number], region.forward_s, option)
+            self.now = self._launches.forward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
-        self._run_turns(fixed)
+        self._run_post_region(fixed)
         return True
 
-    def _run_turns(self, fixed: int) -> None:
-        around = self._profile.around
-        windows = iter(self._pace.turns)
+    def _run_post_region(self, fixed: int) -> None:
+        outside = self._profile.outside
+        windows = iter(self._windows.post_region)
         passed_s = 0.0
-        for turn in around.turns:
-            at_s = min(turn.at_s, around.after_s)  # measured in another step than the times
+        for point in outside.post_region_points:
+            at_s = min(point.at_s, outside.after_s)  # measured in another step than the times
             self._pass(at_s - passed_s)
             passed_s = max(passed_s, at_s)
-            if turn.save >= 0:
+            if point.tensor_index >= 0:
                 self._release(next(windows), len(self.sizes))
-            self.curve.append(Moment(self.now, fixed + self.waiting_bytes + turn.peak_bytes, "behind the last region"))
-        self._pass(around.after_s - passed_s)
+            nbytes = fixed + self.waiting_bytes + point.peak_bytes
+            self.curve.append(Moment(self.now, nbytes, "after the last region"))
+        self._pass(outside.after_s - passed_s)
 
     def _run_region(self, window: int, forward_s: float, option: Option) -> int:
-        """Returns the most that waits on its way out meanwhile."""
+        """Returns the most that waits on the way out meanwhile."""
         self._release(window, len(self.sizes))
         most = self.waiting_bytes
         passed_s = 0.0
@@ -354,16 +359,16 @@ class _Forward:
             passed_s = moved.at_s
             self._send(moved.nbytes)
             if self.waiting_bytes > window:
-                self._release(window, len(self.sizes) - 1)  # the newest is part of what its region works with
+                self._release(window, len(self.sizes) - 1)  # the newest parcel is in use by its region
             most = max(most, min(self.waiting_bytes, window))
         self._pass(forward_s - passed_s)
         return most
 
     def _pass(self, seconds: float) -> None:
-        """Compute runs, a little slower while the lane copies beside it."""
+        """Compute runs, a little slower during a copy."""
         if seconds > 0.0:
             busy_s = self._lane_free_s - self.now
-            self.now += seconds if busy_s <= 0.0 else seconds + self._lost(seconds, busy_s)
+            self.now += seconds if busy_s <= 0.0 else seconds + self._interference(seconds, busy_s)
 
     def _send(self, nbytes: int) -> None:
         link = self._profile.link
@@ -373,7 +378,7 @@ class _Forward:
         self.waiting_bytes += nbytes
 
     def _release(self, window: int, end: int) -> None:
-        """The oldest leave while more than `window` waits, up to the parcel with the number `end`."""
+        """The oldest parcels before number `end` leave while more than `window` waits."""
         while self.waiting_bytes > window and self.oldest < end:
             landed_s = self._landed_s[self.oldest]
             self.waiting_bytes -= self.sizes[self.oldest]
@@ -384,24 +389,24 @@ class _Forward:
 
 
 class _Backward:
-    """Parcels have the numbers that forward gave them."""
+    """Parcels have the numbers of forward."""
 
     def __init__(
-        self, profile: Profile, choice: Sequence[Option], pace: Pace, queue: _Queue, forward: _Forward
+        self, profile: Profile, choice: Sequence[Option], windows: Windows, launches: _Launches, forward: _Forward
     ) -> None:
         self._profile = profile
         self._choice = choice
-        self._pace = pace
-        self._queue = queue
-        self._lost = _Lost(profile.link)
+        self._windows = windows
+        self._launches = launches
+        self._interference = _Interference(profile.link)
         self._sizes = forward.sizes
-        self._stayed = forward.oldest  # from this number on parcels have never left
+        self._stayed = forward.oldest  # parcels from this number on have never left
         self._arrived_s: list[float] = [-1.0] * len(forward.sizes)  # negative: not fetched yet
         self._numbers = _numbers_in_order_of_need(choice)
         self._ahead = [
             (parcel, region) for region in range(len(choice) - 1, -1, -1) for parcel in self._numbers[region]
         ]
-        self._next = 0  # in that list: what has not been looked at for fetching ahead
+        self._next = 0  # in `_ahead`: the first parcel not yet considered
         self._waiting_bytes = forward.waiting_bytes  # on the device before backward asks for it
         self._lane_free_s = forward.now
         self.now = forward.now
@@ -409,12 +414,12 @@ class _Backward:
         self.curve: list[Moment] = []
 
     def run(self, moved_bytes: int, most_s: float) -> bool:
-        """False if it would end later than `most_s`, as `moved_bytes` have to come back."""
-        around, link = self._profile.around, self._profile.link
+        """False if backward would end later than `most_s`, given that `moved_bytes` have to come back."""
+        outside, link = self._profile.outside, self._profile.link
         back_at_s = self.now + moved_bytes / link.back  # not earlier
-        left_s = around.end_s + sum(map(_backward_s, self._profile.regions, self._choice))
-        self._pass(around.turn_s)
-        self.now = self._queue.turned(self.now)
+        left_s = outside.backward_after_s + sum(map(_backward_s, self._profile.regions, self._choice))
+        self._pass(outside.backward_before_s)
+        self.now = self._launches.after_regions(self.now)
         kept_bytes = sum(option.kept_bytes for option in self._choice)
         fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
@@ -424,18 +429,18 @@ class _Backward:
             left_s -= _backward_s(region, option)
             fixed += region.grad_bytes
             most = self._run_region(number, region.backward_s, option)
-            self.now = self._queue.backward(self.now, number, option)
+            self.now = self._launches.backward(self.now, number, option)
             self.curve.append(Moment(self.now, fixed + most + option.backward_work_bytes, f"{region.name} backward"))
             fixed -= option.kept_bytes
-        self._pass(around.end_s)
+        self._pass(outside.backward_after_s)
         return True
 
     def _run_region(self, number: int, backward_s: float, option: Option) -> int:
-        """Returns the most that is back early or has not left meanwhile, without what the region has asked for."""
+        """Returns the most that is back early or has not left meanwhile, the region's needed parcels not counted."""
         parcels = self._numbers[number]
-        prefetch = self._pace.prefetch[number]
-        together = option.comes_together
-        if together:  # else nobody tells the engine that the region's backward begins
+        prefetch = self._windows.prefetch[number]
+        together = option.is_recompute_batch
+        if together:  # otherwise the engine does not see the begin of the region's backward
             self._fetch_all(parcels)
             self._look_ahead(prefetch)
         most = 0 if together else self._waiting_bytes
@@ -448,7 +453,7 @@ class _Backward:
             self._look_ahead(prefetch if together else prefetch - moved.nbytes)
             if not together:
                 most = max(most, self._waiting_bytes)
-        self._pass(option.again_s + backward_s - passed_s)
+        self._pass(option.recompute_s + backward_s - passed_s)
         return max(most, self._waiting_bytes)
 
     def _need(self, parcel: int) -> None:
@@ -467,7 +472,7 @@ class _Backward:
             parcel, region = self._ahead[self._next]
             if parcel < self._stayed and self._arrived_s[parcel] < 0.0:
                 has_room = self._waiting_bytes + self._sizes[parcel] <= prefetch
-                if not has_room and not (region == before and self._choice[region].comes_together):
+                if not has_room and not (region == before and self._choice[region].is_recompute_batch):
                     return
                 self._fetch(parcel)
             before = region
@@ -487,15 +492,61 @@ class _Backward:
     def _pass(self, seconds: float) -> None:
         if seconds > 0.0:
             busy_s = self._lane_free_s - self.now
-            self.now += seconds if busy_s <= 0.0 else seconds + self._lost(seconds, busy_s)
+            self.now += seconds if busy_s <= 0.0 else seconds + self._interference(seconds, busy_s)
 
 
 def _backward_s(region: RegionProfile, option: Option) -> float:
-    return region.backward_s + option.again_s
+    return region.backward_s + option.recompute_s
 
 
 def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:
-    """Per region: the numbers of its parcels as its backward asks for them."""
+    """Per region: the numbers of the parcels as backward needs them."""
     ends = list(accumulate(len(option.moved) for option in choice))
     ranges = (range(end - len(option.moved), end) for end, option in zip(ends, choice, strict=True))
-    return [numbers if option.comes_together else numbers[::-1] for numbers, option in zip(ranges, choice, strict=True)]
+    return [
+        numbers if option.is_recompute_batch else numbers[::-1] for numbers, option in zip(ranges, choice, strict=True)
+    ]
+
+
+# -- launch-ahead ----------------------------------------------------------------------------------------------------
+
+
+def with_host(profile: Profile, host: Host | None) -> Profile:
+    """The profile with a host far enough ahead that a step with everything kept never waits for launches.
+
+    Waits of the measured step are part of the times of compute.
+    """
+    if host is None:
+        return dataclasses.replace(profile, host=None)
+    alone = dataclasses.replace(host, launch_ahead_s=0.0, steady_launch_ahead_s=math.inf)
+    needed_s = _all_kept(dataclasses.replace(profile, host=alone)).host_wait_s
+    late_s = host.seconds - profile.plain_s
+    ahead = {"launch_ahead_s": max(host.launch_ahead_s, needed_s), "steady_launch_ahead_s": max(needed_s, late_s)}
+    return dataclasses.replace(profile, host=dataclasses.replace(host, **ahead))
+
+
+def _all_kept(profile: Profile) -> Outcome:
+    options = [option_for(region, Recipe("keep")) for region in profile.regions]
+    return simulate(profile, options, _equal_windows(profile, 0))
+
+
+def _equal_windows(profile: Profile, nbytes: int) -> Windows:
+    windows = (nbytes,) * len(profile.regions)
+    return Windows(windows, (nbytes,) * len(profile.outside.post_region_points), windows)
+
+
+def forward_launch_s(profile: Profile, host: Host, plan: Plan) -> float:
+    """CPU time of a forward under `plan`, from the first region to the end of the last."""
+    own = zip(options_of_plan(profile, plan), host.regions, strict=True)
+    return sum(region.forward_s + launch_overhead_s(option, host, region) for option, region in own)
+
+
+def host_wait_s(profile: Profile, plan: Plan) -> float:
+    """How long compute waits for the host in a step under `plan`, with no other waits."""
+    windows = _equal_windows(profile, 2**62)  # more than any step has
+    return simulate(profile, options_of_plan(profile, plan), windows).host_wait_s
+
+
+def options_of_plan(profile: Profile, plan: Plan) -> list[Option]:
+    """The plan's option for each region of the profile."""
+    return [option_for(region, plan.recipe_of(region.name) or Recipe("keep")) for region in profile.regions]

@@ -1,45 +1,42 @@
-"""The plan that makes the best of a budget, from a profile. Pure.
+"""The solver: the fastest plan within a budget, from a profile. Pure.
 
 Note [How a plan is found]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. Candidates do not depend on the budget (Note [Budgets]). At a budget each of them is simulated with the widest
-   windows that its memory leaves, and the fastest that holds the budget wins. Wider windows never make a step slower,
-   so a larger budget never does.
-2. Where the ways to choose are few, all are candidates: then nothing is faster, in the simulator's eyes.
-3. Without a budget only what moves is considered, and the plan with the smallest peak is taken that slows the step by
-   next to nothing: _NO_SLOWER where compute waits, _BESIDE where copies beside it are all.
+1. Assignments do not depend on the budget (Note [Budgets]). At a budget each assignment is simulated with the widest
+   windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
+   never does.
+2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
+3. Without a budget only moves are considered, and the plan with the smallest peak wins whose step is hardly slower:
+   by _NO_SLOWER where compute waits, by _INTERFERED where copies only interfere.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 from ebbtide._errors import PlanError
-from ebbtide._planner.bound import least_step_s
-from ebbtide._planner.explain import reasons_of, too_small, what_holds
-from ebbtide._planner.groups import MOST_ASSIGNMENTS, Model, Unit
-from ebbtide._planner.local_search import RUNGS, BudgetGrid
+from ebbtide._planner.explain import budget_parts, explanations, too_small
+from ebbtide._planner.groups import MAX_ASSIGNMENTS, Grouping, Unit
+from ebbtide._planner.local_search import GRID_POINTS, BudgetGrid
 from ebbtide._planner.options import Option, fine_offloads_of, option_for
-from ebbtide._planner.search import Candidate, all_kept, budgets_from, candidate_of, candidates_of
-from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Pace, fixed_bytes, pace_within, simulate_below
+from ebbtide._planner.search import Assignment, all_kept, assignment_of, assignments_of, budgets_from
+from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_bytes, simulate_below, windows_within
 from ebbtide._plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide._profiling.profile import Profile
 
-_NO_SLOWER = 1.002  # of the plain step, that of a plan without a budget
-_BESIDE = 1.003  # the same, if compute never waits and is only slowed by the copies beside it
-_WORTH_MOVING = 0.005  # of the peak: less is not worth the copies
-_TRIFLE = 0.05  # of the memory that moving frees
-_SPARSER = 16  # fewer rungs where nothing runs again: there is less to choose
-_TINY_S = 1e-6  # of waiting for the host: sums of the same times differ in the last digits
-_ENOUGH = 4  # regions in a row that have nothing to add: the link is full
-_FINE = 1e-4  # how closely the smallest budget is looked for
-_POINTS = 24
+_NO_SLOWER = 1.002  # slowest step of a plan without a budget, relative to the plain step
+_INTERFERED = 1.003  # the same, if compute never waits and copies only interfere
+_WORTH_MOVING = 0.005  # share of the peak: a smaller gain is not worth the copies
+_TRIFLE = 0.05  # share of the freed memory
+_SPARSER = 16  # times fewer grid points without recomputation: fewer recipes to choose from
+_TINY_S = 1e-6  # of waiting for the host, from rounding
+_ENOUGH = 4  # regions in a row without a gain: the link is full
+_FINE = 1e-4  # relative precision of the smallest budget
 
 
 @dataclass(frozen=True)
 class Point:
-    """The fastest plan at a budget, and what it makes of the step."""
+    """The fastest plan at a budget, and the simulated step."""
 
     budget_bytes: int
     plan: Plan
@@ -47,158 +44,138 @@ class Point:
 
 
 @dataclass(frozen=True)
-class _Tried:
-    candidate: Candidate
-    pace: Pace
+class _Simulated:
+    assignment: Assignment
+    windows: Windows
     outcome: Outcome
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        seconds = round(self.outcome.step_s, 9)  # sums of the same times in another order differ in the last digits
-        return seconds, self.candidate.moved_bytes, self.outcome.peak_bytes
-
-
-def solve(profile: Profile, budget_bytes: int | None, *, only_moves: bool | None = None) -> Plan:
-    """The fastest plan that stays under `budget_bytes`; without one, what moves without making the step slower.
-
-    Args:
-        budget_bytes: most device memory allocated at once, with all that was allocated before the step.
-        only_moves: no region runs again. By default only if there is no budget.
-
-    Raises:
-        PlanError: nothing fits the budget; says what does, and what holds it.
-    """
-    return Solver(profile).solve(budget_bytes, only_moves=only_moves)
-
-
-def front(profile: Profile, points: int = _POINTS) -> list[Point]:
-    """Time against memory: the fastest plan at each of some budgets from the smallest to what keeping all needs."""
-    return Solver(profile).front(points)
-
-
-def smallest_budget(profile: Profile) -> int:
-    """Bytes that some plan needs, and less than which none does."""
-    return Solver(profile).smallest_budget()
+        seconds = round(self.outcome.step_s, 9)  # sums in another order differ in the last digits
+        return seconds, self.assignment.moved_bytes, self.outcome.peak_bytes
 
 
 class Solver:
-    """Plans for one profile; what does not depend on the budget is worked out once."""
+    """Plans for one profile. Work that does not depend on the budget is done once."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._spaces: dict[bool, _Space] = {}
 
     def solve(self, budget_bytes: int | None, *, only_moves: bool | None = None) -> Plan:
-        """As the function of this name."""
+        """The fastest plan within `budget_bytes`; without a budget, the least memory for a step hardly slower.
+
+        Args:
+            budget_bytes: most device memory allocated at once, memory from before the step included.
+            only_moves: exclude recomputation. Default: only without a budget.
+
+        Raises:
+            PlanError: no plan fits the budget; names the smallest budget and its parts.
+        """
         space = self._space(only_moves if only_moves is not None else budget_bytes is None)
-        if budget_bytes is None:
-            return _plan(self.profile, space.unslowed(), None, self.profile.plain_s)
-        return _plan(self.profile, space.fastest(budget_bytes), budget_bytes, space.bound_s(budget_bytes))
+        simulated = space.unslowed() if budget_bytes is None else space.fastest(budget_bytes)
+        return _plan(self.profile, simulated, budget_bytes)
 
     def keeping_all(self) -> Plan:
-        """That moves nothing, whatever memory it takes."""
-        space = self._space(True)
-        return _plan(self.profile, space.all_kept, None, self.profile.plain_s)
+        """The plan that moves nothing and recomputes nothing."""
+        return _plan(self.profile, self._space(True).all_kept, None)
 
-    def front(self, points: int = _POINTS) -> list[Point]:
-        """As the function of this name."""
+    def smallest_budget(self, *, only_moves: bool = False) -> int:
+        """The smallest budget in bytes that a plan fits."""
+        return self._space(only_moves).leanest.least_bytes
+
+    def pareto_curve(self, points: int = 24) -> list[Point]:
+        """Time against memory: the fastest plan at each of `points` budgets, from the smallest to keeping all."""
         low, high = self.smallest_budget(), self._space(False).kept.least_bytes
         row = sorted({low + (high - low) * step // max(1, points - 1) for step in range(points)})
         return [self._point(budget_bytes) for budget_bytes in row]
 
     def _point(self, budget_bytes: int) -> Point:
-        space = self._space(False)
-        tried = space.fastest(budget_bytes)
-        plan = _plan(self.profile, tried, budget_bytes, space.bound_s(budget_bytes))
-        return Point(budget_bytes, plan, tried.outcome)
-
-    def smallest_budget(self, *, only_moves: bool = False) -> int:
-        """As the function of this name."""
-        return self._space(only_moves).leanest.least_bytes
-
-    def held(self, *, only_moves: bool = False) -> Mapping[str, int]:
-        """What the smallest budget is made of, by name, in bytes, the largest first."""
-        return what_holds(self.profile, self._space(only_moves).leanest.options)
+        simulated = self._space(False).fastest(budget_bytes)
+        return Point(budget_bytes, _plan(self.profile, simulated, budget_bytes), simulated.outcome)
 
     def _space(self, only_moves: bool) -> "_Space":
         space = self._spaces.get(only_moves)
         if space is None:
             others = None if only_moves else self._space(True)
-            space = self._spaces[only_moves] = _Space(Model(self.profile, only_moves), others)
+            space = self._spaces[only_moves] = _Space(Grouping(self.profile, only_moves), others)
         return space
 
 
 class _Space:
-    """What may be chosen, and the best of it.
+    """All assignments of a grouping, and the best of them.
 
     Args:
-        others: whose candidates are also ones here, so that what may do more is never worse.
+        others: assignments without recomputation count too, so that recomputation never makes a plan worse.
     """
 
-    def __init__(self, model: Model, others: "_Space | None") -> None:
-        self._model = model
+    def __init__(self, grouping: Grouping, others: "_Space | None") -> None:
+        self._grouping = grouping
         self._others = others
-        self._profile = model.profile
-        self.kept = all_kept(model)
+        self._profile = grouping.profile
+        self.kept = all_kept(grouping)
 
     @cached_property
-    def candidates(self) -> list[Candidate]:
-        return self._own if self._others is None else [*self._own, *self._others.candidates]
+    def assignments(self) -> list[Assignment]:
+        return self._own if self._others is None else [*self._own, *self._others.assignments]
 
     @cached_property
-    def _own(self) -> list[Candidate]:
-        return candidates_of(self._model)
+    def _own(self) -> list[Assignment]:
+        return assignments_of(self._grouping)
 
     @cached_property
-    def _ladder(self) -> BudgetGrid:
-        # Where all there is are candidates, nothing is left to be made better.
-        is_whole = self._model.assignments <= MOST_ASSIGNMENTS
-        rungs = RUNGS // _SPARSER if self._model.only_moves else RUNGS
-        budgets = [] if is_whole else budgets_from(self._model, self.leanest.least_bytes, rungs)
-        return BudgetGrid(self._model, budgets, self._own, self._step_s, self._least_s)
+    def _grid(self) -> BudgetGrid:
+        is_whole = self._grouping.assignment_count <= MAX_ASSIGNMENTS
+        points = GRID_POINTS // _SPARSER if self._grouping.only_moves else GRID_POINTS
+        budgets = [] if is_whole else budgets_from(self._grouping, self.leanest.least_bytes, points)
+        return BudgetGrid(self._grouping, budgets, self._own, self._step_s, self._least_s)
 
-    def _polished(self, budget_bytes: int) -> list[Candidate]:
-        others = [] if self._others is None else self._others._polished(budget_bytes)
-        return [*self._ladder.up_to(budget_bytes), *others]
+    def _improved(self, budget_bytes: int) -> list[Assignment]:
+        others = [] if self._others is None else self._others._improved(budget_bytes)
+        return [*self._grid.up_to(budget_bytes), *others]
 
-    def _step_s(self, candidate: Candidate, budget_bytes: int, most_s: float) -> float | None:
-        tried = None if candidate.least_bytes > budget_bytes else self._try(candidate, budget_bytes, most_s)
-        return None if tried is None else tried.outcome.step_s
+    def _step_s(self, assignment: Assignment, budget_bytes: int, most_s: float) -> float | None:
+        simulated = None if assignment.least_bytes > budget_bytes else self._simulate(assignment, budget_bytes, most_s)
+        return None if simulated is None else simulated.outcome.step_s
 
     @cached_property
-    def leanest(self) -> Candidate:
-        """Of those that the host has room for, what needs the smallest budget."""
+    def leanest(self) -> Assignment:
+        """The assignment with the smallest budget that fits the host."""
         limit = self._profile.host_limit_bytes
-        fitting = [c for c in self.candidates if limit is None or self._profile.graphs * c.moved_bytes <= limit]
-        return min(fitting, key=lambda candidate: (candidate.least_bytes, candidate.again_s, candidate.moved_bytes))
+        fitting = [c for c in self.assignments if limit is None or self._profile.graphs * c.moved_bytes <= limit]
+        return min(
+            fitting, key=lambda assignment: (assignment.least_bytes, assignment.recompute_s, assignment.moved_bytes)
+        )
 
-    def fastest(self, budget_bytes: int) -> _Tried:
-        """Raises PlanError if nothing fits."""
-        best = self._try(self.kept, budget_bytes)
+    def fastest(self, budget_bytes: int) -> _Simulated:
+        """Raises PlanError if no assignment fits."""
+        best = self._simulate(self.kept, budget_bytes)
         if best is not None:
             return best
-        polished = self._polished(budget_bytes)
-        fitting = (candidate for candidate in (*polished, *self.candidates) if candidate.least_bytes <= budget_bytes)
-        bounded = [(self._least_s(candidate, budget_bytes), candidate) for candidate in fitting]
-        for least_s, candidate in sorted(bounded, key=_most_likely_first):
+        improved = self._improved(budget_bytes)
+        fitting = (
+            assignment for assignment in (*improved, *self.assignments) if assignment.least_bytes <= budget_bytes
+        )
+        bounded = [(self._least_s(assignment, budget_bytes), assignment) for assignment in fitting]
+        for least_s, assignment in sorted(bounded, key=_most_likely_first):
             if best is not None and least_s > best.outcome.step_s + LAST_DIGITS_S:
                 break
-            tried = self._try(candidate, budget_bytes, inf if best is None else best.outcome.step_s)
-            if tried is not None and (best is None or tried.rank < best.rank):
-                best = tried
+            simulated = self._simulate(assignment, budget_bytes, inf if best is None else best.outcome.step_s)
+            if simulated is not None and (best is None or simulated.rank < best.rank):
+                best = simulated
         if best is None:
-            held = what_holds(self._profile, self.leanest.options)
-            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, held))
+            parts = budget_parts(self._profile, self.leanest.options)
+            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, parts))
         return best
 
     @cached_property
-    def all_kept(self) -> _Tried:
-        kept = self._try(self.kept, self.kept.least_bytes)
+    def all_kept(self) -> _Simulated:
+        kept = self._simulate(self.kept, self.kept.least_bytes)
         assert kept is not None
         return kept
 
-    def unslowed(self) -> _Tried:
-        """Of what does not make the step slower, about the smallest peak; nothing moves if none is worth it."""
+    def unslowed(self) -> _Simulated:
+        """About the smallest peak with a step hardly slower; everything kept if the gain is too small."""
         kept = self.all_kept
         best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
         if best is kept:
@@ -206,161 +183,150 @@ class _Space:
         filled = self._filled(best)
         return self._tidied(filled, kept.outcome.peak_bytes) or filled
 
-    def _filled(self, best: _Tried) -> _Tried:
-        """With as much more as the link has room for, by small steps: what was counted went by large ones."""
-        in_vain = 0
-        for unit in self._model.units:
-            first = unit.visits[0]
-            moved_bytes = best.candidate.options[first].moved_bytes
+    def _filled(self, best: _Simulated) -> _Simulated:
+        """More moves in small steps, until the link is full: assignments take large steps."""
+        failures = 0
+        for unit in self._grouping.units:
+            first = unit.calls[0]
+            moved_bytes = best.assignment.options[first].moved_bytes
             steps = fine_offloads_of(self._profile.regions[first])
             for step in (step for step in steps if step.moved_bytes > moved_bytes):
-                tried = self._with_step(best, unit, step)
-                in_vain = 0 if tried is not best else in_vain + 1
-                if tried is best:
+                simulated = self._with_step(best, unit, step)
+                failures = 0 if simulated is not best else failures + 1
+                if simulated is best:
                     break
-                best = tried
-            if in_vain == _ENOUGH:
+                best = simulated
+            if failures == _ENOUGH:
                 break
         return best
 
-    def _with_step(self, best: _Tried, unit: Unit, step: Option) -> _Tried:
-        """If the regions move more with `step`, and the peak is lower then and the step no slower; else `best`."""
-        options = list(best.candidate.options)
-        for visit in unit.visits:
-            options[visit] = option_for(self._profile.regions[visit], step.recipe)
-        candidate = candidate_of(self._profile, options)
-        least_bytes = self._least_unslowed_bytes(candidate)
+    def _with_step(self, best: _Simulated, unit: Unit, step: Option) -> _Simulated:
+        """The unit with `step` if the peak is lower and the time allowed; else `best`."""
+        options = list(best.assignment.options)
+        for call in unit.calls:
+            options[call] = option_for(self._profile.regions[call], step.recipe)
+        assignment = assignment_of(self._profile, options)
+        least_bytes = self._least_unslowed_bytes(assignment)
         most = best.outcome.peak_bytes - 1
-        return (self._least_unslowed(candidate, least_bytes, most) if least_bytes <= most else None) or best
+        return (self._least_unslowed(assignment, least_bytes, most) if least_bytes <= most else None) or best
 
-    def _tidied(self, best: _Tried, most: int) -> _Tried | None:
-        """The same without sending what is used before it could leave, if it does as well but for a trifle.
+    def _tidied(self, best: _Simulated, most: int) -> _Simulated | None:
+        """Without moves of parcels that never leave in time, if the peak rises by a trifle at most.
 
-        The last region still moves: its backward is where the engine first looks ahead.
+        The last region still moves: the engine first prefetches in its backward.
         """
-        tail = best.outcome.tail_bytes(best.candidate.options)
-        options = list(best.candidate.options)
-        for unit in self._model.units:
-            if all(tail[visit] == options[visit].moved_bytes and visit < len(options) - 1 for visit in unit.visits):
-                for visit, kept in zip(unit.visits, unit.costs[0], strict=True):
-                    options[visit] = kept
+        tail = best.outcome.tail_bytes(best.assignment.options)
+        options = list(best.assignment.options)
+        for unit in self._grouping.units:
+            if all(tail[call] == options[call].moved_bytes and call < len(options) - 1 for call in unit.calls):
+                for call, kept in zip(unit.calls, unit.costs[0], strict=True):
+                    options[call] = kept
         peak_bytes = best.outcome.peak_bytes
-        candidate = candidate_of(self._profile, options)
-        return self._try_unslowed(candidate, peak_bytes + int(_TRIFLE * (most - peak_bytes)))
+        assignment = assignment_of(self._profile, options)
+        return self._simulate_unslowed(assignment, peak_bytes + int(_TRIFLE * (most - peak_bytes)))
 
-    def _least_peak(self, best: _Tried, most: int) -> _Tried:
-        bounded = [(self._least_unslowed_bytes(candidate), candidate) for candidate in self.candidates]
-        for least_bytes, candidate in sorted(bounded, key=lambda pair: pair[0]):
+    def _least_peak(self, best: _Simulated, most: int) -> _Simulated:
+        bounded = [(self._least_unslowed_bytes(assignment), assignment) for assignment in self.assignments]
+        for least_bytes, assignment in sorted(bounded, key=lambda pair: pair[0]):
             if least_bytes > most:
                 break
-            tried = self._least_unslowed(candidate, least_bytes, most)
-            if tried is not None:
-                best = tried
-                most = tried.outcome.peak_bytes - 1
+            simulated = self._least_unslowed(assignment, least_bytes, most)
+            if simulated is not None:
+                best = simulated
+                most = simulated.outcome.peak_bytes - 1
         return best
 
-    def _least_unslowed(self, candidate: Candidate, low: int, high: int) -> _Tried | None:
-        """With the smallest budget between the two at which it does not slow the step, found by halving."""
-        best = self._try_unslowed(candidate, high)
+    def _least_unslowed(self, assignment: Assignment, low: int, high: int) -> _Simulated | None:
+        """With the smallest budget between `low` and `high` at which the time is allowed, by bisection."""
+        best = self._simulate_unslowed(assignment, high)
         while best is not None and high - low > _FINE * high:
             middle = (low + high) // 2
-            tried = self._try_unslowed(candidate, middle)
-            if tried is None:
+            simulated = self._simulate_unslowed(assignment, middle)
+            if simulated is None:
                 low = middle
             else:
-                best, high = tried, middle
+                best, high = simulated, middle
         return best
 
-    def _try_unslowed(self, candidate: Candidate, budget_bytes: int) -> _Tried | None:
-        tried = self._try(candidate, budget_bytes)
-        if tried is None:
+    def _simulate_unslowed(self, assignment: Assignment, budget_bytes: int) -> _Simulated | None:
+        simulated = self._simulate(assignment, budget_bytes)
+        if simulated is None:
             return None
-        outcome = tried.outcome
+        outcome = simulated.outcome
         host_wait_s = outcome.host_wait_s - self.all_kept.outcome.host_wait_s
         waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0 or host_wait_s > _TINY_S
-        return tried if outcome.step_s <= self._limit_s(waits) else None
+        return simulated if outcome.step_s <= self._limit_s(waits) else None
 
     def _limit_s(self, waits: bool) -> float:
-        return self._kept_s * (_NO_SLOWER if waits else _BESIDE)
+        return self._kept_s * (_NO_SLOWER if waits else _INTERFERED)
 
     @property
     def _kept_s(self) -> float:
-        """A step with everything kept, which at another size than the measured one may wait for the host."""
+        """A step with everything kept. At another batch size than the measured, the step may wait for the host."""
         return self.all_kept.outcome.step_s
 
-    def _least_unslowed_bytes(self, candidate: Candidate) -> int:
-        """With less, more would have to leave than the link can carry while forward runs, slowed down by it or not."""
-        link, around = self._profile.link, self._profile.around
+    def _least_unslowed_bytes(self, assignment: Assignment) -> int:
+        """With a smaller budget more bytes would have to leave than the link carries during forward."""
+        link, outside = self._profile.link, self._profile.outside
         host_wait_s = self.all_kept.outcome.host_wait_s
         most_s = self._forward_s / (1 - link.interference) + host_wait_s + (_NO_SLOWER - 1) * self._kept_s
-        tail_bytes = candidate.moved_bytes - int((most_s - around.before_s) * link.out)
-        return max(candidate.least_bytes, self._fixed_bytes(candidate) + tail_bytes)
+        tail_bytes = assignment.moved_bytes - int((most_s - outside.before_s) * link.out)
+        return max(assignment.least_bytes, self._fixed_bytes(assignment) + tail_bytes)
 
-    def _sent(self, candidate: Candidate, budget_bytes: int) -> int:
-        """Bytes that have to leave: what does not fit beside the peak behind the last region."""
-        return max(0, candidate.moved_bytes - max(0, budget_bytes - self._fixed_bytes(candidate)))
+    def _sent(self, assignment: Assignment, budget_bytes: int) -> int:
+        """Bytes that have to leave: all that do not fit next to the peak after the last region."""
+        return max(0, assignment.moved_bytes - max(0, budget_bytes - self._fixed_bytes(assignment)))
 
-    def _fixed_bytes(self, candidate: Candidate) -> int:
-        """Most that is allocated behind the last region, without what is on its way."""
-        kept_bytes = candidate.kept_bytes
-        return fixed_bytes(self._profile, kept_bytes) + kept_bytes + self._profile.around.peak_bytes
+    def _fixed_bytes(self, assignment: Assignment) -> int:
+        """Most allocated after the last region, parcels on the way out not counted."""
+        kept_bytes = assignment.kept_bytes
+        return fixed_bytes(self._profile, kept_bytes) + kept_bytes + self._profile.outside.peak_bytes
 
-    def bound_s(self, budget_bytes: int) -> float:
-        """No plan of these is faster."""
-        options: list[tuple[Option, ...]] = [()] * len(self._profile.regions)
-        for unit in self._model.units:
-            for place, visit in enumerate(unit.visits):
-                options[visit] = tuple(costs[place] for costs in unit.costs)
-        return least_step_s(self._profile, options, budget_bytes)
-
-    def _least_s(self, candidate: Candidate, budget_bytes: int) -> float:
-        """What the simulator could not go below: for leaving most candidates out."""
-        around, link = self._profile.around, self._profile.link
-        sent = self._sent(candidate, budget_bytes)
+    def _least_s(self, assignment: Assignment, budget_bytes: int) -> float:
+        """Lower bound of the simulated step, to skip most simulations."""
+        outside, link = self._profile.outside, self._profile.link
+        sent = self._sent(assignment, budget_bytes)
         out_s, back_s, lost = sent / link.out, sent / link.back, link.interference
-        forward_s = max(self._forward_s + lost * out_s, around.before_s + out_s)
-        backward_s = self._backward_s + candidate.again_s + lost * back_s
-        return forward_s + max(backward_s, around.turn_s + around.end_s + back_s)
+        forward_s = max(self._forward_s + lost * out_s, outside.before_s + out_s)
+        backward_s = self._backward_s + assignment.recompute_s + lost * back_s
+        return forward_s + max(backward_s, outside.backward_before_s + outside.backward_after_s + back_s)
 
     @cached_property
     def _forward_s(self) -> float:
         regions = self._profile.regions
-        return self._profile.around.before_s + self._profile.around.after_s + sum(r.forward_s for r in regions)
+        return self._profile.outside.before_s + self._profile.outside.after_s + sum(r.forward_s for r in regions)
 
     @cached_property
     def _backward_s(self) -> float:
         return self._profile.plain_s - self._forward_s
 
-    def _try(self, candidate: Candidate, budget_bytes: int, most_s: float = inf) -> _Tried | None:
-        """None if it does not fit, or takes longer than `most_s`."""
-        pace = pace_within(self._profile, candidate.options, budget_bytes)
-        if pace is None:
+    def _simulate(self, assignment: Assignment, budget_bytes: int, most_s: float = inf) -> _Simulated | None:
+        """None if the assignment does not fit, or takes longer than `most_s`."""
+        windows = windows_within(self._profile, assignment.options, budget_bytes)
+        if windows is None:
             return None
-        outcome = simulate_below(self._profile, candidate.options, pace, most_s)
+        outcome = simulate_below(self._profile, assignment.options, windows, most_s)
         if outcome is None:
             return None
         limit = self._profile.host_limit_bytes
         fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)
-        return _Tried(candidate, pace, outcome) if fits else None
+        return _Simulated(assignment, windows, outcome) if fits else None
 
 
-def _most_likely_first(bounded: tuple[float, Candidate]) -> tuple[float, int]:
-    """Of what must send as much, what sends least slows compute least: what comes behind it is soon given up."""
-    least_s, candidate = bounded
-    return round(least_s, 9), candidate.moved_bytes
+def _most_likely_first(bounded: tuple[float, Assignment]) -> tuple[float, int]:
+    """Of equal bounds first the fewest bytes moved: less interference, and later simulations end early."""
+    least_s, assignment = bounded
+    return round(least_s, 9), assignment.moved_bytes
 
 
-def _plan(profile: Profile, tried: _Tried, budget_bytes: int | None, bound_s: float) -> Plan:
-    outcome, options = tried.outcome, tried.candidate.options
-    if all(option.recipe.action == "keep" for option in options):
-        bound_s = outcome.step_s
+def _plan(profile: Profile, simulated: _Simulated, budget_bytes: int | None) -> Plan:
+    outcome, options = simulated.outcome, simulated.assignment.options
     return Plan(
-        regions=_region_plans(profile, tried, reasons_of(profile, options, outcome, budget_bytes is not None)),
-        outside=_outside(profile, tried.pace),
+        regions=_region_plans(profile, simulated, explanations(profile, options, outcome, budget_bytes is not None)),
+        outside=_outside(profile, simulated.windows),
         budget_bytes=budget_bytes,
         predicted=Prediction(
             step_s=outcome.step_s,
-            bound_s=min(bound_s, outcome.step_s),  # they differ in the last digits where they are equal
             stall_forward_s=outcome.stall_forward_s,
             stall_backward_s=outcome.stall_backward_s,
             peak_bytes=outcome.peak_bytes,
@@ -371,28 +337,30 @@ def _plan(profile: Profile, tried: _Tried, budget_bytes: int | None, bound_s: fl
     )
 
 
-def _region_plans(profile: Profile, tried: _Tried, reasons: list[str]) -> dict[str, RegionPlan]:
-    pace, options = tried.pace, tried.candidate.options
-    before = (None, *pace.windows)
-    changes = {r.name for r, window, was in zip(profile.regions, pace.windows, before, strict=False) if window != was}
+def _region_plans(profile: Profile, simulated: _Simulated, reasons: list[str]) -> dict[str, RegionPlan]:
+    windows, options = simulated.windows, simulated.assignment.options
+    before = (None, *windows.forward)
+    changes = {
+        r.name for r, window, was in zip(profile.regions, windows.forward, before, strict=False) if window != was
+    }
     plans: dict[str, RegionPlan] = {}
-    tail = tried.outcome.tail_bytes(options)
+    tail = simulated.outcome.tail_bytes(options)
     for number, region in enumerate(profile.regions):
-        points = (ReleasePoint(0, pace.windows[number]),) if region.name in changes else ()
-        prefetch = max(1, pace.prefetch[number])
+        points = (ReleasePoint(0, windows.forward[number]),) if region.name in changes else ()
+        prefetch = max(1, windows.prefetch[number])
         option = options[number]
         stays = tail[number]
-        cost = Cost(option.kept_bytes + stays, option.moved_bytes - stays, option.again_s)
+        cost = Cost(option.kept_bytes + stays, option.moved_bytes - stays, option.recompute_s)
         plans.setdefault(region.name, RegionPlan(option.recipe, points, prefetch, reasons[number], cost))
     return plans
 
 
-def _outside(profile: Profile, pace: Pace) -> RegionPlan:
-    """What is saved outside of the regions stays; what is on its way from them leaves as memory gets short."""
-    saves = [turn.save for turn in profile.around.turns if turn.save >= 0]
+def _outside(profile: Profile, windows: Windows) -> RegionPlan:
+    """Tensors saved outside of the regions stay; parcels on the way out leave as memory gets short."""
+    indices = [point.tensor_index for point in profile.outside.post_region_points if point.tensor_index >= 0]
     return RegionPlan(
         Recipe("keep"),
-        release=tuple(ReleasePoint(save, window) for save, window in zip(saves, pace.turns, strict=True)),
-        prefetch_bytes=max(1, *pace.prefetch[-1:]) if pace.prefetch else 1,
-        reason="needed again at once",
+        release=tuple(ReleasePoint(*pair) for pair in zip(indices, windows.post_region, strict=True)),
+        prefetch_bytes=max(1, *windows.prefetch[-1:]) if windows.prefetch else 1,
+        reason="needed at once in backward",
     )

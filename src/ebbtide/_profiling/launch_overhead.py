@@ -1,18 +1,17 @@
-"""What queueing a step took the host, from the notes of one that was watched for times.
+"""CPU launch overhead of a step, from the events of the timed step.
 
-Note [The host]
-~~~~~~~~~~~~~~~
-1. What recipes make the host do, beyond the model's own code, matters where it is hardly ahead of compute: many small
-   kernels, and a loop that looks at each loss. There a selective recipe of a region may take longer to queue than to
-   run.
-2. The model's own share is measured, and so is what prepares a region to run again. What else recipes add is reckoned
-   by operators, outputs and parcels, in a unit: what a bare dispatch mode takes for an operator. All of this is Python
-   on one core, so the unit is what fits the measured preparation. A core is half as fast while its other thread is
-   busy: what is timed at another time fits less, and is left to steps in which no region runs again.
-   The device queues some thousand kernels and no more, so a host that is far ahead is held back: most regions of a
-   watched backward take it as long as they take compute. The quickest of those that are alike were not held back.
-3. The host is as far ahead of compute as it was seen to be, and far enough that a step with everything kept waits for
-   nothing (leads.py). Where it takes longer for a step than compute does, that is used up after some.
+Note [Launch overhead]
+~~~~~~~~~~~~~~~~~~~~~~
+1. CPU work of recipes, beyond the model's own code, matters if the CPU is hardly ahead of compute: many small kernels,
+   and a loop that reads each loss. A selective recipe of a region may then take longer to queue than to run.
+2. The model's own CPU time is measured, and the preparation of recomputation as well. Further work of recipes is
+   estimated by numbers of operators, saved outputs and parcels, in a unit: the CPU time that a dispatch mode adds to
+   an operator. All of the work is Python on one core, so the measured preparation gives the unit. A core is half as
+   fast while another thread shares the core, and a unit timed apart fits less: only steps without recomputation use a
+   timed unit. The device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded
+   backward take as much CPU time as compute time. The fastest of equal regions were not blocked.
+3. The CPU is as far ahead of compute as recorded, and far enough that a step that keeps everything waits for nothing
+   (launch-ahead). If the CPU is slower than compute over a step, the launch-ahead is used up at some point.
 """
 
 import itertools
@@ -24,139 +23,143 @@ from typing import Any, NamedTuple
 import torch
 
 from ebbtide._profiling.profile import Host, HostTime, RegionProfile
-from ebbtide._profiling.recorder import Place, StepWatch
-from ebbtide._profiling.region_times import Clock
+from ebbtide._profiling.recorder import ProfilingRecorder, StepEventKind
+from ebbtide._profiling.region_times import RegionTimes
 from ebbtide._utils.torch_private import OperatorMode
 
-# In what a bare dispatch mode takes for an operator: from steps of a ViT on the host of an H200, with batches so small
-# that all of it is the host's, where that was 3.8 us. Modes take 0.81 of that since, and looking at an operator 0.84 of
-# what it did, by steps of a small Llama on another host; to prepare a region takes 0.82 of what it did, by steps of a
-# small ViT there. The figures are those, in today's unit. Steps of the ViT by plans bear them out: where the unit is
-# 2.25 us, selective recipes that hold seven outputs of 73 operators take the host 0.6 to 0.7 ms more in forward than
-# those that run all again, and 0.69 are reckoned.
-_FRAME = 131.0
-_LOOKED_AT = 2.5
-_HELD = 18.0
-_MOVED = 14.0
-_MOST_AGAIN = 1.5  # times the forward
-_MOST_BACKWARD = 2.5
-_CALLS = 64
-_TRIES = 5
+# In units: from steps of a ViT on the CPU of an H200 machine, with batches of pure CPU time, at 3.8 us a unit. Scaled
+# by later measurements: modes take 0.81 of the old time, operators under a mode 0.84 (a small Llama), and preparing a
+# region 0.82 (a small ViT). Check with the ViT at 2.25 us a unit: selective recipes that save seven outputs of 73
+# operators take 0.6 to 0.7 ms more CPU time in forward than full recomputation; the estimate is 0.69 ms.
+_PREPARE_REGION = 131.0
+_INSPECT_OP = 2.5
+_SAVE_OUTPUT = 18.0
+_MOVE_PARCEL = 14.0
+_MOST_RECOMPUTE = 1.5  # times forward
 
 
 def host_of(
-    watch: StepWatch, names: Collection[str], regions: Sequence[RegionProfile], ops: Sequence[int]
+    recorder: ProfilingRecorder, names: Collection[str], regions: Sequence[RegionProfile], ops: Sequence[int]
 ) -> Host | None:
-    """The host in the step of `watch`; None where compute has no queue.
+    """CPU times of a recorded step; None on a device that computes synchronously.
 
     Args:
-        regions: of the step's profile, one per pass.
-        ops: that each of them calls.
+        recorder: recorder of the timed step.
+        names: names of the regions.
+        regions: regions of the step's profile, one for each pass.
+        ops: number of operators of each pass.
     """
-    if not watch.device.is_async:
+    if not recorder.device.is_async:
         return None
-    clock = Clock(watch.notes, names, lambda start, end: end.host_s - start.host_s)
-    unit_s = _unit_s(clock.prepared_s, regions)
-    prepared_s, moved_s = _FRAME * unit_s, _MOVED * unit_s
-    runs: list[_Runs] = []
+    times = RegionTimes(recorder.events, names, lambda start, end: end.cpu_s - start.cpu_s)
+    unit_s = _unit_s(times.prepared_s, regions)
+    prepared_s, moved_s = _PREPARE_REGION * unit_s, _MOVE_PARCEL * unit_s
+    runs: list[_CpuTimes] = []
     for k, region in enumerate(regions):
-        # Backward prepares the pass that is next there, which is taken to be alike.
-        own_s = prepared_s + moved_s * len(region.inputs) if clock.prepared_s[k] > 0 else 0.0
-        first_s, backward_s = clock.forward_s[k] - clock.prepared_s[k], max(0.0, clock.backward_s[k] - own_s)
-        runs.append(_Runs(first_s, clock.again_s[k], backward_s))
-    runs = _steadied(runs, regions, ops)
+        # Backward prepares the next pass in backward, taken as equal to pass k.
+        own_s = prepared_s + moved_s * len(region.inputs) if times.prepared_s[k] > 0 else 0.0
+        first_s, backward_s = times.forward_s[k] - times.prepared_s[k], max(0.0, times.backward_s[k] - own_s)
+        runs.append(_CpuTimes(first_s, times.recompute_s[k], backward_s))
+    runs = _smoothed(runs, regions, ops)
     graph_s = statistics.median(run.kept_s - run.first_s for run in runs)
     return Host(
         regions=tuple(
-            HostTime(run.kept_s, run.backward_s, run.again_s, count) for run, count in zip(runs, ops, strict=True)
+            HostTime(run.kept_s, run.backward_s, run.recompute_s, count) for run, count in zip(runs, ops, strict=True)
         ),
-        before_s=clock.before_s,
-        after_s=clock.after_s,
-        turn_s=clock.turn_s,
-        lead_s=_seen_lead_s(watch),
-        steady_lead_s=0.0,
+        before_s=times.before_s,
+        after_s=times.after_s,
+        backward_before_s=times.backward_before_s,
+        launch_ahead_s=_launch_ahead_s(recorder),
+        steady_launch_ahead_s=0.0,
         frame_s=max(0.0, prepared_s - graph_s),
-        op_s=_LOOKED_AT * unit_s,
-        held_s=_HELD * unit_s,
+        op_s=_INSPECT_OP * unit_s,
+        saved_output_s=_SAVE_OUTPUT * unit_s,
         moved_s=moved_s,
     )
 
 
-class _Runs(NamedTuple):
-    """What the host took for a region, in seconds."""
+class _CpuTimes(NamedTuple):
+    """CPU seconds of one pass: forward without preparation, recomputation, backward."""
 
     first_s: float
-    again_s: float
+    recompute_s: float
     backward_s: float
 
     @property
     def kept_s(self) -> float:
-        """For a run that keeps: a first run of a region that runs again makes no graph, its second one does. Where that
-        one was held back nobody knows."""
-        was_held_back = self.again_s >= _MOST_AGAIN * self.first_s
-        return self.first_s if was_held_back else max(self.first_s, self.again_s)
+        """CPU time of a forward that keeps. Recomputation makes a graph and a first run does not, so the longer of the
+        two counts, unless recomputation was blocked by the device."""
+        was_blocked = self.recompute_s >= _MOST_RECOMPUTE * self.first_s
+        return self.first_s if was_blocked else max(self.first_s, self.recompute_s)
 
 
-def _steadied(runs: Sequence[_Runs], regions: Sequence[RegionProfile], ops: Sequence[int]) -> list[_Runs]:
-    """Regions that are made alike take the host the same: what the quicker of them took."""
-    alike: dict[tuple[int, ...], list[_Runs]] = {}
-    keys = [(count, len(r.saves), len(r.inputs), len(r.dear)) for r, count in zip(regions, ops, strict=True)]
-    for key, own in zip(keys, runs, strict=True):
-        alike.setdefault(key, []).append(own)
-    own = {key: _own(group) for key, group in alike.items()}
-    return [own[key] for key in keys]
+def _smoothed(runs: Sequence[_CpuTimes], regions: Sequence[RegionProfile], ops: Sequence[int]) -> list[_CpuTimes]:
+    """Equal regions take equal CPU time: the time of the faster passes."""
+    groups: dict[tuple[int, ...], list[_CpuTimes]] = {}
+    keys = [
+        (count, len(r.saved_tensors), len(r.inputs), len(r.expensive_ops))
+        for r, count in zip(regions, ops, strict=True)
+    ]
+    for key, run in zip(keys, runs, strict=True):
+        groups.setdefault(key, []).append(run)
+    smoothed = {key: _unblocked(group) for key, group in groups.items()}
+    return [smoothed[key] for key in keys]
 
 
-def _own(runs: Sequence[_Runs]) -> _Runs:
-    """Where it was not held back. In forward it seldom is, and its pace is no steady one: the quicker quarter, and the
-    second quickest in backward. Where all are held back forward bounds the others."""
-    first_s = _from_below(len(runs) // 4, [run.first_s for run in runs])
-    return _Runs(
+def _unblocked(runs: Sequence[_CpuTimes]) -> _CpuTimes:
+    """CPU times without blocking by the device: the faster quarter in forward, where blocking is rare but the speed
+    varies, and the second fastest in backward. Multiples of forward bound the rest, if all passes were blocked."""
+    first_s = _quantile(len(runs) // 4, [run.first_s for run in runs])
+    return _CpuTimes(
         first_s,
-        again_s=min(_MOST_AGAIN * first_s, _from_below(1, [run.again_s for run in runs])),
-        backward_s=min(_MOST_BACKWARD * first_s, _from_below(1, [run.backward_s for run in runs])),
+        recompute_s=min(_MOST_RECOMPUTE * first_s, _quantile(1, [run.recompute_s for run in runs])),
+        backward_s=min(2.5 * first_s, _quantile(1, [run.backward_s for run in runs])),
     )
 
 
-def _from_below(number: int, seconds: Sequence[float]) -> float:
-    """So many are less than it; no more than half of them."""
-    return sorted(seconds)[min(number, (len(seconds) - 1) // 2)]
+def _quantile(rank: int, seconds: Sequence[float]) -> float:
+    """The value of `rank` from below, at most the lower median."""
+    return sorted(seconds)[min(rank, (len(seconds) - 1) // 2)]
 
 
-def _seen_lead_s(watch: StepWatch) -> float:
-    """How long after the host compute came to the step's beginning, at least: what compute had not come by when the
-    host was at a note, it came by later. Until compute is held back."""
-    first, lead_s = watch.notes[0], 0.0
-    own = itertools.takewhile(lambda note: note.place is not Place.GOES_ON, watch.notes)
-    for note, ahead in ((note, watch.notes[note.passed]) for note in own):
-        since_s = watch.device.seconds_between(first.event, ahead.event)
-        lead_s = max(lead_s, note.at_s - first.at_s - since_s)
-    return lead_s
+def _launch_ahead_s(recorder: ProfilingRecorder) -> float:
+    """Lower bound of the delay of compute behind the CPU at the beginning of the step. Events not passed when the CPU
+    recorded a later event bound the delay, until the first spin."""
+    first, ahead_s = recorder.events[0], 0.0
+    own = itertools.takewhile(lambda each: each.kind is not StepEventKind.SPIN_ENDED, recorder.events)
+    for event, not_passed in ((event, recorder.events[event.passed]) for event in own):
+        since_s = recorder.device.seconds_between(first.event, not_passed.event)
+        ahead_s = max(ahead_s, event.at_s - first.at_s - since_s)
+    return ahead_s
 
 
 def _unit_s(prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> float:
-    """By what it took to prepare the passes to run again, with their inputs moved; without any, timed here."""
+    """Unit by the preparation of passes with offloaded inputs, or timed if no pass was prepared."""
     seen = zip(prepared_s, regions, strict=True)
-    units = [seconds / (_FRAME + _MOVED * len(region.inputs)) for seconds, region in seen if seconds > 0]
+    units = [s / (_PREPARE_REGION + _MOVE_PARCEL * len(region.inputs)) for s, region in seen if s > 0]
     return statistics.median(units) if units else _timed_unit_s()
 
 
 def _timed_unit_s() -> float:
-    """What an operator takes the host longer where a dispatch mode looks at it."""
-    t = torch.empty(1)
-    with _Looking():
-        looked_at_s = min(_seconds_of_calls(t) for _ in range(_TRIES))
-    return max(0.0, looked_at_s - min(_seconds_of_calls(t) for _ in range(_TRIES))) / _CALLS
+    """CPU time that a dispatch mode adds to an operator."""
+    calls, t = 64, torch.empty(1)
+
+    def fastest_s() -> float:
+        return min(_seconds_of_calls(t, calls) for _ in range(5))
+
+    with _EmptyMode():
+        with_mode_s = fastest_s()
+    return max(0.0, with_mode_s - fastest_s()) / calls
 
 
-def _seconds_of_calls(t: torch.Tensor) -> float:
+def _seconds_of_calls(t: torch.Tensor, calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(calls):
         t.detach()
     return time.perf_counter() - start
 
 
-class _Looking(OperatorMode):
+class _EmptyMode(OperatorMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -1,34 +1,28 @@
-"""How fast an engine's lanes are: a few copies of its own, timed once. For planners; no training is touched."""
+"""Measures the copy rates of an engine's lanes with a few copies of its own, before planning."""
 
 import time
 from typing import NamedTuple
 
 from ebbtide._engine.engine import Engine
+from ebbtide._types import Block, Device, Stream, StreamEvent, Wait
 from ebbtide._utils.sizes import MIB
-from ebbtide.types import Block, Device, Stream, StreamEvent, Wait
-
-_SIZES = (64 * MIB, 16 * MIB, 4 * MIB, MIB)  # the largest that the store has room for
-_TIMES = 3
-_POLL_S = 1e-4
-_LEAST_S = 1e-9  # a simulated clock may stand still
 
 
 class Rates(NamedTuple):
-    """Bytes per second out and back, each alone and both at once."""
+    """Bytes per second of each direction alone."""
 
     out: float
     back: float
-    out_duplex: float
-    back_duplex: float
 
 
-def link_rates(engine: Engine) -> Rates | None:
-    """Rates of the engine's store, by copies of up to 64 MiB; None if the store has no room for the smallest.
+def probe_link(engine: Engine) -> Rates | None:
+    """Copy rates of the engine's store; None if the store has no room for two copies of 1 MiB.
 
-    Waits for its own copies, and needs twice their size of device memory meanwhile.
+    Two copies of 64 MiB are timed, or of less in a smaller store. The call waits for the copies, and needs twice the
+    size of a copy in device memory.
     """
     with engine.lock:
-        for nbytes in _SIZES:
+        for nbytes in (64 * MIB, 16 * MIB, 4 * MIB, MIB):
             blocks = [engine.store.reserve(nbytes) for _ in range(2)]
             try:
                 if None not in blocks:
@@ -42,25 +36,22 @@ def link_rates(engine: Engine) -> Rates | None:
 
 def _rates(engine: Engine, nbytes: int, first: Block, second: Block) -> Rates:
     device, store = engine.device, engine.store
-    home = device.current_stream()
-    there, back = device.new_stream("probe out"), device.new_stream("probe in")
-    source, target = device.allocate(nbytes, home), device.allocate(nbytes, home)
+    compute = device.current_stream()
+    outbound, inbound = device.new_stream("probe out"), device.new_stream("probe in")
+    source, target = device.allocate(nbytes, compute), device.allocate(nbytes, compute)
     source.zero_()
-    ready = device.record(home)
-    for stream in (there, back):
+    ready = device.record(compute)
+    for stream in (outbound, inbound):
         device.wait(stream, ready, Wait.READY)
 
-    def out() -> _Copy:
-        return _Copy(device.record(there), store.write(first, source, there))
+    def copy_out() -> _Copy:
+        return _Copy(device.record(outbound), store.write(first, source, outbound))
 
-    def into() -> _Copy:
-        return _Copy(device.record(back), store.read(second, target, back))
+    def copy_back() -> _Copy:
+        return _Copy(device.record(inbound), store.read(second, target, inbound))
 
-    store.write(second, source, there)  # something to read, and the lane is warm
-    alone = [max(_rate(device, home, nbytes, copy()) for _ in range(_TIMES)) for copy in (out, into)]
-    pairs = [(out(), into()) for _ in range(_TIMES)]
-    both = [max(_rate(device, home, nbytes, pair[way]) for pair in pairs) for way in range(2)]
-    return Rates(alone[0], alone[1], min(alone[0], both[0]), min(alone[1], both[1]))
+    store.write(second, source, outbound)  # fills the block that `copy_back` reads, and warms up the lane
+    return Rates(*(max(_rate(device, compute, nbytes, copy()) for _ in range(3)) for copy in (copy_out, copy_back)))
 
 
 class _Copy(NamedTuple):
@@ -68,8 +59,8 @@ class _Copy(NamedTuple):
     ended: StreamEvent
 
 
-def _rate(device: Device, home: Stream, nbytes: int, copy: _Copy) -> float:
-    device.wait(home, copy.ended, Wait.ABANDONED)  # its memory is freed in home's order
+def _rate(device: Device, compute: Stream, nbytes: int, copy: _Copy) -> float:
+    device.wait(compute, copy.ended, Wait.ABANDONED)  # the copied memory is freed in the order of `compute`
     while not device.is_done(copy.ended):
-        time.sleep(_POLL_S)
-    return nbytes / max(device.seconds_between(copy.began, copy.ended), _LEAST_S)
+        time.sleep(1e-4)
+    return nbytes / max(device.seconds_between(copy.began, copy.ended), 1e-9)  # a simulated clock may stand still

@@ -1,26 +1,26 @@
-"""What several ranks of one job have to agree on before they go by one plan. Pure."""
+"""One profile for all ranks of a job, so that all ranks follow one plan. Pure."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ebbtide._errors import PlanError
-from ebbtide._profiling.profile import Around, Dear, Host, HostTime, Link, Profile, RegionProfile, Save, Turn
+from ebbtide._profiling.profile import ExpensiveOp, Host, Link, Outside, PostRegionPoint, Profile, RegionProfile
 
-Row = TypeVar("Row", RegionProfile, Around, Save, Dear, Turn, Host, HostTime)
+Row = TypeVar("Row")
 
 
 def slowest(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all ranks: what fits it fits each of them, and takes none of them longer.
+    """Merge profiles of the same regions: a plan that fits the result fits every rank, and slows no rank further.
 
-    Of all bytes and seconds the largest, of the link's rates and of host and device memory the smallest. Saves, inputs
-    and dear outputs are told apart by number: what one rank alone has counts too, what shares its memory on one rank
-    shares it, and what may travel on one rank may. Of the places behind the last region only those count that all ranks
-    have: elsewhere some rank could not release. `tokens` are those of the largest batch, whose figures these are, so
-    that a smaller batch is scaled down from them. `base` is that of the rank with the most allocated before the step,
-    `made_for` that of the first, who keeps the file.
+    Bytes and seconds are the largest of all ranks; rates of the link, host memory and device memory the smallest.
+    Saved tensors, inputs and expensive calls are matched by index. A row of a single rank counts. Memory shared on any
+    rank counts as shared, and a tensor movable on any rank as movable. Points after the last region count if common to
+    all ranks: elsewhere some rank could not release. `tokens` are from the largest batch, as the figures are. `base` is
+    from the rank with the most memory before the step, `made_for` from the first rank, the keeper of the file.
 
-    Raises PlanError if they are of different regions.
+    Raises:
+        PlanError: the profiles have different regions.
     """
     first = profiles[0]
     for other in profiles[1:]:
@@ -30,10 +30,10 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
                 "rank its own plan=, or the recipes by hand"
             )
     fullest = max(profiles, key=lambda profile: profile.base_bytes)
-    merged = Profile(
+    return Profile(
         made_for=first.made_for,
         regions=tuple(_slowest_region([p.regions[k] for p in profiles]) for k in range(len(first.regions))),
-        around=_slowest_around([p.around for p in profiles]),
+        outside=_slowest_outside([p.outside for p in profiles]),
         link=_slowest_link([p.link for p in profiles]),
         base_bytes=fullest.base_bytes,
         base=fullest.base,
@@ -41,88 +41,88 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
         graphs=max(p.graphs for p in profiles),
+        host=_slowest_host([p.host for p in profiles if p.host is not None]),
     )
-    return dataclasses.replace(merged, host=_slowest_host([p.host for p in profiles]))
 
 
 def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
     merged = dataclasses.replace(
         _largest(regions),
-        saves=_by_number((save.index, save) for region in regions for save in region.saves),
-        inputs=_by_number((save.index, save) for region in regions for save in region.inputs),
-        dear=_by_number((dear.index, dear) for region in regions for dear in _agreed(region.dear, regions)),
+        saved_tensors=_by_number((tensor.index, tensor) for region in regions for tensor in region.saved_tensors),
+        inputs=_by_number((tensor.index, tensor) for region in regions for tensor in region.inputs),
+        expensive_ops=_by_number((op.index, op) for region in regions for op in _agreed(region, regions)),
     )
-    # What is short-lived is what the work is beyond the saves: no rank's may vanish behind the saves of another.
-    short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unasked_bytes for each in regions)
+    # Short-lived memory of one rank must not vanish under saved tensors of another rank.
+    short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unused_bytes for each in regions)
     was_seen = all(region.moved_work_bytes > 0 for region in regions)
     return dataclasses.replace(
         merged,
-        backward_work_bytes=merged.saved_bytes - merged.unasked_bytes + short_lived,
+        backward_work_bytes=merged.saved_bytes - merged.unused_bytes + short_lived,
         moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
-        again_s=merged.again_s if all(region.again_s > 0 for region in regions) else 0.0,  # 0: never recomputed
+        recompute_s=merged.recompute_s if all(region.recompute_s > 0 for region in regions) else 0.0,  # 0: not measured
     )
 
 
-def _agreed(dear: "Sequence[Dear]", regions: Sequence[RegionProfile]) -> Iterator[Dear]:
-    """What a call leads to is known if it does on every rank that makes it."""
-    for row in dear:
-        others = (other for region in regions for other in region.dear if other.index == row.index)
-        is_alike = all((other.led, other.users) == (row.led, row.users) for other in others)
-        yield row if is_alike else dataclasses.replace(row, led=(), led_s=0.0, led_ops=0, users=())
+def _agreed(own: RegionProfile, regions: Sequence[RegionProfile]) -> Iterator[ExpensiveOp]:
+    """Downstream tensors of a call count only if equal on all ranks with the call."""
+    for op in own.expensive_ops:
+        matching = (other for region in regions for other in region.expensive_ops if other.index == op.index)
+        if all((other.downstream, other.users) == (op.downstream, op.users) for other in matching):
+            yield op
+        else:
+            yield dataclasses.replace(op, downstream=(), downstream_s=0.0, downstream_ops=0, users=())
 
 
-def _slowest_around(arounds: Sequence[Around]) -> Around:
-    common = frozenset[int].intersection(*(frozenset(turn.save for turn in around.turns) for around in arounds))
-    turns = _by_number((turn.save, turn) for around in arounds for turn in _at_places(around.turns, common))
-    return dataclasses.replace(_largest(arounds), turns=turns)
+def _slowest_outside(parts: Sequence[Outside]) -> Outside:
+    common = frozenset[int].intersection(
+        *(frozenset(p.tensor_index for p in part.post_region_points) for part in parts)
+    )
+    points = (point for part in parts for point in _at_places(part.post_region_points, common))
+    numbered = _by_number((point.tensor_index, point) for point in points)
+    return dataclasses.replace(_largest(parts), post_region_points=numbered)
 
 
-def _at_places(turns: Iterable[Turn], places: Collection[int]) -> Iterator[Turn]:
-    """The same peaks, each at the last of `places` that forward has come by. What comes before is its end."""
-    at = Turn(-1, 0.0, 0)
-    for turn in turns:
-        if turn.save in places:
-            at = turn
-        yield dataclasses.replace(at, peak_bytes=turn.peak_bytes)
+def _at_places(points: Iterable[PostRegionPoint], places: Collection[int]) -> Iterator[PostRegionPoint]:
+    """All peaks, each at the last of `places` that forward has passed, or at the end of the last region's forward."""
+    at = PostRegionPoint(-1, 0.0, 0)
+    for point in points:
+        if point.tensor_index in places:
+            at = point
+        yield dataclasses.replace(at, peak_bytes=point.peak_bytes)
 
 
 def _slowest_link(links: Sequence[Link]) -> Link:
     return Link(
         out=min(link.out for link in links),
         back=min(link.back for link in links),
-        out_duplex=min(link.out_duplex for link in links),
-        back_duplex=min(link.back_duplex for link in links),
         latency_s=max(link.latency_s for link in links),
         interference=max(link.interference for link in links),
     )
 
 
-def _slowest_host(hosts: Sequence[Host | None]) -> Host | None:
-    """Of those that are known. How far ahead it has to be is the merged profile's to say."""
-    known = [host for host in hosts if host is not None]
-    if not known:
+def _slowest_host(hosts: Sequence[Host]) -> Host | None:
+    """The steady launch-ahead follows from the merged profile, by `with_host`."""
+    if not hosts:
         return None
-    regions = tuple(_largest(times) for times in zip(*(host.regions for host in known), strict=True))
-    return dataclasses.replace(_largest(known), regions=regions, lead_s=min(host.lead_s for host in known))
+    regions = tuple(_largest(times) for times in zip(*(host.regions for host in hosts), strict=True))
+    ahead_s = min(host.launch_ahead_s for host in hosts)
+    return dataclasses.replace(_largest(hosts), regions=regions, launch_ahead_s=ahead_s)
 
 
 def _least(limits: Iterable[int | None]) -> int | None:
-    """None is no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _by_number(rows: "Iterable[tuple[int, Row]]") -> "tuple[Row, ...]":
+def _by_number(rows: Iterable[tuple[int, Row]]) -> tuple[Row, ...]:
     alike: dict[int, list[Row]] = {}
     for number, row in rows:
         alike.setdefault(number, []).append(row)
     return tuple(_largest(alike[number]) for number in sorted(alike))
 
 
-def _largest(rows: "Sequence[Row]") -> "Row":
-    """Of each number the largest; what is no number, of the first."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(rows[0]):
-        values = [getattr(row, field.name) for row in rows]
-        if isinstance(values[0], int | float):
-            changed[field.name] = max(values)
-    return dataclasses.replace(rows[0], **changed)
+def _largest(rows: Sequence[Row]) -> Row:
+    """The largest of every number; other fields of the first row."""
+    first: Any = rows[0]
+    values = {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(first)}
+    numbers = {name: max(found) for name, found in values.items() if isinstance(found[0], int | float)}
+    return dataclasses.replace(first, **numbers)

@@ -1,79 +1,75 @@
-"""What one step was measured to do: plain data, JSON both ways. Seconds and bytes."""
+"""Profiles as plain data: measurements of one training step, to and from JSON. Seconds and bytes."""
 
 import dataclasses
-import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ebbtide._errors import PlanError
-from ebbtide._utils.serialize import check_fields, reading
+from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import format_bytes
-from ebbtide._utils.text import as_range, counts_up, plain_table
+from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 4
-_READABLE = (1, 2, 3, FORMAT)
-NOBODY, OUTSIDE = -1, -2
-"""Of which save's memory one takes that is of no save of its region: see `Save.shares`."""
-_LEAST = {"shares": OUTSIDE, "save": -1}  # those of no save
+FORMAT = 5
+UNSHARED, OUTSIDE = -1, -2
+"""Values of `SavedTensor.shares` besides an index."""
 
 
 class OtherVersionError(PlanError):
-    """A file of profiles as another version of ebbtide writes them."""
+    """A profile file of another version of ebbtide."""
 
 
 @dataclass(frozen=True)
-class Save:
-    """Bytes that a region's backward, or its second run, needs and that may travel.
+class SavedTensor:
+    """A tensor that a region saves or is passed, in bytes that may move and that backward needs.
 
     Attributes:
-        index: of the save in its region, as `Recipe.sites` counts.
-        nbytes: that travel for it; 0 if another save takes the same memory along, or what is saved outside of the
-            regions has it stay.
-        at_s: when it is there, after its region's forward began.
-        shares: index of the save of this region whose memory it shares, and without which it frees nothing; OUTSIDE if
-            what is saved outside of the regions has it stay, so that to send it would be in vain; NOBODY if it has
-            memory of its own, or a save of another region has.
+        index: number of the saved tensor in the region, as counted by `Recipe.sites`.
+        nbytes: size of the parcel; 0 if another saved tensor's parcel holds the memory, or a tensor saved outside of
+            the regions keeps the memory alive.
+        at_s: time from the begin of the region's forward until the tensor exists.
+        shares: index of the saved tensor of this region with the same memory: both have to move to free any. OUTSIDE
+            if a tensor saved outside of the regions keeps the memory alive: a move would free nothing. UNSHARED if no
+            saved tensor of the region has the same memory.
     """
 
     index: int
     nbytes: int
     at_s: float
-    shares: int = NOBODY
+    shares: int = dataclasses.field(default=UNSHARED, metadata={"least": OUTSIDE})
 
     @property
     def is_of_another_region(self) -> bool:
-        """Its memory travels for a save there."""
-        return self.nbytes == 0 and self.shares == NOBODY
+        """Whether the memory moves with a saved tensor of another region."""
+        return self.nbytes == 0 and self.shares == UNSHARED
 
 
 @dataclass(frozen=True)
-class Dear:
-    """What a call of a dear operator returns.
+class ExpensiveOp:
+    """One call of an expensive operator in a region.
 
     Attributes:
-        index: of the call in its region, as `Recipe.sites` counts for a selective recipe.
-        nbytes: of its outputs.
-        at_s: when it is there, after its region's forward (or second run) began.
-        again_s: what the call takes.
-        op: its operator, "aten::mm".
-        led: indices of the saves that its output leads to through operators that are not dear; empty if it leads to
-            something that has to be there (see recipe.beyond).
-        led_s: what the operators in between take, those that lead to nothing else.
-        led_ops: how many they are.
-        users: indices of the dear calls that are given what it leads to.
+        index: number of the call in the region, as counted by `Recipe.sites` of a selective recipe.
+        nbytes: size of the outputs.
+        at_s: time from the begin of the region's forward (or recomputation) until the outputs exist.
+        recompute_s: duration of the call.
+        op: name of the operator, "aten::mm".
+        downstream: indices of the saved tensors computed from the outputs by operators that are not expensive; empty
+            if the outputs themselves have to be there (see `Recipe.prune`).
+        downstream_s: duration of the operators in between that serve nothing else.
+        downstream_ops: number of the operators in between.
+        users: indices of the expensive calls that read the tensors in between.
     """
 
     index: int
     nbytes: int
     at_s: float
-    again_s: float
+    recompute_s: float
     op: str
-    led: tuple[int, ...] = ()
-    led_s: float = 0.0
-    led_ops: int = 0
+    downstream: tuple[int, ...] = ()
+    downstream_s: float = 0.0
+    downstream_ops: int = 0
     users: tuple[int, ...] = ()
 
 
@@ -83,153 +79,154 @@ class RegionProfile:
 
     Attributes:
         name: FQN of the region's module.
-        forward_s, backward_s: its forward, and its backward without a second run; each with what follows it outside of
-            all regions, up to the next one.
-        again_s: its second run, with nothing held.
-        saves: what autograd saves in it, as far as it may travel.
-        stuck_bytes: what autograd saves in it and cannot travel (small, of an unknown kind). A second run spares it.
-        inputs: the tensors passed to it.
-        dear: the outputs of dear operators that its second run makes; empty where the compiler hides them.
-        forward_work_bytes: most that its forward allocates beyond what was there when it began, saving nothing.
-        backward_work_bytes: the same of its second run and backward together, inputs included.
-        grad_bytes: what its backward leaves allocated.
-        moved_work_bytes: most that its backward allocates without a second run, less the saves that it has not asked
-            for by then; 0 if nobody looked.
-        unasked_bytes: of `saves`, what backward does not ask for.
-        behind_bytes: saved outside of all regions between it and the next one. It stays, whatever is done.
-        has_dead_saves: it saves more than that, in a branch that nobody uses, which is gone when its forward ends.
+        forward_s, backward_s: durations, backward without recomputation. Each includes the operators outside of all
+            regions that follow, up to the next region.
+        recompute_s: duration of the recomputation with no outputs saved; 0 if never measured.
+        saved_tensors: tensors that autograd saves in the region and that may move.
+        not_movable_bytes: saved in the region, but not movable (small, or of an unknown kind). Recomputation frees
+            these bytes too.
+        inputs: tensors passed to the region.
+        expensive_ops: calls of expensive operators in the recomputation; empty if a compiler hides the operators.
+        forward_work_bytes: most that forward allocates beyond the memory at its begin, saved tensors not counted.
+        backward_work_bytes: most that recomputation and backward allocate together, inputs included.
+        grad_bytes: memory that backward leaves allocated.
+        moved_work_bytes: most that backward without recomputation allocates, less the saved tensors that backward has
+            not asked for at the time; 0 if not measured.
+        unused_bytes: part of `saved_tensors` that backward never asks for.
+        after_bytes: saved outside of all regions between this region and the next. Stays on the device in any case.
+        has_dead_tensors: whether the region saves further tensors in a branch without use, freed when forward ends.
     """
 
     name: str
     forward_s: float
     backward_s: float
-    again_s: float
-    saves: tuple[Save, ...]
-    stuck_bytes: int
-    inputs: tuple[Save, ...]
-    dear: tuple[Dear, ...]
+    recompute_s: float
+    saved_tensors: tuple[SavedTensor, ...]
+    not_movable_bytes: int
+    inputs: tuple[SavedTensor, ...]
+    expensive_ops: tuple[ExpensiveOp, ...]
     forward_work_bytes: int
     backward_work_bytes: int
     grad_bytes: int
     moved_work_bytes: int = 0
-    unasked_bytes: int = 0
-    behind_bytes: int = 0
-    has_dead_saves: bool = False
+    unused_bytes: int = 0
+    after_bytes: int = 0
+    has_dead_tensors: bool = False
 
     @property
     def saved_bytes(self) -> int:
-        return sum(save.nbytes for save in self.saves) + self.stuck_bytes
+        return sum(tensor.nbytes for tensor in self.saved_tensors) + self.not_movable_bytes
 
     @property
-    def has_saves_in_vain(self) -> bool:
-        """Whether it saves what frees nothing where it is moved."""
-        return self.has_dead_saves or any(save.shares == OUTSIDE for save in self.saves)
+    def has_useless_moves(self) -> bool:
+        """Whether some saved tensors free no memory when moved."""
+        return self.has_dead_tensors or any(tensor.shares == OUTSIDE for tensor in self.saved_tensors)
 
     @property
     def may_move_inputs(self) -> bool:
-        """Whether to move the tensors passed to it frees memory, its own or another region's."""
-        return any(save.nbytes > 0 or save.is_of_another_region for save in self.inputs)
+        """Whether a move of the inputs frees memory, of this region or of another region."""
+        return any(tensor.nbytes > 0 or tensor.is_of_another_region for tensor in self.inputs)
 
     @property
     def short_lived_bytes(self) -> int:
-        """Most that its second run and backward together allocate beyond what is saved for backward."""
-        return max(0, self.backward_work_bytes - self.saved_bytes + self.unasked_bytes)
+        """Most that recomputation and backward together allocate beyond the saved tensors."""
+        return max(0, self.backward_work_bytes - self.saved_bytes + self.unused_bytes)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A place between the last region's forward and its backward.
+class PostRegionPoint:
+    """A place between the last region's forward and the last region's backward.
 
     Attributes:
-        save: index of the save, outside of all regions, at which what is on its way may leave; -1 for the end of the
-            last region's forward, where there is none.
-        at_s: when forward comes by, after the last region's has ended.
-        peak_bytes: most that is allocated from here to the next of these places (or the last region's backward), beyond
-            what was there before the first region, what regions keep and what is on its way.
+        tensor_index: index of the tensor saved at the place, outside of all regions, where parcels may leave; -1 for
+            the end of the last region's forward, where nothing is saved.
+        at_s: time from the end of the last region's forward.
+        peak_bytes: most allocated from here to the next place (or to the last region's backward), beyond the memory
+            before the first region, the memory that regions keep and the parcels on the way out.
     """
 
-    save: int
+    tensor_index: int = dataclasses.field(metadata={"least": -1})
     at_s: float
     peak_bytes: int
 
 
 @dataclass(frozen=True)
-class Around:
-    """The step outside of its regions: what comes before the first of them, and between forward and backward.
+class Outside:
+    """The step before, after and between forward and backward of the regions.
 
     Attributes:
         before_s: forward before the first region.
         after_s: forward after the last region.
-        turn_s: backward before that of the last region (loss, logits).
-        end_s: backward after that of the first region.
-        kept_bytes: what is saved there and stays until backward, allocated before the first region begins.
-        turns: places behind the last region, in order; the first is the end of its forward.
-        held_bytes: what is saved behind the last region and stays until backward.
+        backward_before_s: backward before the last region's backward (loss, logits).
+        backward_after_s: backward after the first region's backward.
+        kept_bytes: saved before the first region, and on the device until backward.
+        post_region_points: places after the last region, in order, beginning with the end of its forward.
+        held_bytes: saved after the last region, and on the device until backward.
     """
 
     before_s: float
     after_s: float
-    turn_s: float
-    end_s: float
+    backward_before_s: float
+    backward_after_s: float
     kept_bytes: int
-    turns: tuple[Turn, ...]
+    post_region_points: tuple[PostRegionPoint, ...]
     held_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """Most that is allocated behind the last region, beyond what was there when its forward ended."""
-        return max((turn.peak_bytes for turn in self.turns), default=0)
+        """Most allocated after the last region, beyond the memory at the end of the last region's forward."""
+        return max((point.peak_bytes for point in self.post_region_points), default=0)
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """What a pass through a region takes the host, by which it is queued, with everything kept.
+    """CPU time to launch one pass through a region, with everything kept.
 
     Attributes:
-        forward_s, backward_s: its forward and its backward.
-        again_s: its second run, with nothing held.
-        ops: operators that it calls.
+        forward_s, backward_s: forward and backward.
+        recompute_s: recomputation with no outputs saved.
+        ops: number of operators called.
     """
 
     forward_s: float
     backward_s: float
-    again_s: float
+    recompute_s: float
     ops: int
 
     def times(self, ratio: float) -> "HostTime":
-        """With so many times the seconds."""
-        return HostTime(self.forward_s * ratio, self.backward_s * ratio, self.again_s * ratio, self.ops)
+        """All seconds multiplied by `ratio`."""
+        return HostTime(self.forward_s * ratio, self.backward_s * ratio, self.recompute_s * ratio, self.ops)
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host, that queues what compute runs. It is ahead of compute, or compute waits for it.
+    """CPU launch overhead of a step: the host launches ahead of compute, or compute waits for the host.
 
     Attributes:
-        regions: what each of the profile's regions takes.
-        before_s, after_s, turn_s: as those of `Around`.
-        lead_s: how far ahead of compute it is where a step begins, at least.
-        steady_lead_s: the same where it takes longer for a step than compute.
-        frame_s: what it takes to prepare a region to run again, and again to begin its second run.
-        op_s: for each operator that a selective recipe looks at, in both runs.
-        held_s: for each output that is held, and again for handing it out.
-        moved_s: for each parcel, out, and again for its way back.
+        regions: launch times, one for each region of the profile.
+        before_s, after_s, backward_before_s: launch times of the parts of `Outside` of the same names.
+        launch_ahead_s: how far the host is ahead of compute at the begin of a step, at least.
+        steady_launch_ahead_s: the same where a step takes the host longer than compute.
+        frame_s: added where a region prepares for recomputation, and again where recomputation begins.
+        op_s: added for each operator under a selective recipe, in forward and in recomputation.
+        saved_output_s: added for each saved output, and again when recomputation reuses the output.
+        moved_s: added for each parcel on the way out, and again on the way back.
     """
 
     regions: tuple[HostTime, ...]
     before_s: float
     after_s: float
-    turn_s: float
-    lead_s: float
-    steady_lead_s: float
+    backward_before_s: float
+    launch_ahead_s: float
+    steady_launch_ahead_s: float
     frame_s: float
     op_s: float
-    held_s: float
+    saved_output_s: float
     moved_s: float
 
     def times(self, ratio: float) -> "Host":
-        """One that takes so many times as long for everything."""
-        seconds = ("before_s", "after_s", "turn_s", "frame_s", "op_s", "held_s", "moved_s")
+        """All launch times multiplied by `ratio`; the launch-ahead stays."""
+        seconds = ("before_s", "after_s", "backward_before_s", "frame_s", "op_s", "saved_output_s", "moved_s")
         return dataclasses.replace(
             self,
             regions=tuple(region.times(ratio) for region in self.regions),
@@ -238,70 +235,67 @@ class Host:
 
     @property
     def seconds(self) -> float:
-        """That a step with everything kept takes it."""
-        outside = self.before_s + self.after_s + self.turn_s
+        """CPU time of a step with everything kept."""
+        outside = self.before_s + self.after_s + self.backward_before_s
         return outside + sum(region.forward_s + region.backward_s for region in self.regions)
 
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of the lanes in bytes per second.
+    """Rates of the lanes, each alone.
 
     Attributes:
-        out, back: one direction alone.
-        out_duplex, back_duplex: both at once.
-        latency_s: of one copy, however small. Assumed where a handle makes the profile, as is the next one.
-        interference: seconds that compute loses for each second that a lane copies beside it; less than one.
+        out, back: bytes per second to the store and from the store.
+        latency_s: duration of an empty copy. Assumed, not measured, in a profile made by a handle.
+        interference: seconds that compute loses per second of copying; less than 1. Assumed likewise.
+
+    Raises:
+        PlanError: a rate of 0, or an interference outside of 0 to 1.
     """
 
     out: float
     back: float
-    out_duplex: float
-    back_duplex: float
     latency_s: float
-    interference: float = 0.013  # of bare copies beside the steps of a Llama 1B; see docs/measured.md, P1
+    interference: float = 0.013  # of bare copies during the steps of a Llama 1B; see docs/measured.md, P1
 
     def __post_init__(self) -> None:
-        for name in ("out", "back", "out_duplex", "back_duplex"):
+        for name in ("out", "back"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"link.{name} is {getattr(self, name)!r}: expected more than 0 bytes per second")
         if not 0.0 <= self.interference < 1.0:
-            raise PlanError(f"interference {self.interference}: compute would stand still beside a copy, or gain by it")
+            raise PlanError(f"link.interference is {self.interference}: expected at least 0 and less than 1")
 
     def times(self, out: float, back: float) -> "Link":
-        """With its rates so many times as large, alone and both at once."""
-        return dataclasses.replace(
-            self,
-            out=self.out * out,
-            back=self.back * back,
-            out_duplex=self.out_duplex * out,
-            back_duplex=self.back_duplex * back,
-        )
+        """The rates multiplied by `out` and `back`."""
+        return dataclasses.replace(self, out=self.out * out, back=self.back * back)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One step.
+    """Measurements of one step. `str()` gives a table of memory by region.
 
     Attributes:
-        made_for: what it was measured on, by name: model, device, version of torch, min_bytes. One of others is
-            refused; to batches of another size it is scaled.
+        made_for: circumstances of the measurement, by name: model, device, version of torch, min_bytes. A profile is
+            refused under other circumstances; another batch size is scaled to.
         regions: in the order of forward.
-        around: the rest.
+        outside: everything outside of the regions.
         link: the lanes.
-        base_bytes: allocated when the step began.
-        base: what `base_bytes` is made of, by name: parameters, gradients, optimizer, other.
-        host_limit_bytes: most that the store takes; None if it has no limit.
-        tokens: elements of the tensors passed to the model, by which a profile is scaled to another shape.
-        device_bytes: memory that the device has in all; None if nobody asked it.
-        graphs: forwards whose backward is still to come, at the most, the one at hand counted: 1 in a plain loop, more
-            in a pipeline, or where several forwards make one loss.
-        host: what queues the step; None where compute has no queue, or nobody measured it.
+        base_bytes: allocated at the begin of the step.
+        base: parts of `base_bytes`, by name: parameters, gradients, optimizer, other.
+        host_limit_bytes: capacity of the store; None: no limit.
+        tokens: elements of the tensors passed to the model, the measure of a batch's size.
+        device_bytes: capacity of the device; None if unknown.
+        graphs: most forwards at once whose backward is still to come, the current forward included: 1 in a plain loop,
+            more in a pipeline or where several forwards make one loss.
+        host: CPU launch overhead; None where compute is synchronous, or nothing was measured.
+
+    Raises:
+        PlanError: `graphs` below 1, or `host` of another number of regions.
     """
 
     made_for: Mapping[str, str]
     regions: tuple[RegionProfile, ...]
-    around: Around
+    outside: Outside
     link: Link
     base_bytes: int
     base: Mapping[str, int]
@@ -313,78 +307,71 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.graphs < 1:
-            raise PlanError(f"graphs={self.graphs}: a backward is of one forward at least")
+            raise PlanError(f"graphs={self.graphs}: expected at least 1, the forward of the backward")
         if self.host is not None and len(self.host.regions) != len(self.regions):
             raise PlanError(f"times of the host for {len(self.host.regions)} of {len(self.regions)} regions")
 
     @property
-    def has_second_runs(self) -> bool:
-        """Whether regions ran again while it was measured. If not, all a planner can do is keep and move."""
-        return any(region.again_s > 0 for region in self.regions)
+    def has_recomputation(self) -> bool:
+        """Whether recomputation was measured. Otherwise a planner can only keep and offload."""
+        return any(region.recompute_s > 0 for region in self.regions)
 
-    def check_second_runs(self) -> None:
-        """Raises PlanError for a profile that is of no use within a budget."""
-        if not self.has_second_runs:
+    def check_has_recomputation(self) -> None:
+        """Raise PlanError for a profile that cannot serve a budget."""
+        if not self.has_recomputation:
             raise PlanError(
-                "the profile was measured without a budget, so it does not say what it takes to run a region again: "
-                "measure one with a budget, or leave profile= out"
+                "the profile was measured without a budget and has no recomputation times: measure a profile with a "
+                "budget, or omit profile="
             )
 
     @property
     def plain_s(self) -> float:
         """Forward and backward with everything kept."""
-        around = self.around
-        outside = around.before_s + around.after_s + around.turn_s + around.end_s
-        return outside + sum(region.forward_s + region.backward_s for region in self.regions)
+        out = self.outside
+        outside_s = out.before_s + out.after_s + out.backward_before_s + out.backward_after_s
+        return outside_s + sum(region.forward_s + region.backward_s for region in self.regions)
 
     def scaled(self, tokens: int) -> "Profile":
-        """The step of a batch with so many tokens: bytes and seconds in proportion, what is there anyway as it is.
+        """The step of a batch with `tokens` elements: bytes and seconds in proportion, `base_bytes` unchanged.
 
-        Attention costs more than in proportion; the measured steps correct that.
+        Attention grows faster than in proportion; measured steps correct the error.
         """
         if tokens == self.tokens or self.tokens <= 0:
             return self
         k = tokens / self.tokens
-        return dataclasses.replace(
-            self,
-            regions=tuple(_scaled_region(region, k) for region in self.regions),
-            around=_scaled_around(self.around, k),
-            tokens=tokens,
-        )
+        regions = tuple(_scaled(region, k) for region in self.regions)
+        return dataclasses.replace(self, regions=regions, outside=_scaled(self.outside, k), tokens=tokens)
 
     def with_reserved(self, nbytes: int) -> "Profile":
-        """With so many bytes more before the step: of what comes later, such as the state of an optimizer."""
+        """The step with `nbytes` more allocated before the begin, such as the state of an optimizer yet to come."""
         if nbytes == 0:
             return self
         base = {**self.base, "reserved": self.base.get("reserved", 0) + nbytes}
         return dataclasses.replace(self, base_bytes=self.base_bytes + nbytes, base=base)
 
     def refitted(self, forward: float, backward: float, memory: float = 1.0) -> "Profile":
-        """With times and work that turned out to be so many times the measured ones."""
-        return dataclasses.replace(
-            self,
-            regions=tuple(_refitted_region(region, forward, backward, memory) for region in self.regions),
-            around=dataclasses.replace(
-                self.around,
-                before_s=self.around.before_s * forward,
-                after_s=self.around.after_s * forward,
-                turn_s=self.around.turn_s * backward,
-                end_s=self.around.end_s * backward,
-                turns=tuple(
-                    dataclasses.replace(turn, at_s=turn.at_s * forward, peak_bytes=int(turn.peak_bytes * memory))
-                    for turn in self.around.turns
-                ),
+        """The step with the seconds of forward and of backward, and the work bytes, multiplied by the arguments."""
+        outside = dataclasses.replace(
+            self.outside,
+            before_s=self.outside.before_s * forward,
+            after_s=self.outside.after_s * forward,
+            backward_before_s=self.outside.backward_before_s * backward,
+            backward_after_s=self.outside.backward_after_s * backward,
+            post_region_points=tuple(
+                dataclasses.replace(point, at_s=point.at_s * forward, peak_bytes=int(point.peak_bytes * memory))
+                for point in self.outside.post_region_points
             ),
         )
+        regions = tuple(_refitted(region, forward, backward, memory) for region in self.regions)
+        return dataclasses.replace(self, regions=regions, outside=outside)
 
     def __str__(self) -> str:
-        """Memory by region: what each saves, and needs while it runs. Bytes of single saves are in `regions`."""
         return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=range(1, len(_COLUMNS)))])
 
     def what_differs(self, wanted: Mapping[str, str]) -> list[str]:
-        """In words: of what is `wanted`, what it was not measured on. Settings that it does not say are believed."""
-        believed = {key: value for key, value in wanted.items() if key in _SETTINGS}
-        known = {**believed, **self.made_for}
+        """Describe the entries of `wanted` that differ from `made_for`. Settings missing in `made_for` are ignored."""
+        settings = ("store", "min_bytes", "compiled")  # profiles made by hand may lack these
+        known = {key: value for key, value in wanted.items() if key in settings} | dict(self.made_for)
         return [
             f"{key} {known.get(key, 'unknown')!r}, not {value!r}"
             for key, value in wanted.items()
@@ -392,39 +379,36 @@ class Profile:
         ]
 
     def check_made_for(self, wanted: Mapping[str, str]) -> None:
-        """Raises PlanError unless it was measured on what `wanted` names."""
-        others = self.what_differs(wanted)
-        if others:
-            raise PlanError(f"the profile is of {'; '.join(others)}: measure one here, or leave profile= out")
+        """Raise PlanError unless the profile was measured under the circumstances `wanted`."""
+        differences = self.what_differs(wanted)
+        if differences:
+            raise PlanError(f"the profile is of {'; '.join(differences)}: measure one here, or omit profile=")
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON. Whoever reads the file meanwhile finds the old one or the new one, whole."""
-        new = Path(f"{path}.{os.getpid()}.new")
-        new.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
-        new.replace(path)
+        """Write the profile as JSON, for `Profile.load`. A concurrent reader finds the old or the new file, whole."""
+        write_file(self, path, FORMAT)
 
     @staticmethod
     def load(path: str | Path) -> "Profile":
-        """Read what `save` wrote. Raises PlanError for anything else, and where there is nothing to read."""
-        with reading(path, "profile"):
-            data = json.loads(Path(path).read_text())
-            if "predicted" in data:
-                raise PlanError("it is a plan: give it to offload(model, plan=Plan.load(file))")
-            if data.pop("format") in _READABLE:
-                profile = _from_dict(data)
-                check_fields(profile, _LEAST)
-                return profile
-        raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
+        """Read a file that `save` wrote, of this version of ebbtide or an earlier version.
+
+        Raises:
+            PlanError: the file cannot be read, or is not a profile.
+            OtherVersionError: a later version wrote the file.
+        """
+        hint = "it is a plan: give it to offload(model, plan=Plan.load(file))"
+        profile = read_file(Profile, path, "profile", range(1, FORMAT + 1), {"predicted": hint})
+        if profile is None:
+            raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
+        return profile
 
 
-_SETTINGS = ("store", "min_bytes", "compiled")  # what figures in a profile besides what it is of
-
-_COLUMNS = ("regions", "saves", "saved", "may travel", "inputs", "dear outputs", "forward", "backward", "gradients")
+_COLUMNS = ("regions", "tensors", "saved", "movable", "inputs", "expensive ops", "forward", "backward", "gradients")
 
 
 def _headline(profile: Profile) -> str:
-    behind_bytes = sum(region.behind_bytes for region in profile.regions)
-    outside_bytes = profile.around.kept_bytes + behind_bytes + profile.around.held_bytes
+    outside = profile.outside
+    outside_bytes = outside.kept_bytes + sum(region.after_bytes for region in profile.regions) + outside.held_bytes
     parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in profile.base.items() if nbytes > 0]
     return (
         f"profile of {profile.made_for.get('model', 'a model')}, {profile.tokens} tokens: "
@@ -434,99 +418,40 @@ def _headline(profile: Profile) -> str:
     )
 
 
-def _rows(profile: Profile) -> Iterator[Sequence[str]]:
-    """One line for regions that follow each other with the same figures."""
-    run: list[str] = []
-    before: tuple[str, ...] = ()
-    for region in profile.regions:
-        cells = _cells(region)
-        if run and not (cells == before and counts_up(run[-1], region.name)):
-            yield as_range(run[0], run[-1]), *before
-            run = []
-        run.append(region.name)
-        before = cells
-    if run:
-        yield as_range(run[0], run[-1]), *before
+def _rows(profile: Profile) -> Iterator[tuple[str, ...]]:
+    lines = [(region.name, *_cells(region)) for region in profile.regions]
+    for run in consecutive(lines, lambda one, other: one[1:] == other[1:]):
+        yield as_range(run[0][0], run[-1][0]), *run[0][1:]
 
 
 def _cells(region: RegionProfile) -> tuple[str, ...]:
     sums = (
         region.saved_bytes,
-        region.saved_bytes - region.stuck_bytes,
-        sum(save.nbytes for save in region.inputs),
-        sum(dear.nbytes for dear in region.dear),
+        region.saved_bytes - region.not_movable_bytes,
+        sum(tensor.nbytes for tensor in region.inputs),
+        sum(op.nbytes for op in region.expensive_ops),
         region.forward_work_bytes,
         region.backward_work_bytes,
         region.grad_bytes,
     )
-    return str(len(region.saves)), *map(format_bytes, sums)
+    return str(len(region.saved_tensors)), *map(format_bytes, sums)
 
 
-def _from_dict(data: dict[str, Any]) -> Profile:
-    around: dict[str, Any] = {**data["around"], "turns": tuple(Turn(**turn) for turn in data["around"]["turns"])}
-    return Profile(
-        made_for=data["made_for"],
-        regions=tuple(map(_region_from_dict, data["regions"])),
-        around=Around(**around),
-        link=Link(**data["link"]),
-        base_bytes=data["base_bytes"],
-        base=data["base"],
-        host_limit_bytes=data["host_limit_bytes"],
-        tokens=data["tokens"],
-        device_bytes=data.get("device_bytes"),
-        graphs=data.get("graphs", 1),
-        host=None if data.get("host") is None else _host_from_dict(data["host"]),
-    )
-
-
-def _host_from_dict(data: dict[str, Any]) -> Host:
-    regions: dict[str, Any] = {**data, "regions": tuple(HostTime(**times) for times in data["regions"])}
-    return Host(**regions)
-
-
-def _region_from_dict(data: dict[str, Any]) -> RegionProfile:
-    rows: dict[str, Any] = {
-        "saves": tuple(Save(**save) for save in data["saves"]),
-        "inputs": tuple(Save(**save) for save in data["inputs"]),
-        "dear": tuple(map(_dear_from_dict, data["dear"])),
-    }
-    return RegionProfile(**{**data, **rows})
-
-
-def _dear_from_dict(data: dict[str, Any]) -> Dear:
-    numbers: dict[str, Any] = {name: tuple(data.get(name, ())) for name in ("led", "users")}
-    return Dear(**{**data, **numbers})
-
-
-def _scaled_around(around: Around, k: float) -> Around:
-    return dataclasses.replace(_scaled(around, k), turns=tuple(_scaled(turn, k) for turn in around.turns))
-
-
-def _scaled_region(region: RegionProfile, k: float) -> RegionProfile:
-    return dataclasses.replace(
-        _scaled(region, k),
-        saves=tuple(_scaled(save, k) for save in region.saves),
-        inputs=tuple(_scaled(save, k) for save in region.inputs),
-        dear=tuple(_scaled(dear, k) for dear in region.dear),
-    )
-
-
-def _refitted_region(region: RegionProfile, forward: float, backward: float, memory: float) -> RegionProfile:
-    """Moments in forward move with it, and dear calls are as much dearer as the second run that they are part of."""
+def _refitted(region: RegionProfile, forward: float, backward: float, memory: float) -> RegionProfile:
     return dataclasses.replace(
         region,
         forward_s=region.forward_s * forward,
         backward_s=region.backward_s * backward,
-        again_s=region.again_s * backward,
-        saves=tuple(dataclasses.replace(save, at_s=save.at_s * forward) for save in region.saves),
-        dear=tuple(
+        recompute_s=region.recompute_s * backward,
+        saved_tensors=tuple(dataclasses.replace(tensor, at_s=tensor.at_s * forward) for tensor in region.saved_tensors),
+        expensive_ops=tuple(
             dataclasses.replace(
-                dear,
-                at_s=dear.at_s * forward,
-                again_s=dear.again_s * backward,
-                led_s=dear.led_s * backward,
+                op,
+                at_s=op.at_s * forward,
+                recompute_s=op.recompute_s * backward,  # as the recomputation that the call is a part of
+                downstream_s=op.downstream_s * backward,
             )
-            for dear in region.dear
+            for op in region.expensive_ops
         ),
         backward_work_bytes=int(region.backward_work_bytes * memory),
         moved_work_bytes=int(region.moved_work_bytes * memory),
@@ -534,12 +459,15 @@ def _refitted_region(region: RegionProfile, forward: float, backward: float, mem
 
 
 def _scaled(row: Any, k: float) -> Any:
-    """All seconds and bytes of a dataclass times `k`. Bytes do not come to nothing: a save of none shares another's."""
-    changed: dict[str, int | float] = {}
+    """Multiply all seconds and bytes by `k`, in rows of fields too."""
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(row):
-        value = getattr(row, field.name)
+        value: Any = getattr(row, field.name)
         if field.name.endswith("_s"):
             changed[field.name] = value * k
-        elif field.name.endswith("bytes") and field.name != "grad_bytes" and value > 0:  # those are of parameters
-            changed[field.name] = max(1, round(value * k))
+        elif field.name.endswith("bytes") and field.name != "grad_bytes" and value > 0:  # gradients are of parameters
+            changed[field.name] = max(1, round(value * k))  # 0 would mean that the memory is shared
+        elif isinstance(value, tuple):
+            rows = cast("tuple[Any, ...]", value)
+            changed[field.name] = tuple(_scaled(item, k) if dataclasses.is_dataclass(item) else item for item in rows)
     return dataclasses.replace(row, **changed)

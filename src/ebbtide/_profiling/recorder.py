@@ -1,20 +1,20 @@
-"""Watches one step: notes of where it came by, which reading.py makes a profile of.
+"""Records one training step in detail; build.py makes a profile of the records.
 
 Note [How a step is measured]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. A watch writes notes where forward and backward come by: an event of the compute stream each, and in a detailed
-   step what is allocated. Nothing waits for an event: the notes are read when the last of them has passed.
-2. One step is watched for times, another one for details, because to look at every save and operator takes time.
-3. Where every region runs again, a step needs the least memory there is: what a region saves, and what each dear
-   operator takes, is seen while it runs again, one region at a time. Where every region keeps, both are seen in
-   forward, and second runs are not known.
-4. Where compute waits for the host that queues it, times are the host's. So it is held back once where backward begins,
-   and where the first region does if compute has come by the step's beginning (many models look at what they are given
-   first, and the host is not ahead then), and in a detailed step before each second run: the host gets ahead, and times
-   are compute's own.
-5. Some kernels write over what a dear operator has returned (see recompute/outputs.py), which then cannot be held: in
-   the step that warms up, outputs that are still there when their region's second run ends are compared.
-6. What does not travel because its memory is held by others is not known beforehand; the measured steps correct it.
+1. A recorder writes step events as forward and backward reach regions: an event of the compute stream, and in a
+   detailed step the allocated memory. Nothing waits for an event. Events are read after the last event has passed.
+2. One step is recorded for times, and a second step for details, because inspecting saved tensors and operators takes
+   time.
+3. If every region is recomputed, a step needs the smallest memory. Saved tensors and expensive operators of a region
+   are recorded during recomputation, one region at a time. If every region keeps, both are recorded in forward, and the
+   times of recomputation are unknown.
+4. If compute waits for the CPU, measured times are times of the CPU. The recorder therefore lets the stream spin:
+   before backward begins; before the first region if compute has reached the beginning of the step (many models read
+   their inputs on the CPU first); and in a detailed step before each recomputation. The CPU gets ahead meanwhile.
+5. Some kernels overwrite the output of an expensive operator (see _recompute/saved_outputs.py), and the output cannot
+   be saved. The warm-up compares the outputs that are alive at the end of a recomputation.
+6. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
 """
 
 import contextlib
@@ -30,66 +30,59 @@ import torch
 
 from ebbtide._engine.context import HookContext
 from ebbtide._engine.engine import Engine
-from ebbtide._engine.parcel import span_of
+from ebbtide._engine.geometry import span_of
 from ebbtide._engine.select import why_never
-from ebbtide._profiling.profile import NOBODY, OUTSIDE
-from ebbtide._profiling.step_events import UntilBackwardEnds
-from ebbtide._utils.storage import sums_of
+from ebbtide._profiling.profile import OUTSIDE, UNSHARED
+from ebbtide._profiling.step_events import BackwardObserver
+from ebbtide._types import CallProvenance, Device, Memory, OpClasses, Reason, StorageTrace, StreamEvent
+from ebbtide._utils.storage import checksum_of
 from ebbtide._utils.torch_private import OperatorMode, graph_task_id, without_dispatch
-from ebbtide.types import Dearness, Device, Memory, Provenance, Reason, StreamEvent, Trace
 
 
-class Place(enum.Enum):
-    """Where a step comes by."""
+class StepEventKind(enum.Enum):
+    """Place in a step."""
 
-    BEGAN = "the step begins"
-    ENTERED = "forward enters a region"
-    RUNS = "the first run of a region that runs again begins, all being prepared"
-    RAN = "that run has ended"
-    LEFT = "forward leaves a region"
-    FORWARD = "forward has ended"
-    READ = "backward reads what was saved in a region, and read of another one before"
-    AGAIN = "a region's second run begins"
-    AGAIN_ENDED = "a region's second run has ended"
-    ASKED = "backward asks for a save of a region that ran again"
-    HELD = "compute is held back"
-    GOES_ON = "compute goes on"
-    ENDED = "backward has ended"
+    STEP_BEGAN = "the step begins"
+    REGION_ENTERED = "forward enters a region"
+    REGION_RUNS = "a region, prepared for recomputation, begins its own code"
+    REGION_RAN = "the region's own code has ended"
+    REGION_LEFT = "forward leaves a region"
+    FORWARD_ENDED = "forward has ended"
+    REGION_READ = "backward reads a saved tensor of a region for the first time after another region"
+    RECOMPUTE_BEGAN = "a region's recomputation begins"
+    RECOMPUTE_ENDED = "a region's recomputation has ended"
+    TENSOR_READ = "backward reads a tensor saved during recomputation"
+    SPIN_BEGAN = "compute begins to spin"
+    SPIN_ENDED = "compute goes on"
+    STEP_ENDED = "backward has ended"
 
 
-class Note(NamedTuple):
-    """A place, the region it is of ("" outside of all), when compute was there, and the memory then.
+class StepEvent(NamedTuple):
+    """One record of a step."""
 
-    `host_s`: when the host was there, on a clock of its own, which stands still while it watches; `at_s`: on one that
-    does not. `passed`: how many of the notes before it compute had come by then, by which that one and compute's can be
-    compared. `save`: its index, where backward asks for one.
-    """
-
-    place: Place
-    region: str
+    kind: StepEventKind
+    region: str  # "" outside of all regions
     event: StreamEvent
-    memory: Memory
-    host_s: float = 0.0
-    passed: int = 0
-    save: int = -1
-    at_s: float = 0.0
+    memory: Memory  # allocated now, and the peak since the previous event
+    cpu_s: float = 0.0  # on a clock that stands still while the recorder works
+    passed: int = 0  # earlier events passed by compute, to relate the CPU clock and the stream
+    tensor: int = -1  # index of the saved tensor for TENSOR_READ
+    at_s: float = 0.0  # on the plain CPU clock
 
 
 _UNKNOWN = Memory(0, 0)
-_HOLD = 0.5  # of what the host took for forward
-_HOLD_DETAILED = 4.0  # of what it took for a region's: a mode looks at each operator
-_MOST_HOLD_S = 0.1
+_SPIN = 0.5  # of the CPU time of forward
 
 
-class _Stopwatch:
-    """The host's clock, without what watching takes."""
+class _CpuClock:
+    """Clock that stands still while the recorder works."""
 
     def __init__(self) -> None:
-        self._aside_s = 0.0
+        self._excluded_s = 0.0
         self._stopped_s: float | None = None
 
     def now(self) -> float:
-        return (time.perf_counter() if self._stopped_s is None else self._stopped_s) - self._aside_s
+        return (time.perf_counter() if self._stopped_s is None else self._stopped_s) - self._excluded_s
 
     @contextlib.contextmanager
     def stopped(self) -> Generator[None, None, None]:
@@ -100,446 +93,432 @@ class _Stopwatch:
         try:
             yield
         finally:
-            self._aside_s += time.perf_counter() - self._stopped_s
+            self._excluded_s += time.perf_counter() - self._stopped_s
             self._stopped_s = None
 
 
 @dataclass
-class Seen:
-    """A save or an output, and the compute stream's point behind it.
-
-    Attributes:
-        shares: as that of the profile's `Save`.
-        given: of a save of a second run: the index of the input of its region that it is; -1 if it is none.
-        trace: of a save of a second run: the dear calls that lead to it.
-    """
+class SeenTensor:
+    """A saved tensor, or the output of an expensive operator."""
 
     index: int
     nbytes: int
-    event: StreamEvent
-    op: str = ""
-    before: StreamEvent = None
-    shares: int = NOBODY
-    given: int = -1
-    trace: Trace | None = None
+    event: StreamEvent  # after the tensor was made
+    op: str = ""  # name of the expensive operator
+    before: StreamEvent = None  # before the expensive operator
+    shares: int = UNSHARED  # as `shares` of the profile's saved tensors
+    input_index: int = -1  # of a recomputed tensor: the region's input with an equal storage
+    origin: StorageTrace | None = None  # of a recomputed tensor: expensive calls that lead to the tensor
 
 
-class OutsideSave(NamedTuple):
-    """A save outside of all regions: its index, when it was made, and the memory since the place before it."""
+class OutsideTensor(NamedTuple):
+    """A tensor saved outside of all regions, with the memory since the previous event."""
 
-    save: int
+    tensor: int
     event: StreamEvent
     memory: Memory
 
 
 @dataclass
-class VisitNotes:
-    """What was seen in one pass through a region.
-
-    Attributes:
-        common_bytes: of its inputs, what others were given before it.
-        freed_bytes: of inputs of regions in front of it, what left the device while its forward ran.
-        behind_bytes: saved outside of all regions between it and the next one, and still there when forward ends.
-        behind_peak_bytes: most that was allocated in between; 0 for the last one.
-        has_dead_saves: of a branch that nobody uses: gone when forward left the region, and none of `saves`.
-        lineage: what its dear calls lead to, if that is looked at.
-        between: operators that these lead to: which calls, and compute's points before and behind.
-        users: by dear call: the dear calls that are given what it leads to.
-    """
+class RegionRecord:
+    """Records of one pass through a region."""
 
     region: str
     began: StreamEvent = None
-    saves: list[Seen] = field(default_factory=list[Seen])
-    inputs: list[Seen] = field(default_factory=list[Seen])
-    dear: list[Seen] = field(default_factory=list[Seen])
-    stuck_bytes: int = 0
-    common_bytes: int = 0
+    saved_tensors: list[SeenTensor] = field(default_factory=list[SeenTensor])
+    inputs: list[SeenTensor] = field(default_factory=list[SeenTensor])
+    expensive_ops: list[SeenTensor] = field(default_factory=list[SeenTensor])
+    not_movable_bytes: int = 0
+    common_bytes: int = 0  # inputs of earlier regions as well
     ops: int = 0
-    freed_bytes: int = 0
-    behind_bytes: int = 0
-    behind_peak_bytes: int = 0
-    has_dead_saves: bool = False
-    lineage: Provenance | None = None
+    freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
+    after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
+    after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
+    has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
+    provenance: CallProvenance | None = None  # tensors derived from expensive calls
+    # Operators on derived tensors: the expensive calls as a bit set, and the events before and after.
     between: list[tuple[int, StreamEvent, StreamEvent]] = field(
         default_factory=list[tuple[int, StreamEvent, StreamEvent]]
     )
+    # For each expensive call the expensive calls that read derived tensors.
     users: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set[int]))
 
 
-class _First(NamedTuple):
-    """Where a storage was seen first, and as what else it was seen in other passes."""
+class _FirstUse(NamedTuple):
+    """First record of a storage, and all later records in other passes."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
-    visit: VisitNotes
-    seen: Seen
-    elsewhere: list[Seen]
+    record: RegionRecord
+    seen: SeenTensor
+    elsewhere: list[SeenTensor]
 
 
-class StepWatch(UntilBackwardEnds):
-    """One step, watched.
+class ProfilingRecorder(BackwardObserver):
+    """Records one step.
 
     Args:
-        engine: of the device that the model computes on.
-        scope: of the door, by which saves are judged.
-        is_detailed: look at saves, operators and memory too.
-        recomputes: all regions run again but those `kept`; else all keep.
-        dearness: of operators; None where nothing runs again.
-        is_first: look for dear outputs that are overwritten.
-        host_forward_s: what a forward took the host in an earlier step, if that is known.
+        engine: engine of the model's device.
+        context: hook context; decides about saved tensors.
+        is_detailed: record saved tensors, operators and memory too.
+        recomputes: all regions except `kept` are recomputed; otherwise all regions keep.
+        op_classes: classes of operators; None without recomputation.
+        is_first: look for overwritten outputs of expensive operators.
+        cpu_forward_s: CPU time of forward in an earlier step; 0: unknown.
+        kept: names of regions that keep.
+
+    Attributes:
+        outside: tensors saved outside of all regions after the last region.
+        recomputed: records of recomputations, in order of backward.
+        graphs: most graphs in flight at once during the step. Set by the owner of the recorder.
+        waiting_bytes: parcels on their way out and still allocated when forward left the last region, without inputs
+            of the first region: the caller is believed to hold these.
+        freed_common_bytes: inputs of several regions, freed by the caller during forward. A region that keeps such an
+            input prevents the free.
     """
 
     def __init__(
         self,
         engine: Engine,
-        scope: HookContext,
+        context: HookContext,
         *,
         is_detailed: bool,
         recomputes: bool,
-        dearness: Dearness | None = None,
+        op_classes: OpClasses | None = None,
         is_first: bool = False,
-        host_forward_s: float = 0.0,
+        cpu_forward_s: float = 0.0,
         kept: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.device = engine.device
-        self.notes: list[Note] = []
-        self.visits: list[VisitNotes] = []
-        self.outside: list[OutsideSave] = []
-        """Saves outside of all regions after the last one."""
-        self.again: list[VisitNotes] = []
+        self.events: list[StepEvent] = []
+        self.records: list[RegionRecord] = []
+        self.outside: list[OutsideTensor] = []
+        self.recomputed: list[RegionRecord] = []
         self.graphs = 1
-        """Under way at once, while this one is. For whoever begins forwards to count."""
-        self._engine = engine
-        self._scope = scope
-        self._is_detailed = is_detailed
-        self._runs_again = recomputes
-        self._kept = kept
-        self._timed_by = dearness if is_detailed else None
-        self._compared_by = dearness if is_first else None
-        self._is_for_times = not is_detailed and not is_first
-        self._earlier_s = host_forward_s
-        self._compared: list[tuple[str, int, torch.Tensor]] = []
         self.waiting_bytes = 0
-        """What was on its way out and still there when the last region was left, without what the first region was
-        given: that is the caller's, who is believed to hold it as long as it was there."""
         self.freed_common_bytes = 0
-        """What several regions are given and the caller lets go of in forward: it stays where one keeps it."""
+        self._engine = engine
+        self._context = context
+        self._is_detailed = is_detailed
+        self._recomputes = recomputes
+        self._kept = kept
+        self._timed_by = op_classes if is_detailed else None
+        self._compared_by = op_classes if is_first else None
+        self._is_for_times = not is_detailed and not is_first
+        self._earlier_s = cpu_forward_s
+        self._compared: list[tuple[str, int, torch.Tensor]] = []
         self._common: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._storages: dict[tuple[int, bool], _First] = {}
-        self._there: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._behind: list[tuple[VisitNotes, weakref.ref[torch.UntypedStorage]]] = []
-        """What is saved outside of all regions, and behind which."""
-        self._peak_bytes = 0  # at saves outside of all regions since one was left
+        self._storages: dict[tuple[int, bool], _FirstUse] = {}
+        self._alive_at_entry: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        # Saved outside of all regions, with the record of the region before.
+        self._after: list[tuple[RegionRecord, weakref.ref[torch.UntypedStorage]]] = []
+        self._after_peak_bytes = 0  # since forward left a region
         self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._region_read: str | None = None
         self._passed = 0
-        self._stopwatch = _Stopwatch()
+        self._cpu_clock = _CpuClock()
 
-    # -- where the step comes by -----------------------------------------------------------------------------------
+    # -- StepRecorder ----------------------------------------------------------------------------------------------
 
     def began(self) -> None:
         if self._timed_by is not None:
-            with _DearTimes(self.device, VisitNotes(""), self._timed_by):
-                torch.empty(0).detach()  # the first operator that a mode sees imports much, and is not to be timed
+            with _ExpensiveOpTimer(self.device, RegionRecord(""), self._timed_by):
+                torch.empty(0).detach()  # the first operator seen by a mode triggers imports, which must not be timed
         if self._is_detailed:
             self.device.reset_peak_stats()
-        self._note(Place.BEGAN, "")
+        self._add(StepEventKind.STEP_BEGAN, "")
 
     def entered(self, region: str) -> None:
-        with self._stopwatch.stopped():
-            self._enter(region)
-
-    def _enter(self, region: str) -> None:
-        if self._is_for_times and self._earlier_s > 0 and not self.visits and self.device.is_done(self.notes[0].event):
-            self._hold_noted(_HOLD * self._earlier_s)
-        self._note(Place.ENTERED, region)
-        if self.visits:
-            self.visits[-1].behind_peak_bytes = max(self._peak_bytes, self.notes[-1].memory.peak_bytes)
-        self.visits.append(VisitNotes(region, self.notes[-1].event))
-        known = ((first.storage, first.storage()) for first in self._storages.values())
-        self._there = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
+        with self._cpu_clock.stopped():
+            is_first = self._is_for_times and not self.records
+            if is_first and self._earlier_s > 0 and self.device.is_done(self.events[0].event):
+                self._spin_recorded(_SPIN * self._earlier_s)
+            self._add(StepEventKind.REGION_ENTERED, region)
+            if self.records:
+                self.records[-1].after_peak_bytes = max(self._after_peak_bytes, self.events[-1].memory.peak_bytes)
+            self.records.append(RegionRecord(region, self.events[-1].event))
+            known = ((first.storage, first.storage()) for first in self._storages.values())
+            self._alive_at_entry = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
 
     def left(self, region: str) -> None:
-        with self._stopwatch.stopped():
-            self._leave(region)
-
-    def _leave(self, region: str) -> None:
-        self._note(Place.LEFT, region)
-        self.visits[-1].freed_bytes = sum(nbytes for ref, nbytes in self._there if ref() is None)
-        self.outside.clear()
-        self._peak_bytes = 0
-        self.waiting_bytes = self._engine.waiting_bytes(self.visits[0].region, self._staying)
+        with self._cpu_clock.stopped():
+            self._add(StepEventKind.REGION_LEFT, region)
+            self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
+            self.outside.clear()
+            self._after_peak_bytes = 0
+            self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._staying)
 
     def forward_ended(self) -> None:
-        self._note(Place.FORWARD, "")
-        self._count_behind()
+        self._add(StepEventKind.FORWARD_ENDED, "")
+        self._count_after_bytes()
         self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common if ref() is None)
 
     def read(self, region: str) -> None:
-        """Backward reads what was saved in `region`."""
         if graph_task_id() == -1 or region == self._region_read:
             return
         self._backward_began()
         self._region_read = region
-        self._note(Place.READ, region)
+        self._add(StepEventKind.REGION_READ, region)
 
     @contextlib.contextmanager
     def running(self, region: str) -> Generator[None, None, None]:
-        """Around a first run. In a backward it is part of what runs again."""
-        is_noted = not self._is_detailed and graph_task_id() == -1
-        if is_noted:
-            self._note(Place.RUNS, region)
+        is_recorded = not self._is_detailed and graph_task_id() == -1  # in backward a part of a recomputation
+        if is_recorded:
+            self._add(StepEventKind.REGION_RUNS, region)
         yield
-        if is_noted:
-            self._note(Place.RAN, region)
+        if is_recorded:
+            self._add(StepEventKind.REGION_RAN, region)
 
     @contextlib.contextmanager
-    def running_again(self, region: str) -> "Generator[_AgainNotes | None, None, None]":
-        """Around a second run; gives what follows its saves."""
+    def recomputing(self, region: str) -> "Generator[_TensorRecorder | None, None, None]":
         if graph_task_id() == -1:
             yield None
             return
         self._backward_began()
-        if (
-            self._timed_by is not None
-        ):  # it counts to the backward of the region before, which is read of the other step
-            self._hold(_HOLD_DETAILED * self.host_forward_s / max(1, len(self.visits)))
-        self._note(Place.AGAIN, region)
-        visit = VisitNotes(region)
-        self.again.append(visit)
+        if self._timed_by is not None:
+            # A dispatch mode slows the CPU: four times the CPU time of a region's forward. The spin counts as backward
+            # of the previous region, with times read from the other step.
+            self._spin(4.0 * self.cpu_forward_s / max(1, len(self.records)))
+        self._add(StepEventKind.RECOMPUTE_BEGAN, region)
+        record = RegionRecord(region)
+        self.recomputed.append(record)
         try:
-            with self._mode(region, visit):
-                visit.began = self.device.record(self.device.current_stream())  # to push a mode may take its time
-                yield _AgainNotes(self, visit) if self._is_detailed else None
+            with self._mode(region, record):
+                record.began = self.device.record(self.device.current_stream())  # entering a mode takes time
+                yield _TensorRecorder(self, record) if self._is_detailed else None
         finally:
-            self._note(Place.AGAIN_ENDED, region)
-
-    def saved_again(self, visit: VisitNotes, index: int, t: torch.Tensor, is_dead: bool, given: int) -> None:
-        if not is_dead:
-            self._look_at(visit.saves, visit, index, t, given)
-        else:
-            trace = _trace(visit, t)
-            if visit.lineage is not None and trace is not None:
-                visit.lineage.spoiled |= trace.calls
-            if self._why_never(t) is None:
-                visit.has_dead_saves = True
-
-    def asked(self, region: str, index: int) -> None:
-        if not self.is_over:
-            self._note(Place.ASKED, region, index)
+            self._add(StepEventKind.RECOMPUTE_ENDED, region)
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
-        """The desk was given `t`: of a region that runs again, that is an input."""
-        if not self._is_detailed or not self._scope.serves(t.device):
+        if not self._is_detailed or not self._context.serves(t.device):
             return
         if not region:
-            if self.visits:
-                self._look_behind(t)
-            point = self.device.record(self.device.current_stream())
-            self.outside.append(OutsideSave(index, point, self.device.memory()))
+            if self.records:
+                self._add_after(t)
+            event = self.device.record(self.device.current_stream())
+            self.outside.append(OutsideTensor(index, event, self.device.memory()))
             self.device.reset_peak_stats()
-        elif self.visits and self.visits[-1].region == region:
-            visit = self.visits[-1]
-            is_input = self._runs_again and region not in self._kept
-            self._look_at(visit.inputs if is_input else visit.saves, visit, index, t)
+        elif self.records and self.records[-1].region == region:
+            record = self.records[-1]
+            # A region that will be recomputed saves its inputs only.
+            is_input = self._recomputes and region not in self._kept
+            self._add_tensor(record.inputs if is_input else record.saved_tensors, record, index, t)
 
-    def _mode(self, region: str, visit: VisitNotes) -> contextlib.AbstractContextManager[object]:
-        """Around a second run."""
+    # -- calls of _TensorRecorder ------------------------------------------------------------------------------------
+
+    def saved_again(self, record: RegionRecord, index: int, t: torch.Tensor, is_dead: bool, input_index: int) -> None:
+        if not is_dead:
+            self._add_tensor(record.saved_tensors, record, index, t, input_index)
+        else:
+            origin = _origin(record, t)
+            if record.provenance is not None and origin is not None:
+                record.provenance.unprunable |= origin.calls
+            if self._why_never(t) is None:
+                record.has_dead_tensors = True
+
+    def tensor_read(self, region: str, index: int) -> None:
+        if not self.is_over:
+            self._add(StepEventKind.TENSOR_READ, region, index)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _mode(self, region: str, record: RegionRecord) -> contextlib.AbstractContextManager[object]:
         if self._timed_by is not None:
-            return _DearTimes(self.device, visit, self._timed_by)
+            return _ExpensiveOpTimer(self.device, record, self._timed_by)
         if self._compared_by is not None:
-            return _Comparing(region, self._compared_by, self._compared)
+            return _OverwriteCheck(region, self._compared_by, self._compared)
         return contextlib.nullcontext()
 
     def overwritten(self) -> set[tuple[str, int]]:
-        """Region and index of dear outputs that others have written over. Waits for the device."""
+        """Region and index of each overwritten output of an expensive operator. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
-    def _look_at(self, seen: list[Seen], visit: VisitNotes, index: int, t: torch.Tensor, given: int = -1) -> None:
+    def _add_tensor(
+        self, seen: list[SeenTensor], record: RegionRecord, index: int, t: torch.Tensor, input_index: int = -1
+    ) -> None:
         reason = self._why_never(t)
-        if reason in _NOBODYS:
+        if reason in _NO_ACTIVATION:
             return
         storage = t.untyped_storage() if reason is None else None
         nbytes = t.numel() * t.element_size() if storage is None else span_of(t, storage.nbytes()).transfer_nbytes
         if storage is None:
-            visit.stuck_bytes += nbytes
+            record.not_movable_bytes += nbytes
             return
-        point = self.device.record(self.device.current_stream())
-        own = Seen(index, nbytes, point, given=given, trace=_trace(visit, t))
-        first = self._first_of(storage, seen is visit.inputs, visit, own)
-        if first == NOBODY and seen is visit.inputs:
-            visit.common_bytes += nbytes
-            self._note_common(storage, nbytes)
+        event = self.device.record(self.device.current_stream())
+        own = SeenTensor(index, nbytes, event, input_index=input_index, origin=_origin(record, t))
+        first = self._first_use(storage, seen is record.inputs, record, own)
+        if first == UNSHARED and seen is record.inputs:
+            record.common_bytes += nbytes
+            if all(ref() is not storage for ref, _ in self._common):
+                self._common.append((weakref.ref(storage), nbytes))
         if first is not None:
             own.nbytes, own.shares = 0, first
         seen.append(own)
 
-    def _look_behind(self, t: torch.Tensor) -> None:
-        self._peak_bytes = max(self._peak_bytes, self.device.memory().peak_bytes)
-        if _has_storage(t) and why_never(t, self._scope) not in _NOBODYS:
+    def _add_after(self, t: torch.Tensor) -> None:
+        self._after_peak_bytes = max(self._after_peak_bytes, self.device.memory().peak_bytes)
+        if _has_storage(t) and why_never(t, self._context) not in _NO_ACTIVATION:
             storage = t.untyped_storage()
             if storage not in self._staying:
                 self._staying.add(storage)
-                self._behind.append((self.visits[-1], weakref.ref(storage)))
+                self._after.append((self.records[-1], weakref.ref(storage)))
 
-    def _count_behind(self) -> None:
-        """All of its memory stays, whatever is done: regions that were given it, or saved it too, cannot move it. What
-        is gone by now was saved in a branch that nobody uses, and what is behind the last region is around all."""
-        for visit, ref in self._behind:
+    def _count_after_bytes(self) -> None:
+        """Memory saved outside of regions stays under every plan: a region with the same storage cannot offload it.
+
+        Freed storages belonged to an unused branch. Storages after the last region belong to no region.
+        """
+        for record, ref in self._after:
             storage = ref()
-            if storage is None or visit is self.visits[-1]:
+            if storage is None or record is self.records[-1]:
                 continue
             known = [self._storages.get((storage._cdata, is_input)) for is_input in (False, True)]
             known = [first for first in known if first is not None and first.storage() is storage]
-            if any(first.visit is self.visits[0] and first.seen in first.visit.inputs for first in known):
-                continue  # the caller's, and there before the regions
-            visit.behind_bytes += storage.nbytes()
+            if any(first.record is self.records[0] and first.seen in first.record.inputs for first in known):
+                continue  # the caller's, and allocated before the regions
+            record.after_bytes += storage.nbytes()
             for seen in (seen for first in known for seen in (first.seen, *first.elsewhere)):
                 seen.nbytes, seen.shares = 0, OUTSIDE
 
     def _why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
-            return why_never(t.detach() if self._runs_again and _is_cut_off(t) else t, self._scope)
+            return why_never(t.detach() if self._recomputes and _is_detached_input(t) else t, self._context)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
 
-    def _note_common(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        if all(ref() is not storage for ref, _ in self._common):
-            self._common.append((weakref.ref(storage), nbytes))
+    def _first_use(
+        self, storage: torch.UntypedStorage, is_input: bool, record: RegionRecord, seen: SeenTensor
+    ) -> int | None:
+        """Index of an earlier tensor with the storage; None for the first one, UNSHARED for a tensor of another pass.
 
-    def _first_of(self, storage: torch.UntypedStorage, is_input: bool, visit: VisitNotes, seen: Seen) -> int | None:
-        """The save that `storage` was seen at before; None at the first one, NOBODY if that was in another visit.
-
-        A region's input is one of its saves too, should it keep them: those are told apart.
+        Inputs are told apart from saved tensors, because a region that keeps saves its input as well.
         """
         key = storage._cdata, is_input
         known = self._storages.get(key)
         if known is not None and known.storage() is storage:
-            if known.visit is visit:
+            if known.record is record:
                 return known.seen.index
             known.elsewhere.append(seen)
-            return NOBODY
-        self._storages[key] = _First(weakref.ref(storage), visit, seen, [])
+            return UNSHARED
+        self._storages[key] = _FirstUse(weakref.ref(storage), record, seen, [])
         return None
 
     def _backward_began(self) -> None:
-        has_forward_ended = any(note.place is Place.FORWARD for note in self.notes)
+        has_forward_ended = any(each.kind is StepEventKind.FORWARD_ENDED for each in self.events)
         if not self._is_awaited and self._is_for_times and has_forward_ended:
-            self._hold_noted(_HOLD * self.host_forward_s)
+            self._spin_recorded(_SPIN * self.cpu_forward_s)
         super()._backward_began()
 
-    def _hold_noted(self, seconds: float) -> None:
-        self._note(Place.HELD, "")
-        self._hold(seconds)
-        self._note(Place.GOES_ON, "")
+    def _spin_recorded(self, seconds: float) -> None:
+        self._add(StepEventKind.SPIN_BEGAN, "")
+        self._spin(seconds)
+        self._add(StepEventKind.SPIN_ENDED, "")
 
-    def _hold(self, seconds: float) -> None:
-        self.device.hold(self.device.current_stream(), min(seconds, _MOST_HOLD_S))
+    def _spin(self, seconds: float) -> None:
+        self.device.spin(self.device.current_stream(), min(seconds, 0.1))  # training must not stop noticeably
 
     @property
-    def host_forward_s(self) -> float:
-        """What the host took from the first note to the end of forward, or so far."""
-        ended_s = next((note.host_s for note in self.notes if note.place is Place.FORWARD), self.notes[-1].host_s)
-        return ended_s - self.notes[0].host_s
+    def cpu_forward_s(self) -> float:
+        """CPU time from the first event to the end of forward, or to the last event so far."""
+        ends = (each.cpu_s for each in self.events if each.kind is StepEventKind.FORWARD_ENDED)
+        return next(ends, self.events[-1].cpu_s) - self.events[0].cpu_s
 
     def _conclude(self) -> None:
-        self._note(Place.ENDED, "")
+        self._add(StepEventKind.STEP_ENDED, "")
 
-    def _note(self, place: Place, region: str, save: int = -1) -> None:
-        with self._stopwatch.stopped():
-            self._write(place, region, save)
-
-    def _write(self, place: Place, region: str, save: int) -> None:
-        memory = _UNKNOWN
-        if self._is_detailed:
-            memory = self.device.memory()
-            self.device.reset_peak_stats()
-        event = self.device.record(self.device.current_stream())
-        at_s = time.perf_counter()
-        while self._passed < len(self.notes) and self.device.is_done(self.notes[self._passed].event):
-            self._passed += 1
-        self.notes.append(Note(place, region, event, memory, self._stopwatch.now(), self._passed, save, at_s))
+    def _add(self, kind: StepEventKind, region: str, tensor: int = -1) -> None:
+        with self._cpu_clock.stopped():
+            memory = _UNKNOWN
+            if self._is_detailed:
+                memory = self.device.memory()
+                self.device.reset_peak_stats()
+            event = self.device.record(self.device.current_stream())
+            at_s = time.perf_counter()
+            while self._passed < len(self.events) and self.device.is_done(self.events[self._passed].event):
+                self._passed += 1
+            self.events.append(
+                StepEvent(kind, region, event, memory, self._cpu_clock.now(), self._passed, tensor, at_s)
+            )
 
     @property
     def is_readable(self) -> bool:
-        """Whether all its events have passed. Never waits."""
-        return self.is_over and self.device.is_done(self.notes[-1].event)
+        return self.is_over and self.device.is_done(self.events[-1].event)
 
 
-class _AgainNotes:
-    """What a detailed step is told of one second run."""
+class _TensorRecorder:
+    """Records the tensors of one recomputation in a detailed step."""
 
-    def __init__(self, watch: StepWatch, visit: VisitNotes) -> None:
-        self._watch = watch
-        self._visit = visit
-        self._given: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+    def __init__(self, recorder: ProfilingRecorder, record: RegionRecord) -> None:
+        self._recorder = recorder
+        self._record = record
+        self._inputs: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def given(self, index: int, t: torch.Tensor) -> None:
         if _has_storage(t):
-            self._given.setdefault(t.untyped_storage(), index)
+            self._inputs.setdefault(t.untyped_storage(), index)
 
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
-        given = self._given.get(t.untyped_storage(), -1) if _has_storage(t) else -1
-        self._watch.saved_again(self._visit, index, t, is_dead, given)
+        input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
+        self._recorder.saved_again(self._record, index, t, is_dead, input_index)
 
     def asked(self, index: int) -> None:
-        self._watch.asked(self._visit.region, index)
+        self._recorder.tensor_read(self._record.region, index)
 
 
-# Not activations: nothing is there to be moved, kept or spared.
-_NOBODYS = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER, Reason.EMPTY, Reason.OTHER_DEVICE)
+# Saved tensors that no recipe moves, keeps or spares.
+_NO_ACTIVATION = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER, Reason.EMPTY, Reason.OTHER_DEVICE)
 
 
-class _DearTimes(OperatorMode):
-    """Times the calls of dear operators, and of those that they lead to."""
+class _ExpensiveOpTimer(OperatorMode):
+    """Times the calls of expensive operators, and of operators on derived tensors."""
 
-    def __init__(self, device: Device, visit: VisitNotes, dearness: Dearness) -> None:
+    def __init__(self, device: Device, record: RegionRecord, op_classes: OpClasses) -> None:
         super().__init__()
         self._device = device
-        self._visit = visit
-        self._dearness = dearness
-        self._lineage = visit.lineage = dearness.lineage()
+        self._record = record
+        self._op_classes = op_classes
+        self._calls_of = record.provenance = op_classes.provenance()
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        visit = self._visit
-        visit.ops += 1
-        is_dear = self._dearness.is_dear(op, args, kwargs)
-        calls = self._lineage.given_to(op, args, kwargs)
-        if not is_dear and calls == 0:
+        record = self._record
+        record.ops += 1
+        is_expensive = self._op_classes.is_expensive(op, args, kwargs)
+        calls = self._calls_of.of_arguments(op, args, kwargs)
+        if not is_expensive and calls == 0:
             return self.run_op(op, args, kwargs)
         device = self._device
         before = device.record(device.current_stream())
         out = self.run_op(op, args, kwargs)
         after = device.record(device.current_stream())
-        if not is_dear:
-            self._lineage.follow(op, args, kwargs, out)
-            visit.between.append((calls, before, after))
+        if not is_expensive:
+            self._calls_of.follow(op, args, kwargs, out)
+            record.between.append((calls, before, after))
             return out
-        number = len(visit.dear)
-        visit.dear.append(Seen(number, _nbytes_of(out), after, str(op), before))
+        number = len(record.expensive_ops)
+        record.expensive_ops.append(SeenTensor(number, _nbytes_of(out), after, str(op), before))
         for call in range(number):
             if calls >> call & 1:
-                visit.users[call].add(number)
-        self._lineage.begin(number, op, args, kwargs, out)
-        device.memory()  # where nobody counts allocations, the peak is what was looked at
+                record.users[call].add(number)
+        self._calls_of.begin(number, op, args, kwargs, out)
+        device.memory()  # a device that does not track peaks learns of allocations by this call only
         return out
 
 
-class _Comparing(OperatorMode):
-    """Whether dear outputs that are still there at the end are what they were.
+class _OverwriteCheck(OperatorMode):
+    """Compares outputs of expensive operators, if still alive at the end of a recomputation, with their first bytes.
 
     Args:
-        region: whose second run it is around.
-        dearness: of operators.
-        compared: to be told of each: the region, the index, and if they differ. Nothing if the run raises.
+        region: recomputed region.
+        op_classes: classes of operators.
+        compared: receives region, index and whether the output differs; nothing if the recomputation raises.
     """
 
-    def __init__(self, region: str, dearness: Dearness, compared: list[tuple[str, int, torch.Tensor]]) -> None:
+    def __init__(self, region: str, op_classes: OpClasses, compared: list[tuple[str, int, torch.Tensor]]) -> None:
         super().__init__()
         self._region = region
-        self._dearness = dearness
+        self._op_classes = op_classes
         self._compared = compared
         self._calls = 0
         self._seen: list[tuple[int, weakref.ref[torch.UntypedStorage], torch.Tensor]] = []
@@ -549,34 +528,34 @@ class _Comparing(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = self.run_op(op, args, kwargs)
-        if self._dearness.is_dear(op, args, kwargs):
+        if self._op_classes.is_expensive(op, args, kwargs):
             plain = filter(_has_storage, _tensors_of(out))
             with without_dispatch():
                 for storage in {t.untyped_storage() for t in plain}:
-                    self._seen.append((self._calls, weakref.ref(storage), sums_of(storage)))
+                    self._seen.append((self._calls, weakref.ref(storage), checksum_of(storage)))
             self._calls += 1
         return out
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        there = ((index, ref(), sums) for index, ref, sums in self._seen if error is None)
+        alive = ((index, ref(), sums) for index, ref, sums in self._seen if error is None)
         with without_dispatch():
-            for index, storage, sums in there:
+            for index, storage, sums in alive:
                 if storage is not None:
-                    self._compared.append((self._region, index, (sums_of(storage) != sums).any()))
+                    self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
 
 
-def _trace(visit: VisitNotes, t: torch.Tensor) -> Trace | None:
-    return None if visit.lineage is None else visit.lineage.trace(t)
+def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:
+    return None if record.provenance is None else record.provenance.origin_of(t)
 
 
 def _has_storage(t: torch.Tensor) -> bool:
-    """One of its own kind: subclasses are taken apart, and other layouts have several."""
+    """Whether `t` has one storage of its own: subclasses are flattened, and sparse layouts have several storages."""
     return type(t) is torch.Tensor and t.layout is torch.strided
 
 
-def _is_cut_off(t: torch.Tensor) -> bool:
-    """Whether `t` is what a region was given, or a view of it: a leaf in its second run."""
+def _is_detached_input(t: torch.Tensor) -> bool:
+    """Whether `t` is an input of a recomputed region, or a view: a leaf during recomputation."""
     base = t if t._base is None else t._base
     return base.is_leaf and type(base) is torch.Tensor
 

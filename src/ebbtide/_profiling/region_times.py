@@ -1,6 +1,6 @@
-"""When a step came by: seconds per region, from the notes of one step. Pure.
+"""Seconds of each region, from the events of one recorded step. Pure.
 
-Two clocks stand in a note: when compute was there, and when the host was that queued it.
+An event has two clocks: the compute stream's, and the CPU's at the time of queueing.
 """
 
 from collections import Counter
@@ -8,114 +8,128 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from ebbtide._profiling.recorder import Note, Place
+from ebbtide._profiling.recorder import StepEvent, StepEventKind
 
 Item = TypeVar("Item")
 
-Between = Callable[[Note, Note], float]
-"""Seconds from one note to another; below zero if the second was the first."""
+Clock = Callable[[StepEvent, StepEvent], float]
+"""Seconds from the first event to the second; negative if the second came first."""
 
 
-class Clock:
-    """Seconds per region, from the notes of a step, in order of forward.
+class RegionTimes:
+    """Seconds of each region in one step, in order of forward.
 
     Args:
-        notes: of the step, with those of other regions.
-        names: of the regions.
-        between: the clock.
+        events: all events of the step, also of regions without a name in `names`.
+        names: names of the regions.
+        clock: measures the time between two events.
 
     Attributes:
-        regions: their names, one per pass.
-        forward_s, again_s, backward_s: of each pass.
-        prepared_s: what it takes of `forward_s` to prepare the pass to run again; 0 where that was not seen.
-        before_s, after_s, turn_s, end_s: outside of them, as `Around` says.
+        regions: names, one for each pass.
+        forward_s, recompute_s, backward_s: forward, recomputation and backward of each pass.
+        prepared_s: part of `forward_s` that prepares the recomputation; 0 if unknown.
+        before_s, after_s: before and after the regions in forward.
+        backward_before_s, backward_after_s: before and after the regions in backward.
     """
 
-    def __init__(self, notes: Sequence[Note], names: Collection[str], between: Between) -> None:
-        self._seconds = between
-        notes = [note for note in notes if not note.region or note.region in names]
-        entered = [k for k, note in enumerate(notes) if note.place is Place.ENTERED]
-        ends = [*entered[1:], max((k for k, note in enumerate(notes) if note.place is Place.LEFT), default=0)]
-        forward_end = next(k for k, note in enumerate(notes) if note.place is Place.FORWARD)
-        self.regions = [notes[k].region for k in entered]
-        self.forward_s = [self._between(notes[a], notes[b]) for a, b in zip(entered, ends, strict=True)]
-        self.prepared_s = [self._prepared_s(notes[a : b + 1]) for a, b in zip(entered, ends, strict=True)]
+    def __init__(self, events: Sequence[StepEvent], names: Collection[str], clock: Clock) -> None:
+        self._clock = clock
+        events = [each for each in events if not each.region or each.region in names]
+        entered = indices_of(events, StepEventKind.REGION_ENTERED)
+        ends = [*entered[1:], max(indices_of(events, StepEventKind.REGION_LEFT), default=0)]
+        forward_end = indices_of(events, StepEventKind.FORWARD_ENDED)[0]
+        self.regions = [events[k].region for k in entered]
+        self.forward_s = [self._between(events[a], events[b]) for a, b in zip(entered, ends, strict=True)]
+        self.prepared_s = [self._preparation(events[a : b + 1]) for a, b in zip(entered, ends, strict=True)]
         first = entered[0] if entered else 0
-        self.before_s = max(0.0, self._between(notes[0], notes[first]) - self._held_s(notes[:first]))
-        self.after_s = self._between(notes[ends[-1]], notes[forward_end])
-        spans = list(backward_spans(notes))
-        turn_s = self._between(notes[forward_end], spans[0].begin) if spans else 0.0
-        self.turn_s = max(0.0, turn_s - self._held_s(notes[forward_end:]))
-        self.end_s = self._between(spans[-1].end, notes[-1]) if spans else 0.0
-        in_order = by_forward(((span.region, span) for span in spans), self.regions)
-        self.again_s = [0.0 if s is None or s.again is None else self._between(s.begin, s.again) for s in in_order]
-        self.backward_s = [0.0 if s is None else self._between(s.again or s.begin, s.end) for s in in_order]
+        self.before_s = max(0.0, self._between(events[0], events[first]) - self._spun(events[:first]))
+        self.after_s = self._between(events[ends[-1]], events[forward_end])
+        intervals = list(backward_intervals(events))
+        backward_before_s = self._between(events[forward_end], intervals[0].begin) if intervals else 0.0
+        self.backward_before_s = max(0.0, backward_before_s - self._spun(events[forward_end:]))
+        self.backward_after_s = self._between(intervals[-1].end, events[-1]) if intervals else 0.0
+        own = by_forward(((each.region, each) for each in intervals), self.regions)
+        self.recompute_s = [
+            0.0 if i is None or i.recomputed is None else self._between(i.begin, i.recomputed) for i in own
+        ]
+        self.backward_s = [0.0 if i is None else self._between(i.recomputed or i.begin, i.end) for i in own]
 
-    def _prepared_s(self, notes: Sequence[Note]) -> float:
-        """Of a pass, from where it was entered on: what is before its own code, and between that and its end."""
-        at = {note.place: note for note in notes[1:] if note.region == notes[0].region}
-        if not {Place.RUNS, Place.RAN, Place.LEFT} <= at.keys():
+    def _preparation(self, events: Sequence[StepEvent]) -> float:
+        """Time of one pass before and after the region's own code."""
+        at = {each.kind: each for each in events[1:] if each.region == events[0].region}
+        runs, ran, left = StepEventKind.REGION_RUNS, StepEventKind.REGION_RAN, StepEventKind.REGION_LEFT
+        if not {runs, ran, left} <= at.keys():
             return 0.0
-        return self._between(notes[0], at[Place.RUNS]) + self._between(at[Place.RAN], at[Place.LEFT])
+        return self._between(events[0], at[runs]) + self._between(at[ran], at[left])
 
-    def _held_s(self, notes: Sequence[Note]) -> float:
-        """Of what was measured only, and no part of a step."""
-        return sum(self._between(a, b) for a, b in pairwise(notes) if a.place is Place.HELD)
+    def _spun(self, events: Sequence[StepEvent]) -> float:
+        """Time of spinning, which only measured steps have."""
+        return sum(self._between(a, b) for a, b in pairwise(events) if a.kind is StepEventKind.SPIN_BEGAN)
 
-    def _between(self, start: Note, end: Note) -> float:
-        return max(0.0, self._seconds(start, end))
+    def _between(self, start: StepEvent, end: StepEvent) -> float:
+        return max(0.0, self._clock(start, end))
 
 
-class Span(NamedTuple):
+class BackwardInterval(NamedTuple):
     """A region's part of backward.
 
     Attributes:
-        at: how many notes are before `begin`.
-        begin: its second run begins or, without one, something of it is read first.
-        again: where its second run ended, if it had one.
-        notes: all behind `begin`, up to the end, which is where the next one's part begins. What is outside of all
-            regions between the two is part of it. Behind the last, the end is where something outside is read.
+        at: index of `begin` among all events.
+        begin: start of the recomputation or, without recomputation, the first read of a saved tensor of the region.
+        recomputed: end of the recomputation; None without recomputation.
+        events: events after `begin`, up to the beginning of the next interval. Work outside of all regions between two
+            intervals belongs to the first of the two. The last interval ends with the first read outside of regions.
     """
 
     region: str
     at: int
-    begin: Note
-    again: Note | None
-    notes: Sequence[Note]
+    begin: StepEvent
+    recomputed: StepEvent | None
+    events: Sequence[StepEvent]
 
     @property
-    def end(self) -> Note:
-        return self.notes[-1]
+    def end(self) -> StepEvent:
+        return self.events[-1]
 
     @property
-    def behind_again(self) -> Sequence[Note]:
-        """The notes behind its second run; none without one."""
-        ended = [k for k, note in enumerate(self.notes) if note.place is Place.AGAIN_ENDED]
-        return self.notes[ended[-1] + 1 :] if ended else ()
+    def after_recompute(self) -> Sequence[StepEvent]:
+        """Events after the recomputation; empty without recomputation."""
+        ended = indices_of(self.events, StepEventKind.RECOMPUTE_ENDED)
+        return self.events[ended[-1] + 1 :] if ended else ()
 
 
-def backward_spans(notes: Sequence[Note]) -> Iterator[Span]:
-    """In order of backward."""
-    passes = Counter(note.region for note in notes if note.place is Place.ENTERED)
-    has_second_runs = any(note.place is Place.AGAIN for note in notes)
-    starts = Place.AGAIN if has_second_runs else Place.READ
-    begin, again, outside = 0, None, 0
-    for k, note in enumerate(notes):
-        if note.place is Place.AGAIN_ENDED:
-            again = note
-        if note.place is Place.READ and not note.region:
-            outside = outside or k  # where the part at hand ends, should no other region's follow
-        elif note.place is Place.READ and note.region == notes[begin].region and passes[note.region] == 1:
-            outside = 0  # what was read in between is inside of its backward
-        elif note.place in (starts, Place.ENDED):
-            end = k if note.region else outside or k
-            if notes[begin].region:
-                yield Span(notes[begin].region, begin, notes[begin], again, notes[begin + 1 : end + 1])
-            begin, again, outside = k, None, 0
+def backward_intervals(events: Sequence[StepEvent]) -> Iterator[BackwardInterval]:
+    """Intervals of all regions in order of backward."""
+    passes = Counter(each.region for each in events if each.kind is StepEventKind.REGION_ENTERED)
+    has_recomputation = any(each.kind is StepEventKind.RECOMPUTE_BEGAN for each in events)
+    starts = StepEventKind.RECOMPUTE_BEGAN if has_recomputation else StepEventKind.REGION_READ
+    begin, recomputed, outside = 0, None, 0
+    for k, each in enumerate(events):
+        is_read = each.kind is StepEventKind.REGION_READ
+        if each.kind is StepEventKind.RECOMPUTE_ENDED:
+            recomputed = each
+        if is_read and not each.region:
+            outside = outside or k  # end of the current interval, unless another region follows
+        elif is_read and each.region == events[begin].region and passes[each.region] == 1:
+            outside = 0  # the read outside was in the middle of the region's backward
+        elif each.kind in (starts, StepEventKind.STEP_ENDED):
+            end = k if each.region else outside or k
+            if events[begin].region:
+                own = events[begin + 1 : end + 1]
+                yield BackwardInterval(events[begin].region, begin, events[begin], recomputed, own)
+            begin, recomputed, outside = k, None, 0
+
+
+def indices_of(events: Sequence[StepEvent], kind: StepEventKind) -> list[int]:
+    """Indices of all events of one kind."""
+    return [k for k, each in enumerate(events) if each.kind is kind]
 
 
 def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
-    """Of each pass, in the order of forward, what `backward` has in its own order: a region's last pass comes first."""
+    """Items of `backward`, pairs of region and item, in the order of forward; None for a pass without an item.
+
+    Backward visits the last pass of a region first.
+    """
     left: dict[str, list[Item]] = {}
     for region, item in backward:
         left.setdefault(region, []).append(item)

@@ -1,19 +1,23 @@
-"""Follows one step from the outside: when it began, when backward ended, its peak, and whether the host kept ahead."""
+"""Observers of one training step: start, region entries, end of backward, peak memory, CPU launch times.
+
+Nothing in this file waits for the device. Times are read from events that have passed.
+"""
 
 import abc
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from ebbtide._types import Device, RecomputeRecorder, StreamEvent
 from ebbtide._utils.torch_private import at_end_of_backward, graph_task_id
-from ebbtide.types import Device, RecomputeRecorder, StreamEvent
 
 
-class UntilBackwardEnds(abc.ABC):
-    """Ends with the backward that is the first to read what its forward saved."""
+class BackwardObserver(abc.ABC):
+    """Ends with the first backward that reads a tensor saved by the observed forward."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -34,36 +38,63 @@ class UntilBackwardEnds(abc.ABC):
 
     @abc.abstractmethod
     def _conclude(self) -> None:
-        """Backward has ended: take the last notes."""
+        """Record the last events: backward has ended."""
 
 
-class Point(NamedTuple):
-    """Where a step comes to a region.
+Observer = TypeVar("Observer", bound=BackwardObserver)
+
+
+class InFlightStep(Generic[Observer]):
+    """A forward whose backward may still come, and the observer of the step.
+
+    Until backward ends, only the autograd graph keeps the observer alive. A dead reference therefore tells a dropped
+    graph from a graph whose backward is pending.
 
     Attributes:
-        was_behind: compute had not come to the point before by then: all that lies between the two was queued when
-            compute began with it.
+        ended: observer, set when backward has ended.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self.ended: Observer | None = None
+        self._alive = weakref.ref(observer)
+        observer.on_end = self._end
+
+    def _end(self) -> None:
+        self.ended = self._alive()
+
+    @property
+    def pending(self) -> Observer | None:
+        """Observer while backward is still to come; None after backward and for a dropped graph."""
+        return self._alive() if self.ended is None else None
+
+
+class RegionEntry(NamedTuple):
+    """Arrival of forward or backward at a region.
+
+    Attributes:
+        was_queued_ahead: compute had not reached the previous entry when the CPU recorded `event`. All work between the
+            two entries was queued before compute began with any of the work.
     """
 
     region: str
     event: StreamEvent
-    was_behind: bool
+    was_queued_ahead: bool
 
 
-class Queueing:
-    """How one step was queued. In a captured part of it nobody is asked.
+class LaunchTimes:
+    """How the CPU queued one step. Captured parts of a step are not recorded.
 
     Attributes:
-        forward, backward: the points where it came to its regions, in order. In backward that is where something of
-            them is read first, or their second run begins.
-        seconds: that the host took for its forward, from its first region to the end of its last one; where compute
-            does not wait for it, the host may wait for compute there: the device queues so many kernels and no more.
-            (About a thousand: regions of more look as if compute waited for the host.)
+        forward: region entries of forward.
+        backward: region entries of backward: the first read of a tensor saved in the region, or recomputation.
+        seconds: CPU time of forward, from entering the first region to leaving the last region. The device queues about
+            a thousand kernels, so a CPU far ahead is blocked by compute, and a region of more kernels looks as if
+            compute waited for the CPU.
     """
 
     def __init__(self, device: Device) -> None:
-        self.forward: list[Point] = []
-        self.backward: list[Point] = []
+        self.forward: list[RegionEntry] = []
+        self.backward: list[RegionEntry] = []
         self.seconds = 0.0
         self._device = device
         self._began_s: float | None = None
@@ -71,7 +102,7 @@ class Queueing:
     def entered(self, region: str) -> None:
         if self._began_s is None:
             self._began_s = time.perf_counter()
-        self._come_to(region, self.forward)
+        self._add_entry(region, self.forward)
 
     def left(self) -> None:
         if self._began_s is not None:
@@ -79,93 +110,96 @@ class Queueing:
 
     def read(self, region: str) -> None:
         if not self.backward or self.backward[-1].region != region:
-            self._come_to(region, self.backward)
+            self._add_entry(region, self.backward)
 
-    def _come_to(self, region: str, points: list[Point]) -> None:
+    def _add_entry(self, region: str, entries: list[RegionEntry]) -> None:
         if self._device.matches_capture():
-            was_behind = bool(points) and not self._device.is_done(points[-1].event)
-            points.append(Point(region, self._device.record(self._device.current_stream()), was_behind))
+            was_queued_ahead = bool(entries) and not self._device.is_done(entries[-1].event)
+            entries.append(RegionEntry(region, self._device.record(self._device.current_stream()), was_queued_ahead))
 
-    def seconds_between(self, start: Point, end: Point) -> float:
-        """Of compute, which has passed both."""
+    def seconds_between(self, start: RegionEntry, end: RegionEntry) -> float:
+        """Seconds of compute between two entries. Both events must have passed."""
         return self._device.seconds_between(start.event, end.event)
 
     @property
-    def is_waited_for(self) -> bool:
-        """Compute was in the last region that was queued, or through with it, when the host came to most others."""
-        caught_up = [not point.was_behind for point in self.forward[1:]]
+    def is_cpu_bound(self) -> bool:
+        """Whether compute had caught up with the CPU at more than half of the region entries of forward."""
+        caught_up = [not entry.was_queued_ahead for entry in self.forward[1:]]
         return 2 * sum(caught_up) > len(caught_up)
 
 
-class StepMonitor(UntilBackwardEnds):
-    """One step, looked at from the outside. Costs two events, and two for each region.
+class StepMonitor(BackwardObserver):
+    """Measures a planned step for two events, and two more for each region.
 
     Args:
-        device: where the model computes.
-        looks_at_peak: find out the most that was allocated too. The device's own record of it begins anew.
+        device: device of the model's compute.
+        reads_peak: measure peak memory too, which resets the peak statistics of the device.
+
+    Attributes:
+        is_alone: no other step overlapped. Set by the owner of the monitor.
+        launch_times: None on a device that computes synchronously.
+        peak_bytes: largest peak seen; 0 without `reads_peak`.
     """
 
-    def __init__(self, device: Device, looks_at_peak: bool) -> None:
+    def __init__(self, device: Device, reads_peak: bool) -> None:
         super().__init__()
         self.device = device
-        self.looks_at_peak = looks_at_peak
+        self.reads_peak = reads_peak
         self.is_alone = True
-        """No other step ran beside it. For whoever knows to say."""
-        self.queueing = Queueing(device) if device.is_async else None
+        self.launch_times = LaunchTimes(device) if device.is_async else None
         self.peak_bytes = 0
         self._region_read: str | None = None
-        if looks_at_peak:
+        if reads_peak:
             device.reset_peak_stats()
         self._began = device.record(device.current_stream())
         self._ended: StreamEvent = None
 
     def forward_ended(self) -> None:
-        self._look()
+        self._read_peak()
 
-    def _look(self) -> None:
-        if self.looks_at_peak:
+    def _read_peak(self) -> None:
+        if self.reads_peak:
             self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
     def entered(self, region: str) -> None:
-        self._look()
-        if self.queueing is not None:
-            self.queueing.entered(region)
+        self._read_peak()
+        if self.launch_times is not None:
+            self.launch_times.entered(region)
 
-    def left(self, region: str) -> None:  # noqa: ARG002 (which one does not matter)
-        self._look()
-        if self.queueing is not None:
-            self.queueing.left()
+    def left(self, region: str) -> None:  # noqa: ARG002 (protocol of StepRecorder)
+        self._read_peak()
+        if self.launch_times is not None:
+            self.launch_times.left()
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         pass
 
     def read(self, region: str) -> None:
-        # To look takes as long as a few operators: where that misses nothing, once a region.
-        is_seen = region == self._region_read and self.device.tracks_peak
-        if not is_seen and graph_task_id() != -1:
+        # Recording costs as much as a few operators: once a region is enough if the device tracks peaks by itself.
+        is_recorded = region == self._region_read and self.device.tracks_peak
+        if not is_recorded and graph_task_id() != -1:
             self._region_read = region
             self._backward_began()
-            self._look()
-            # What comes behind its backward (a graph that is kept, or ran in part) is none of the step.
-            if self.queueing is not None and region and not self.is_over:
-                self.queueing.read(region)
+            self._read_peak()
+            # Reads after the end of backward (a retained graph, or a partial backward) belong to no step.
+            if self.launch_times is not None and region and not self.is_over:
+                self.launch_times.read(region)
 
-    def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (one is like the others)
+    def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (as in `left`)
         return contextlib.nullcontext()
 
-    def running_again(self, region: str) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
+    def recomputing(self, region: str) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
         self.read(region)
         return contextlib.nullcontext()
 
     def _conclude(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
-        self._look()
+        self._read_peak()
 
     @property
     def is_readable(self) -> bool:
-        """Whether all its events have passed. Never waits."""
         return self.is_over and self.device.is_done(self._ended)
 
     def seconds(self) -> float:
-        """Of the whole step, forward and backward."""
+        """Duration of the step, forward and backward, on the compute stream."""
         return self.device.seconds_between(self._began, self._ended)

@@ -1,86 +1,89 @@
-"""A region's arguments, taken apart: the tensors in them, wherever they are, and how to put the rest together again."""
+"""Arguments of a region, separated into tensors and everything without tensors."""
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ebbtide._recompute.containers import SCALARS
 from ebbtide._recompute.generators import is_generator
 
-_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_SCALARS = frozenset(SCALARS)
 
 
 class Arguments:
-    """Arguments of one call without their tensors.
+    """Arguments of one call without the tensors.
 
-    Tensors are found in tuples, lists, dicts and whatever else is registered with torch's pytree, in dataclasses and in
-    the bound arguments of functools.partial; anything else is kept as it is, by reference. Each `rebuild` makes new
-    containers: a region that appends to a list it was given does so to nobody's list the second time.
+    Tensors are found in tuples, lists, dicts, all containers registered with torch's pytree, dataclasses, and the bound
+    arguments of functools.partial. Further objects are kept by reference. Each `rebuild` makes new containers: a
+    region that appends to a list among the arguments does not append twice to the list of the caller.
+
+    Attributes:
+        generators: random number generators among the arguments; the caller puts the states back before a new call.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._slots: dict[int, _Slot] = {}
-        self._open: set[int] = set()  # dataclasses that are being taken apart: one that leads to itself stays whole
+        self._references: dict[int, _TensorReference] = {}
+        self._open: set[int] = set()  # dataclasses on the way down: a dataclass inside of itself stays whole
         self._tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
-        """Random number generators among the arguments; the caller puts the states back before a second call."""
-        self._found = 0
-        """Tensors so far, one that is passed twice counted twice."""
+        self._occurrences = 0  # of tensors, repeated ones included
         self._args, self._kwargs = self._take(args), self._take(kwargs)
-        self._slots.clear()
+        self._references.clear()
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """In order of first appearance; one that is passed twice is listed once. They are the caller's from here."""
+        """The tensors in order of first appearance, each once. Afterwards only the caller refers to them."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """args and kwargs, with `tensors` in the places of those that were taken."""
-        return _whole(self._args, tensors), _whole(self._kwargs, tensors)
+        """args and kwargs, with `tensors` in place of the tensors of `take_tensors`."""
+        return _rebuilt(self._args, tensors), _rebuilt(self._kwargs, tensors)
 
     def _take(self, value: Any) -> object:
-        """`value` without its tensors. The common kinds go without torch's pytree: this runs at every forward."""
+        """`value` without tensors. Common kinds bypass torch's pytree, because every forward runs this."""
         kind = cast("type[object]", type(value))
-        if kind in _ATOMS:
+        if kind in _SCALARS:
             return value
         if isinstance(value, torch.Tensor):
-            return self._slot(value)
+            return self._reference(value)
         if kind is tuple or kind is list:
-            return _Sequence(kind, [self._take(each) for each in value])
+            return _Parts([self._take(each) for each in value], kind)
         if kind is dict:
             return _Dict({key: self._take(each) for key, each in value.items()})
         if not pytree.tree_is_leaf(value):
             leaves, spec = pytree.tree_flatten(value)
-            return _Tree([self._take(leaf) for leaf in leaves], spec)
+            parts = [self._take(leaf) for leaf in leaves]
+            return _Parts(parts, functools.partial(pytree.tree_unflatten, treespec=spec))
         return self._take_apart(value)
 
-    def _slot(self, t: torch.Tensor) -> "_Slot":
-        self._found += 1
-        slot = self._slots.get(id(t))
-        if slot is None:
-            slot = self._slots[id(t)] = _Slot(len(self._tensors))
+    def _reference(self, t: torch.Tensor) -> "_TensorReference":
+        self._occurrences += 1
+        reference = self._references.get(id(t))
+        if reference is None:
+            reference = self._references[id(t)] = _TensorReference(len(self._tensors))
             self._tensors.append(t)
-        return slot
+        return reference
 
     def _take_apart(self, leaf: Any) -> object:
-        if is_generator(cast("type[object]", type(leaf))):
+        if is_generator(leaf):
             self.generators.append(leaf)
             return leaf
-        before = self._found
+        before = self._occurrences
         if self._is_data(leaf):
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
             self._open.add(id(leaf))
             parts = self._take(fields)
             self._open.discard(id(leaf))
-            return _Dataclass(leaf, parts) if self._found > before else leaf
+            return _Parts([parts], functools.partial(_filled, _shell_of(leaf))) if self._occurrences > before else leaf
         if isinstance(leaf, functools.partial):
             partial = cast("functools.partial[Any]", leaf)
-            parts = self._take((partial.args, partial.keywords))
-            return _Partial(partial.func, parts) if self._found > before else partial
+            bound = [self._take(partial.args), self._take(partial.keywords)]
+            return _Parts(bound, functools.partial(_bound, partial.func)) if self._occurrences > before else partial
         return leaf
 
     def _is_data(self, leaf: object) -> bool:
@@ -88,9 +91,7 @@ class Arguments:
         return is_instance and id(leaf) not in self._open
 
 
-class _Slot:
-    """The place of a tensor."""
-
+class _TensorReference:
     __slots__ = ("_number",)
 
     def __init__(self, number: int) -> None:
@@ -100,19 +101,6 @@ class _Slot:
         return tensors[self._number]
 
 
-class _Sequence:
-    """A tuple or a list."""
-
-    __slots__ = ("_kind", "_parts")
-
-    def __init__(self, kind: type, parts: list[object]) -> None:
-        self._kind = kind
-        self._parts = parts
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self._kind([_whole(part, tensors) for part in self._parts])
-
-
 class _Dict:
     __slots__ = ("_parts",)
 
@@ -120,56 +108,45 @@ class _Dict:
         self._parts = parts
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-        return {key: _whole(part, tensors) for key, part in self._parts.items()}
+        return {key: _rebuilt(part, tensors) for key, part in self._parts.items()}
 
 
-class _Tree:
-    """Any other container that pytree knows."""
+class _Parts:
+    """The parts of any container but a dict, and the function from a list of parts to a new container."""
 
-    __slots__ = ("_parts", "_spec")
+    __slots__ = ("_make", "_parts")
 
-    def __init__(self, parts: list[object], spec: pytree.TreeSpec) -> None:
+    def __init__(self, parts: list[object], make: Callable[[list[Any]], Any]) -> None:
         self._parts = parts
-        self._spec = spec
+        self._make = make
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return pytree.tree_unflatten([_whole(part, tensors) for part in self._parts], self._spec)
+        return self._make([_rebuilt(part, tensors) for part in self._parts])
 
 
-class _Dataclass:
-    """What stays of `original` is a shallow copy without its fields."""
-
-    __slots__ = ("_fields", "_shell")
-
-    def __init__(self, original: Any, fields: object) -> None:
-        self._fields = fields
-        self._shell = copy.copy(original)
-        for f in dataclasses.fields(self._shell):
-            if hasattr(self._shell, f.name):  # not `in vars(shell)`: one with slots has no such dict
-                object.__setattr__(self._shell, f.name, None)
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> object:
-        whole = copy.copy(self._shell)
-        for name, value in _whole(self._fields, tensors).items():
-            object.__setattr__(whole, name, value)
-        return whole
+_TAKEN_APART = (_TensorReference, _Parts, _Dict)
 
 
-class _Partial:
-    __slots__ = ("_bound", "_function")
-
-    def __init__(self, function: Any, bound: object) -> None:
-        self._function = function
-        self._bound = bound
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> object:
-        args, keywords = _whole(self._bound, tensors)
-        return functools.partial(self._function, *args, **keywords)
+def _rebuilt(part: object, tensors: Sequence[torch.Tensor]) -> Any:
+    return part.rebuild(tensors) if isinstance(part, _TAKEN_APART) else part
 
 
-_PARTS = (_Slot, _Sequence, _Dict, _Tree, _Dataclass, _Partial)
-"""Of arguments: what is no longer as it was passed."""
+def _shell_of(original: Any) -> Any:
+    """A shallow copy of a dataclass without the fields."""
+    shell = copy.copy(original)
+    for f in dataclasses.fields(shell):
+        if hasattr(shell, f.name):  # not `in vars(shell)`, for slots have no dict
+            object.__setattr__(shell, f.name, None)
+    return shell
 
 
-def _whole(part: object, tensors: Sequence[torch.Tensor]) -> Any:
-    return part.rebuild(tensors) if isinstance(part, _PARTS) else part
+def _filled(shell: Any, parts: list[Any]) -> Any:
+    whole = copy.copy(shell)
+    for name, value in parts[0].items():
+        object.__setattr__(whole, name, value)
+    return whole
+
+
+def _bound(function: Any, parts: list[Any]) -> "functools.partial[Any]":
+    args, keywords = parts
+    return functools.partial(function, *args, **keywords)

@@ -1,9 +1,9 @@
-"""Recipes inside of compiled graphs: the compiler's own partition does what a frame does elsewhere.
+"""Recipes inside compiled graphs: the compiler's partitioner takes the place of a frame.
 
-A selective recipe of a compiled block becomes a checkpoint that the compiler traces, with a policy that says which
-outputs its graph has to save; what it saves then comes to the desk like any save. A block that runs again as a whole
-needs none of this, since the frame stands outside of its compiled call. Only where one graph holds several regions (a
-model compiled as a whole) it is traced as a checkpoint too.
+A selective recipe turns a compiled block into a checkpoint for the compiler to trace, with a policy for the outputs
+that the graph has to save; those saved tensors reach our hooks like any other. A block with the recipe "recompute"
+needs no checkpoint, because a frame stands outside of the compiled call, unless one graph holds several regions (a
+model compiled as a whole).
 """
 
 import functools
@@ -23,30 +23,30 @@ _checkpoint: Callable[..., Any] = cast(Any, torch_checkpoint).checkpoint
 _selective_contexts: Callable[..., Any] = cast(Any, torch_checkpoint).create_selective_checkpoint_contexts
 
 Modules = Mapping[str, frozenset[str]]
-"""By pattern: the ids of the modules it means, as the compiler writes them."""
+"""Pattern to ids of the matching modules, in the compiler's notation; see `compiler_id`."""
 
 
-class Traced:
-    """How a region's forward is to be traced. The compiler reads these attributes and guards on them.
+class CompiledRecipe:
+    """The recipe of a region in traces. The compiler reads the attributes and guards on them.
 
     Attributes:
-        action: of the region's recipe, "" without one.
-        context_fn: what torch's checkpoint is given for a selective one.
+        action: of the recipe; "" without recomputation.
+        context_fn: argument of torch's checkpoint for a selective recipe.
     """
 
     def __init__(self) -> None:
         self.action = ""
         self.context_fn: Callable[[], Any] | None = None
 
-    def follow(self, recipe: Recipe | None, dear: ExpensiveOps | None, modules: Modules) -> None:
-        """Trace by `recipe` from now on: graphs compiled for another one are compiled anew."""
+    def follow(self, recipe: Recipe | None, ops: ExpensiveOps | None, modules: Modules) -> None:
+        """Trace with `recipe` from now on. Graphs compiled with another recipe are recompiled."""
         self.action = "" if recipe is None or not recipe.recomputes else recipe.action
         self.context_fn = None
-        if recipe is not None and dear is not None:
-            self.context_fn = functools.partial(_selective_contexts, _policy(dear, modules, recipe.sites is not None))
+        if recipe is not None and ops is not None:
+            self.context_fn = functools.partial(_selective_contexts, _policy(ops, modules, recipe.sites is not None))
 
     def call(self, forward: Callable[..., Any], is_framed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`forward`, while a compiler traces it. `is_framed`: what runs again as a whole does so from outside."""
+        """Call `forward` in a trace. `is_framed`: a frame outside of the trace recomputes whole regions."""
         if self.action == "" or (is_framed and self.action == "recompute"):
             return forward(*args, **kwargs)
         if self.action == "recompute":
@@ -54,29 +54,30 @@ class Traced:
         return _checkpoint(forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
 
 
-def _policy(dear: ExpensiveOps, modules: Modules, has_sites: bool) -> Callable[..., CheckpointPolicy]:
+def _policy(ops: ExpensiveOps, modules: Modules, has_sites: bool) -> Callable[..., CheckpointPolicy]:
+    # A closure: the compiler guards a function by its code, but a callable object by identity, and would recompile.
     def policy(_context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if has_sites:
-            raise sites_refused()
-        is_dear = dear.is_dear(op, args, kwargs, _inside(modules))
-        return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+            raise sites_error()
+        is_expensive = ops.is_expensive(op, args, kwargs, _patterns_around(modules))
+        return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
 
-def _inside(modules: Modules) -> set[str]:
-    """The patterns of those modules that the operator being traced belongs to."""
+def _patterns_around(modules: Modules) -> set[str]:
+    """Patterns of the modules that contain the operator being traced."""
     stack: Mapping[str, Any] = tracing.current_meta.get("nn_module_stack") or {}
     ids = {key.split("@")[0] for key in stack}
-    return {pattern for pattern, meant in modules.items() if meant & ids}
+    return {pattern for pattern, matching in modules.items() if matching & ids}
 
 
-def sites_refused() -> ModuleError:
+def sites_error() -> ModuleError:
     return ModuleError(
         "sites= of a selective recipe numbers calls as they run, and this region is compiled: choose with ops="
     )
 
 
 def compiler_id(module: torch.nn.Module) -> str:
-    """What the compiler calls `module` in the stacks of modules it keeps."""
+    """The compiler's name of `module` in its stacks of modules."""
     return str(id(module))

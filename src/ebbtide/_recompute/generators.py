@@ -1,4 +1,4 @@
-"""Random number generators besides torch's default ones: read a state, see a draw, put the state back.
+"""Random number generators besides torch's default ones: read a state, detect a use, put the state back.
 
 Note [Generators]
 ~~~~~~~~~~~~~~~~~
@@ -7,10 +7,10 @@ Note [Generators]
    several states of a device's default generator and sets one state for the length of a `fork()`: Megatron-Core,
    TransformerEngine, DeepSpeed, fairscale, apex, and any object in a module's attribute with the three methods `fork`,
    `get_states` and `set_states`.
-2. A copy of a process-wide state costs 20 us (Python, 625 integers) or 90 us (NumPy), and most regions never draw. The
+2. A copy of a process-wide state costs 20 us (Python, 625 integers) or 90 us (NumPy), and most regions use neither. The
    bytes of the generator object are compared instead, in 0.1 us; a change of the bytes causes a new copy. Regions
-   between two draws share a copy.
-3. random.SystemRandom has no state, so its numbers cannot be drawn again.
+   between two uses share a copy.
+3. random.SystemRandom has no state, so its numbers cannot be repeated.
 """
 
 import abc
@@ -38,7 +38,7 @@ class RngState(abc.ABC):
     def put_back(self) -> None: ...
 
     @abc.abstractmethod
-    def taken_again(self) -> "RngState":
+    def current(self) -> "RngState":
         """The current state of the generator."""
 
     def seeds(self, device: torch.device) -> set[int]:  # noqa: ARG002
@@ -50,7 +50,7 @@ class RngState(abc.ABC):
 def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
     """Put `states` back; restore the current states at exit."""
     states = list(states)
-    now = [state.taken_again() for state in states]
+    now = [state.current() for state in states]
     try:
         for state in states:
             state.put_back()
@@ -60,23 +60,28 @@ def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
             state.put_back()
 
 
-def state_of(generator: Any) -> RngState:
+def state_of(generator: object) -> RngState:
     """The state of a generator for which `is_generator` holds."""
-    kind = _kind_of(_type(generator))
+    kind = _kind_of(type(generator))
     assert kind is not None
     return kind(generator)
 
 
-def is_generator(kind: type[Any]) -> bool:
-    """Whether the state of an instance of `kind` can be put back."""
+def is_generator(value: object) -> bool:
+    """Whether `value` has a random state that can be put back."""
+    return _kind_of(type(value)) is not None
+
+
+def is_generator_type(kind: type[Any]) -> bool:
+    """`is_generator` for all instances of `kind`."""
     return _kind_of(kind) is not None
 
 
-def is_of_host(generator: Any) -> bool:
+def is_of_host(generator: object) -> bool:
     """Whether the state can be read and set during the capture of a graph."""
     if isinstance(generator, torch.Generator):
         return generator.device.type == "cpu"
-    return _kind_of(_type(generator)) is not _TrackerState
+    return _kind_of(type(generator)) is not _TrackerState
 
 
 def process_wide(*, with_trackers: bool) -> list[RngState]:
@@ -101,7 +106,7 @@ class _HeldState(RngState):
     def put_back(self) -> None:
         self._write(self._state)
 
-    def taken_again(self) -> RngState:
+    def current(self) -> RngState:
         return type(self)(self._generator)
 
     @abc.abstractmethod
@@ -177,7 +182,7 @@ class _TrackerState(RngState):
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._states = dict(tracker.get_states())
-        self._held = {name: state_of(state) for name, state in self._states.items() if is_generator(_type(state))}
+        self._held = {name: state_of(state) for name, state in self._states.items() if is_generator(state)}
         self._current: object = getattr(tracker, _CURRENT, None)
 
     def was_used(self) -> bool:
@@ -193,7 +198,7 @@ class _TrackerState(RngState):
         if self._current is not None:
             setattr(self._tracker, _CURRENT, self._current)
 
-    def taken_again(self) -> RngState:
+    def current(self) -> RngState:
         return _TrackerState(self._tracker)
 
     def seeds(self, device: torch.device) -> set[int]:
@@ -212,10 +217,6 @@ _CURRENT = "_current_state_name"
 
 def _is_same(then: Any, now: Any) -> bool:
     return then is now or (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and torch.equal(then, now))
-
-
-def _type(value: object) -> type[object]:
-    return type(value)
 
 
 @functools.cache
@@ -278,7 +279,7 @@ class _SeenState(RngState):
     def put_back(self) -> None:
         self._generator.write(self._state)
 
-    def taken_again(self) -> RngState:
+    def current(self) -> RngState:
         return self._generator.state()
 
 
@@ -304,13 +305,13 @@ class _Numpy(_ProcessWide):
     def __init__(self) -> None:
         super().__init__()
         self._owner: Any = cast(Any, numpy.random.get_state).__self__
-        self._memory = _memory_of(self._owner, _type(self._owner))
+        self._memory = _memory_of(self._owner)
         self._bits: Any = None
 
     def seen(self) -> _Seen:
         bits = self._owner._bit_generator
         if bits is not self._bits:
-            self._bits, self._memory_of_bits = bits, _memory_of(bits, _type(bits))
+            self._bits, self._memory_of_bits = bits, _memory_of(bits)
         if type(bits) not in _NUMPYS_OWN:
             return (pickle.dumps(self.read()),)  # a bit generator of another package: the state may be on the heap
         return self._memory.raw, self._memory_of_bits.raw
@@ -326,10 +327,13 @@ _NUMPYS_OWN = {getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG
 """Bit generators with the state inside of the object."""
 
 
-def _memory_of(value: object, kind: type[object]) -> Any:
-    """A view of the fields of `value` declared by the C type `kind`. The header before the fields counts references."""
+def _memory_of(value: object, kind: type[object] | None = None) -> Any:
+    """A view of the fields of `value` declared by the C type `kind`, by default the own type of `value`.
+
+    The header before the fields counts references.
+    """
     header = object.__basicsize__
-    return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(value) + header)
+    return (ctypes.c_char * ((kind or type(value)).__basicsize__ - header)).from_address(id(value) + header)
 
 
 _PYTHON, _NUMPY = _Python(), _Numpy()

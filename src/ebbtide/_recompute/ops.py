@@ -1,63 +1,42 @@
-"""Which operators are dear. Pure: looks at an operator, calls nothing."""
+"""Properties of operators: expensive, random, a view, a collective. Nothing below calls an operator but a mode."""
 
 import fnmatch
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ebbtide._plans import OpChoice, Predicate, op_class_of
+import torch
 
-# Of "namespace::name". Names with "backward" never match.
-_PATTERNS: Mapping[str, tuple[str, ...]] = {
+from ebbtide._errors import CaptureError
+from ebbtide._plans import OpChoice, Predicate, op_class_of
+from ebbtide._utils.torch_private import OperatorMode
+
+# Patterns of "namespace::name". Names with "backward" never match.
+_PATTERNS = {
     "attention": (
-        "aten::_scaled_dot_product_*attention*",
-        "aten::_flash_attention_forward*",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "higher_order::flex_attention*",
-        "flash_attn*::*forward*",
-        "flash_attn*::*fwd*",
-        "xformers*::*attention*",
-        "xformers*::*fwd*",
+        "aten::_scaled_dot_product_*attention* aten::_flash_attention_forward* aten::_efficient_attention_forward "
+        "aten::_cudnn_attention_forward higher_order::flex_attention* flash_attn*::*forward* flash_attn*::*fwd* "
+        "xformers*::*attention* xformers*::*fwd*"
     ),
     "matmul": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::_addmm_activation",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::addbmm",
-        "aten::linear",
-        "aten::mkldnn_linear",
-        "aten::_scaled_mm*",
-        "aten::_int_mm",
-        "aten::_weight_int*pack_mm*",
-        "aten::_cslt_sparse_mm",
-        "aten::_sparse_semi_structured_*mm",
-        "mkldnn::_linear*",
+        "aten::mm aten::addmm aten::_addmm_activation aten::bmm aten::baddbmm aten::addbmm aten::linear "
+        "aten::mkldnn_linear aten::_scaled_mm* aten::_int_mm aten::_weight_int*pack_mm* aten::_cslt_sparse_mm "
+        "aten::_sparse_semi_structured_*mm mkldnn::_linear*"
     ),
     "convolution": (
-        "aten::*convolution*",
-        "aten::_conv_depthwise2d",
-        "aten::conv_depthwise3d",
-        "aten::_slow_conv2d_forward",
-        "aten::slow_conv3d_forward",
-        "aten::slow_conv_*",
-        "mkldnn::_convolution*",
+        "aten::*convolution* aten::_conv_depthwise2d aten::conv_depthwise3d aten::_slow_conv2d_forward "
+        "aten::slow_conv3d_forward aten::slow_conv_* mkldnn::_convolution*"
     ),
-    "grouped_matmul": ("aten::_grouped_mm", "aten::_scaled_grouped_mm*"),
+    "grouped_matmul": "aten::_grouped_mm aten::_scaled_grouped_mm*",
     "collective": (
-        "_c10d_functional::all_gather_into_tensor",
-        "_c10d_functional::all_reduce",
-        "_c10d_functional::all_to_all_single",
-        "_c10d_functional::broadcast",
-        "_c10d_functional::reduce_scatter_tensor",
-        "_dtensor::shard_dim_alltoall",
+        "_c10d_functional::all_gather_into_tensor _c10d_functional::all_reduce _c10d_functional::all_to_all_single "
+        "_c10d_functional::broadcast _c10d_functional::reduce_scatter_tensor _dtensor::shard_dim_alltoall"
     ),
 }
 
+# The operators return views that the schema does not declare.
 _HIDDEN_VIEWS = {
-    "aten::_unsafe_view",  # the end of every product of more than two dimensions
+    "aten::_unsafe_view",  # the end of every matrix product of more than two dimensions
     "aten::unsafe_chunk",
     "aten::unsafe_split",
     "aten::unsafe_split_with_sizes",
@@ -67,56 +46,58 @@ _Condition = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Collection[str]]
 
 
 class OpKind(NamedTuple):
-    """What holds for all calls of an operator, found out once: a forward makes some dozen calls per region.
+    """Properties shared by all calls of an operator, cached: a forward makes dozens of calls per region.
 
     Attributes:
-        conditions: on which a call is dear.
-        is_always_dear: with any arguments, inside of any module.
+        conditions: any of the conditions makes a call expensive.
+        is_always_expensive: expensive with any arguments, inside any module.
         is_hidden_view: see `is_hidden_view`.
-        speaks: see `speaks`.
+        communicates: see `communicates`.
     """
 
     conditions: tuple[_Condition, ...]
-    is_always_dear: bool
+    is_always_expensive: bool
     is_hidden_view: bool
-    speaks: bool
-
-    @property
-    def may_be_dear(self) -> bool:
-        """Such calls are numbered."""
-        return bool(self.conditions)
+    communicates: bool
 
 
 class ExpensiveOps:
-    """The operators that a selective recipe calls dear."""
+    """The operators that a selective recipe treats as expensive.
+
+    Args:
+        choices: op classes of a recipe ("matmul", "matmul@self_attn") and predicates `f(op, *args, **kwargs) -> bool`.
+
+    Attributes:
+        modules: patterns of the modules that some choices are limited to.
+    """
 
     def __init__(self, choices: tuple[OpChoice, ...]) -> None:
         self._choices = choices
         self._kinds: dict[Any, OpKind] = {}
-        self.modules = tuple({inside for _, inside in map(op_class_of, _strings(choices)) if inside is not None})
-        """Patterns of the modules that some choices are limited to."""
+        named = (op_class_of(choice) for choice in choices if isinstance(choice, str))
+        self.modules = tuple({inside for _, inside in named if inside is not None})
 
-    def is_dear(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
-        """Whether this call is. `inside`: those of `modules` that the forward is inside of now."""
+    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
+        """Whether the call is expensive. `inside`: members of `modules` around the current place of the forward."""
         kind = self.kind_of(op)
-        return kind.is_always_dear or any(condition(op, args, kwargs, inside) for condition in kind.conditions)
+        return kind.is_always_expensive or any(condition(op, args, kwargs, inside) for condition in kind.conditions)
 
     def kind_of(self, op: Any) -> OpKind:
         kind = self._kinds.get(op)
         if kind is None:
-            conditions = () if _is_never_dear(op) else tuple(_conditions(op, self._choices))
-            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op), speaks(op))
+            conditions = () if _is_never_expensive(op) else tuple(_conditions(op, self._choices))
+            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op), communicates(op))
         return kind
 
 
 def is_collective(op: Any) -> bool:
-    """Its result may not be read before somebody has waited for it."""
+    """Whether the result of `op` may be read only after a wait."""
     return op_name(op).startswith("_c10d_functional::")
 
 
 @functools.cache
-def speaks(op: Any) -> bool:
-    """With other ranks, or waits for them."""
+def communicates(op: Any) -> bool:
+    """Whether `op` exchanges data with other ranks, or waits for an exchange."""
     return op_name(op).startswith(("_c10d", "c10d", "_dtensor::", "fsdp::", "symm_mem::"))
 
 
@@ -126,24 +107,82 @@ def is_wait(op: Any) -> bool:
 
 @functools.cache
 def is_hidden_view(op: Any) -> bool:
-    """It returns a view of its first argument and does not say so: changes are counted for each of them alone."""
+    """Whether `op` returns an undeclared view of the first argument, with a version counter apart from the base's."""
     return op_name(op) in _HIDDEN_VIEWS
 
 
 def op_name(op: Any) -> str:
-    """ "aten::mm"; higher-order operators have the namespace higher_order."""
+    """ "aten::mm"; higher-order operators get the namespace higher_order."""
     schema = getattr(op, "_schema", None)
     return schema.name if schema is not None else f"higher_order::{getattr(op, '_name', op)}"
 
 
 def classes_of(op: Any) -> list[str]:
-    """The classes of OP_CLASSES that `op` belongs to."""
+    """Members of OP_CLASSES that contain `op`."""
     name = op_name(op)
     if "backward" in name:
         return []
-    return [
-        word for word, patterns in _PATTERNS.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    return [word for word, patterns in _PATTERNS.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns.split())]
+
+
+def returns_no_new_memory(op: Any) -> bool:
+    """Whether `op` changes an argument or returns a view: a saved result cannot replace such a call."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and (schema.is_mutable or is_view(op))
+
+
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Whether `op` returns an alias of an argument, declared or hidden."""
+    schema = getattr(op, "_schema", None)
+    return is_hidden_view(op) or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+
+
+def rng_device(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device whose generator the call may advance; None for a call without random numbers."""
+    if not _may_use_rng(op):
+        return None
+    schema = op._schema
+    # A dispatch mode does not receive arguments equal to their defaults.
+    values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    if values.get("dropout_p") == 0.0:
+        return None  # attention without dropout
+    tensors = (value.device for value in values.values() if isinstance(value, torch.Tensor))
+    return next(tensors, torch.device(values.get("device") or "cpu"))
+
+
+@functools.cache
+def _may_use_rng(op: Any) -> bool:
+    has_schema = getattr(op, "_schema", None) is not None
+    return has_schema and (_is_tagged_random(op) or not op_name(op).startswith("aten::"))  # only aten sets the tag
+
+
+def _is_tagged_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+class RefuseRngMode(OperatorMode):
+    """Around a region's forward during a graph capture, when no generator state can be restored.
+
+    Raises CaptureError at a call that uses random numbers of a device.
+    """
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = rng_device(op, args, kwargs) if _is_tagged_random(op) else None
+        if device is not None and device.type != "cpu":
+            raise CaptureError(
+                f"{self._region} uses random numbers ({op}) during a graph capture, and recomputation could not repeat "
+                "the numbers: give the region the recipe 'keep' or 'offload', or switch dropout off"
+            )
+        return self.run_op(op, args, kwargs)
 
 
 def _conditions(op: Any, choices: tuple[OpChoice, ...]) -> list[_Condition]:
@@ -151,11 +190,11 @@ def _conditions(op: Any, choices: tuple[OpChoice, ...]) -> list[_Condition]:
     conditions: list[_Condition] = []
     for choice in choices:
         if not isinstance(choice, str):
-            conditions.append(_asks(choice))
+            conditions.append(functools.partial(_matches, choice))
             continue
         word, inside = op_class_of(choice)
         if word in classes:
-            conditions.append(_always if inside is None else _is_inside(inside))
+            conditions.append(_always if inside is None else functools.partial(_is_inside, inside))
     return conditions
 
 
@@ -163,32 +202,18 @@ def _always(*_: object) -> bool:
     return True
 
 
-def _is_inside(module: str) -> _Condition:
-    def condition(_op: Any, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
-        return module in inside
-
-    return condition
-
-
-def _asks(predicate: Predicate) -> _Condition:
-    def condition(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], _inside: Collection[str]) -> bool:
-        return bool(predicate(op, *args, **kwargs))
-
-    return condition
+def _is_inside(
+    module: str, _op: Any, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], inside: Collection[str]
+) -> bool:
+    return module in inside
 
 
-def returns_no_new_memory(op: Any) -> bool:
-    """It changes an argument or returns a view of one: a result handed out in its place would not."""
-    schema = getattr(op, "_schema", None)
-    if schema is None:
-        return False
-    return schema.is_mutable or any(r.alias_info is not None for r in schema.returns) or is_hidden_view(op)
+def _matches(
+    predicate: Predicate, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], _inside: Collection[str]
+) -> bool:
+    return bool(predicate(op, *args, **kwargs))
 
 
-def _is_never_dear(op: Any) -> bool:
-    """Nor are casts: autocast remembers those of leaves, so a second run may have fewer of them, or more."""
+def _is_never_expensive(op: Any) -> bool:
+    # Autocast caches casts of leaves: a recomputation may run fewer casts than the forward, or more.
     return returns_no_new_memory(op) or op_name(op) == "aten::_to_copy"
-
-
-def _strings(choices: tuple[OpChoice, ...]) -> list[str]:
-    return [choice for choice in choices if isinstance(choice, str)]

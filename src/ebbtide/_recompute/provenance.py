@@ -1,31 +1,32 @@
-"""Operators that a second run leaves out, because what they lead to is held instead of what they return.
+"""Provenance of tensors: the expensive calls that a tensor is computed from, and stand-ins for pruned tensors.
 
-Note [Left out]
-~~~~~~~~~~~~~~~
-Attention saves q and k as their rotations leave them; what is dear about them is their projections. Where a recipe says
-so (`Recipe.beyond`), these saves are held and not the projections' outputs, and in the second run nothing runs of what
-lies between the projection and them.
-1. The first run follows what the output of such a call leads to: the outputs of every operator that is given it, or
-   what it leads to, down to operators whose own outputs are held. Saves among these are held.
-2. In the second run the call returns an Absent: it looks like the output and has no bytes. So do operators that are
-   given one, all as they looked in the first run: these have to be the same, one by one, and given what looks the same
-   and the same numbers. Saves that are held come from where they are held.
-3. An Absent that is read all the same (by a kernel that takes addresses, as a number, as a save or by an operator that
-   the first run did not find there) raises, and one that is there when the run is over may be read later. Then the
-   region runs again with nothing left out, and those calls are not left out any more. So a wrong guess costs time, and
-   no bit.
-4. What lies between may change nothing, draw nothing, and return what looks as its arguments say: it is made of
-   operators that are known to. Other calls are not left out.
-5. Nothing is left out of a region that speaks with other ranks before its last save, for running again once more would
-   speak twice. Nor in a process with compiled code: given what is not there, a function is compiled anew, or not, and
-   rounds otherwise.
-6. Out of sight is code that asks for the type of a tensor, and native code that reads one behind the dispatcher's back
-   by a constant pointer, or by to_dlpack where what that raises is caught. TorchScript that has met an Absent may save
-   otherwise when it runs once more, which is an error.
+Note [Pruning]
+~~~~~~~~~~~~~~
+Attention saves q and k after their rotations; the expensive part of q and k is the projections. A recipe may therefore
+prune a projection (`Recipe.prune`): the saved tensors downstream of the projection are held instead of the output,
+and recomputation skips every operator from the projection to the held tensors.
+1. The forward follows the output of a pruned call downstream: the outputs of every operator with a followed argument,
+   up to operators whose own outputs are saved. Saved tensors among the followed tensors are held.
+2. In recomputation a pruned call returns a PrunedTensor: the metadata of the output without bytes. Every operator with
+   a pruned argument is skipped, and returns pruned tensors with the metadata recorded in forward. The sequence of
+   operators and the call signatures have to equal the forward's. Held tensors take the places of pruned saved tensors.
+3. A PrunedTensor raises when read: by a kernel that takes addresses, as a number, as a saved tensor, or by an operator
+   that the forward did not record. A PrunedTensor alive at the end may be read later. In either case the region
+   recomputes again with nothing pruned, and later forwards do not prune the calls. A wrong guess costs time, never a
+   bit.
+4. Skipped operators must not mutate, must not use random numbers, and must return metadata that follows from the
+   arguments: an allow list names such operators. Calls followed by any operator off the list are not pruned.
+5. A region that communicates with other ranks before its last saved tensor is not pruned: a repeated recomputation
+   would communicate twice. Nor is anything pruned in a process with compiled code: stand-ins can trigger a new
+   compilation, with other roundings.
+6. Not detected: code that branches on the type of a tensor, and native code that reads behind the dispatcher through a
+   constant pointer or through to_dlpack with errors suppressed. TorchScript that met a PrunedTensor may save
+   otherwise in the repeated recomputation, which is an error.
 """
 
 import functools
 import itertools
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -33,45 +34,44 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide._errors import RecomputeError
-from ebbtide._recompute.ops import classes_of, is_hidden_view, op_name, speaks
-from ebbtide._recompute.rng_ops import draws_on
-from ebbtide._utils.torch_private import has_compiled_code, refuse_addresses, storage_offset, wrapper_of
+from ebbtide._plans import OP_CLASSES
+from ebbtide._recompute.ops import ExpensiveOps, classes_of, communicates, is_view, op_name, rng_device
+from ebbtide._utils.torch_private import forbid_data_ptr, has_compiled_code, storage_offset, wrapper_of
 
 
-class AbsentReadError(RecomputeError):
-    """Somebody needs the bytes of what was left out."""
+class PrunedReadError(RecomputeError):
+    """Code needs the bytes of a pruned tensor."""
 
 
-class Reads:
-    """Whether somebody has asked for bytes that were left out: region code may have caught what that raised. Or may ask
-    for them yet: a hook that keeps what a module returns."""
+class PrunedReads:
+    """Reads of the pruned tensors of one recomputation, so far and possible later.
 
-    def __init__(self) -> None:
-        self._were_tried = False
-        self._absents: list[weakref.ref[Absent]] = []
-
-    def hand_out(self, absent: "Absent") -> None:
-        absent.reads = self
-        self._absents.append(weakref.ref(absent))
-
-    def refuse(self, who: object) -> AbsentReadError:
-        self._were_tried = True
-        return AbsentReadError(f"{who} needs what was left out of a second run")
-
-    def check(self, region: str) -> None:
-        """The run is over, and what it went by is gone. Raises AbsentReadError."""
-        if self._were_tried or any(absent() is not None for absent in self._absents):
-            raise self.refuse(f"code of {region}, which keeps it or has caught this,")
-
-
-class Absent(torch.Tensor):
-    """Looks like a tensor that nobody needs, on its device, and has no bytes.
-
-    Attributes:
-        reads: to be told of attempts.
+    Region code may suppress the error of a read, and a hook that stores the output of a module may read later.
     """
 
-    reads: Reads
+    def __init__(self) -> None:
+        self._was_read = False
+        self._tensors: list[weakref.ref[PrunedTensor]] = []
+
+    def track(self, pruned: "PrunedTensor") -> None:
+        pruned.reads = self
+        self._tensors.append(weakref.ref(pruned))
+
+    def refuse(self, reader: object) -> PrunedReadError:
+        """Record a read, and return the error to raise."""
+        self._was_read = True
+        return PrunedReadError(f"{reader} needs a tensor that recomputation pruned")
+
+    def check(self, region: str) -> None:
+        """Raises PrunedReadError after a read, and for a tensor still alive after the recomputation."""
+        if self._was_read or any(tensor() is not None for tensor in self._tensors):
+            raise self.refuse(f"code of {region} (which stores the tensor or suppressed the error)")
+
+
+class PrunedTensor(torch.Tensor):
+    """The metadata of a tensor on its device, without bytes. Every read raises PrunedReadError."""
+
+    reads: PrunedReads
 
     __torch_function__: Any = cast(Any, torch._C)._disabled_torch_function_impl
 
@@ -79,98 +79,94 @@ class Absent(torch.Tensor):
     def __torch_dispatch__(
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        absent = next(t for t in _given(args, kwargs or {}) if isinstance(t, Absent))
-        raise absent.reads.refuse(op)
+        pruned = next(t for t in _flattened(args, kwargs or {}) if isinstance(t, PrunedTensor))
+        raise pruned.reads.refuse(op)
 
     def _refuse(self, *_: object, **__: object) -> Any:
-        raise self.reads.refuse("code that goes by memory")
+        raise self.reads.refuse("code that reads memory")
 
     data_ptr = untyped_storage = storage = tolist = numpy = __array__ = __dlpack__ = _refuse
 
 
-class Made(NamedTuple):
-    """What a call has returned in the first run: how it looked.
+class CallRecord(NamedTuple):
+    """One call of the forward, without bytes.
 
     Attributes:
         op: the operator.
-        given: what it was given: numbers and words, of tensors how they looked.
-        looks: of each tensor: size, strides, offset, dtype and device.
-        sequence: tuple or list if there were several, None if one.
+        signature: see `signature_of`.
+        outputs: size, strides, storage offset, dtype and device of each output.
+        sequence: tuple or list for several outputs, None for a single tensor.
     """
 
     op: Any
-    given: tuple[Any, ...]
-    looks: tuple[tuple[Any, ...], ...]
+    signature: tuple[Any, ...]
+    outputs: tuple[tuple[Any, ...], ...]
     sequence: type | None
 
-    def absent(self, reads: Reads) -> Any:
-        """The same without bytes."""
-        absents = [_absent(looks, reads) for looks in self.looks]
-        return absents[0] if self.sequence is None else self.sequence(absents)
+    def pruned(self, reads: PrunedReads) -> Any:
+        """The outputs as pruned tensors."""
+        tensors = [wrapper_of(PrunedTensor, *metadata) for metadata in self.outputs]
+        for t in tensors:
+            reads.track(t)
+            forbid_data_ptr(t)
+        return tensors[0] if self.sequence is None else self.sequence(tensors)
 
 
-def _absent(looks: tuple[Any, ...], reads: Reads) -> Absent:
-    absent = wrapper_of(Absent, *looks)
-    reads.hand_out(absent)
-    refuse_addresses(absent)
-    return absent
-
-
-def made_by(
+def record_of(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor], sequence: type | None
-) -> Made:
-    looks = [(t.size(), t.stride(), storage_offset(t), t.dtype, t.device) for t in tensors]
-    return Made(op, looks_of(args, kwargs), tuple(looks), sequence)
+) -> CallRecord:
+    metadata = [(t.size(), t.stride(), storage_offset(t), t.dtype, t.device) for t in tensors]
+    return CallRecord(op, signature_of(args, kwargs), tuple(metadata), sequence)
 
 
 def sequence_type(out: Any) -> type | None:
-    """Tuple or list if an operator has returned several, None if one."""
+    """Tuple or list for an operator result of several values, else None."""
     return tuple if isinstance(out, tuple) else list if isinstance(out, list) else None
 
 
-def looks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What there is to tell one call of an operator from another without a look at bytes."""
-    return (*map(_look, args), *((name, _look(value)) for name, value in kwargs.items()))
+def signature_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments as comparable values, with metadata in place of tensors."""
+    return (*map(_describe, args), *((name, _describe(value)) for name, value in kwargs.items()))
 
 
-def _look(given: object) -> object:
-    if isinstance(given, torch.Tensor):
-        return (given.dtype, given.size(), given.stride(), given.device) if _is_strided(given) else object()  # no other
-    if isinstance(given, list | tuple):
-        return tuple(map(_look, cast("Sequence[object]", given)))
-    return type(given), given  # 1 and 1.0 are equal
+def _describe(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        # Layouts without strides never compare equal.
+        return (value.dtype, value.size(), value.stride(), value.device) if _is_strided(value) else object()
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe, cast("Sequence[object]", value)))
+    return type(value), value  # 1 == 1.0
 
 
 def is_plain(t: object) -> bool:
-    """Whether `t` is a tensor that size, strides and offset say it all of."""
+    """Whether size, strides and storage offset describe the tensor `t` completely."""
     return isinstance(t, torch.Tensor) and _has_memory(t) and not (t.is_quantized or t.is_conj() or t.is_neg())
 
 
 def _has_memory(t: torch.Tensor) -> bool:
-    """Of its own: subclasses may have others inside, or none."""
-    return type(t) is torch.Tensor and _is_strided(t)
+    return type(t) is torch.Tensor and _is_strided(t)  # a subclass may wrap several storages, or none
 
 
 def _is_strided(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested
 
 
-def has_absent(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is given what was left out."""
-    return any(type(t) is Absent for t in _given(args, kwargs))
+def has_pruned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument is a pruned tensor."""
+    return any(type(t) is PrunedTensor for t in _flattened(args, kwargs))
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[object]:
-    """What an operator is given, lists opened: it takes tensors alone or in lists."""
-    given = (*args, *kwargs.values()) if kwargs else args
-    if list not in map(type, given) and tuple not in map(type, given):
-        return given
-    lists = (cast("Sequence[object]", arg) if isinstance(arg, tuple | list) else (arg,) for arg in given)
+def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[object]:
+    """All arguments, with lists opened: operators take tensors singly or in lists."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    if list not in map(type, values) and tuple not in map(type, values):
+        return values
+    lists = (cast("Sequence[object]", value) if isinstance(value, tuple | list) else (value,) for value in values)
     return list(itertools.chain.from_iterable(lists))
 
 
-class Trace:
-    """Which calls lead to a storage, and whether an operator was given it that reads bytes."""
+class _Origin:
+    """Provenance of one storage. `is_used`: an operator has read the bytes."""
 
     __slots__ = ("calls", "is_used", "storage")
 
@@ -180,115 +176,113 @@ class Trace:
         self.is_used = False
 
 
-class Provenance:
-    """Which calls lead to which tensors, as a sum of 2**n for the n-th call. By storage, so views need no notes.
+class OpProvenance:
+    """The numbered calls that each tensor of a forward is computed from, as a bit mask: 1 << n for call n.
+
+    Kept by storage: views need no entry.
 
     Attributes:
-        spoiled: the calls that lead to what cannot be left out, as such a sum; -1 is all there are.
-        made: what they and the operators that they lead to have returned, in order.
+        unprunable: calls with a consumer that cannot be skipped, as a bit mask; -1 for all calls.
+        records: the numbered calls and all operators downstream of them, in order.
     """
 
     def __init__(self) -> None:
-        self._traces: dict[int, Trace] = {}
-        self.spoiled = 0
-        self.made: list[Made] = []
+        self._origins: dict[int, _Origin] = {}
+        self.unprunable = 0
+        self.records: list[CallRecord] = []
 
     def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """The call of this number has returned `out`."""
+        """Call number `call` has returned `out`."""
         if has_compiled_code():
-            self.spoil()
-        elif is_plain(out) and may_be_left_out(op, args, kwargs):
-            self.made.append(made_by(op, args, kwargs, [out], None))
+            self.invalidate()
+        elif is_plain(out) and may_be_skipped(op, args, kwargs):
+            self.records.append(record_of(op, args, kwargs, [out], None))
             self._note(out, 1 << call)
         else:
-            self.spoiled |= 1 << call
+            self.unprunable |= 1 << call
 
-    def spoil(self) -> None:
-        """No call can be left out (see point 5 of the note)."""
-        self.spoiled = -1
+    def invalidate(self) -> None:
+        """No call can be pruned; see Note [Pruning], point 5."""
+        self.unprunable = -1
 
     def of(self, t: torch.Tensor) -> int:
-        """The calls that lead to `t`."""
-        trace = self.trace(t)
-        return 0 if trace is None else trace.calls
+        """Calls that `t` is computed from."""
+        origin = self.origin_of(t)
+        return 0 if origin is None else origin.calls
 
-    def trace(self, t: torch.Tensor) -> Trace | None:
-        if not self._traces or not _has_memory(t):
+    def origin_of(self, t: torch.Tensor) -> _Origin | None:
+        if not self._origins or not _has_memory(t):
             return None
         storage = t.untyped_storage()
-        known = self._traces.get(storage._cdata)
+        known = self._origins.get(storage._cdata)
         return known if known is not None and known.storage() is storage else None
 
-    def given_to(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """The calls that lead to what an operator is given."""
+    def of_arguments(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Calls that the arguments of an operator are computed from."""
         calls = 0
-        if speaks(op):
-            self.spoil()
-        if self._traces:
-            for t in _given(args, kwargs):
-                trace = self.trace(t) if isinstance(t, torch.Tensor) else None
-                if trace is not None:
-                    trace.is_used = trace.is_used or not _is_view(op)
-                    calls |= trace.calls
+        if communicates(op):
+            self.invalidate()
+        if self._origins:
+            for t in _flattened(args, kwargs):
+                origin = self.origin_of(t) if isinstance(t, torch.Tensor) else None
+                if origin is not None:
+                    origin.is_used = origin.is_used or not is_view(op)
+                    calls |= origin.calls
         return calls
 
     def follow(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-        """An operator that is not held has returned `out`. The calls that lead to that."""
-        calls = self.given_to(op, args, kwargs)
+        """An operator without saved outputs has returned `out`. Returns the calls that `out` is computed from."""
+        calls = self.of_arguments(op, args, kwargs)
         if calls == 0:
             return 0
         sequence = sequence_type(out)
         tensors: Sequence[Any] = (out,) if sequence is None else out
-        if all(map(is_plain, tensors)) and may_be_left_out(op, args, kwargs):
-            self.made.append(made_by(op, args, kwargs, tensors, sequence))
+        if all(map(is_plain, tensors)) and may_be_skipped(op, args, kwargs):
+            self.records.append(record_of(op, args, kwargs, tensors, sequence))
             for t in tensors:
                 self._note(t, calls | self.of(t))
         else:
-            self.spoiled |= calls
+            self.unprunable |= calls
         return calls
 
     def _note(self, t: torch.Tensor, calls: int) -> None:
-        trace = self.trace(t)
-        if trace is not None:
-            trace.calls = calls  # a view of what was there
+        origin = self.origin_of(t)
+        if origin is not None:
+            origin.calls = calls  # `t` is a view
             return
         storage = t.untyped_storage()
-        self._traces[storage._cdata] = Trace(storage, calls)
+        self._origins[storage._cdata] = _Origin(storage, calls)
 
 
-# What models do with q and k between projecting and saving them. Beside these, pointwise operators, views, and what is
-# dear.
-_BETWEEN = {
-    "aten::_fused_rms_norm",
-    "aten::_to_copy",
-    "aten::cat",
-    "aten::clone",
-    "aten::constant_pad_nd",
-    "aten::flip",
-    "aten::mean",
-    "aten::native_layer_norm",
-    "aten::repeat",
-    "aten::roll",
-    "aten::stack",
-    "aten::sum",
-}
+class AnyExpensiveOp:
+    """Classifies operators for a planner: the op classes whose outputs a plan may save."""
+
+    def __init__(self) -> None:
+        self._ops = ExpensiveOps(tuple(OP_CLASSES))
+
+    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return self._ops.is_expensive(op, args, kwargs, ())
+
+    def provenance(self) -> OpProvenance:
+        return OpProvenance()
 
 
-def may_be_left_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call changes nothing, draws nothing, and returns what looks as its arguments say."""
-    return _is_known(op) and draws_on(op, args, kwargs) is None
+# Operators that models apply to q and k between projection and attention, besides pointwise operators, views and
+# expensive operators.
+_SKIPPABLE = re.compile(
+    r"aten::(_fused_rms_norm|_to_copy|cat|clone|constant_pad_nd|flip|mean|native_layer_norm|repeat|roll|stack|sum)"
+)
+
+
+def may_be_skipped(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call mutates nothing, uses no random numbers, and has output metadata that follows from arguments."""
+    return _is_skippable(op) and rng_device(op, args, kwargs) is None
 
 
 @functools.cache
-def _is_known(op: Any) -> bool:
+def _is_skippable(op: Any) -> bool:
     name = op_name(op)
     if not name.startswith("aten::") or op._schema.is_mutable:
         return False
-    return name in _BETWEEN or bool(classes_of(op)) or _is_view(op) or torch.Tag.pointwise in op.tags
-
-
-@functools.cache
-def _is_view(op: Any) -> bool:
-    """It reads no bytes."""
-    schema = getattr(op, "_schema", None)
-    return is_hidden_view(op) or (schema is not None and any(made.alias_info is not None for made in schema.returns))
+    is_listed = _SKIPPABLE.fullmatch(name) is not None or bool(classes_of(op))
+    return is_listed or is_view(op) or torch.Tag.pointwise in op.tags

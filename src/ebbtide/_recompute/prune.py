@@ -1,16 +1,16 @@
-"""What is left out of a region's second run, as its first run goes (see Note [Left out] in absent.py).
+"""Pruning decisions of one forward (see Note [Pruning] in provenance.py), cached from forward to forward.
 
-Note [PruneCache]
-~~~~~~~~~~~~~~
-To follow what a call leads to takes the host as long as a small operator does, for every operator of the region, and
-most forwards of a region go the same way. So what the first one found is its course: the calls that are left out, what
-they and all between have returned, and which saves are held. A later forward whose first such call was given the like
-and returned it only holds the saves of these numbers. Where it ends it has to have saved the like of every save, and
-left out the same calls; else nothing is left out of its second run, and the course is forgotten. What no save shows,
-the second run finds, which has to go by what the course has made. Two ways that begin alike and come by turns have but
-one course, and nothing is left out of every other pass.
-Behind its last save a second run does not go: what operators there need is not asked (a mixture of experts puts what
-its experts return back in order there).
+Note [Prune cache]
+~~~~~~~~~~~~~~~~~~
+To follow outputs downstream costs the host as much as a small operator, for every operator of the region. Most forwards
+of a region are alike, and the first forward leaves a cache entry: the pruned calls, the records of all skipped
+operators and the numbers of the held saved tensors. A later forward whose first pruned call has an equal signature and
+equal output metadata only holds the saved tensors of these numbers. At the end, the metadata of all saved tensors and
+the pruned calls must equal the entry; otherwise the forward prunes nothing, and the entry is removed.
+Differences without an effect on saved tensors show up in recomputation, which compares every skipped call with the
+entry's records. Two alternating paths with one first call share one entry, and every second forward is not pruned.
+Consumers after the last saved tensor do not matter, because recomputation ends before: a mixture of experts reorders
+the experts' outputs after the last saved tensor.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,153 +18,143 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide._engine.timetable import Site
-from ebbtide._recompute.provenance import Made, Provenance, made_by
-from ebbtide.types import Output
-
-_MOST = 16
+from ebbtide._recompute.memory import OutputHistory
+from ebbtide._recompute.provenance import CallRecord, OpProvenance, record_of
+from ebbtide._types import Output
 
 
-class PrunedTensor(NamedTuple):
-    """A call of which what its output leads to is held.
+class PrunedCall(NamedTuple):
+    """A call whose downstream saved tensors are held instead of the output, and findings about the output."""
 
-    Attributes:
-        site: where its output would be; that it has to run again is written there.
-    """
-
-    site: Site
+    history: OutputHistory
 
 
-class _Call(NamedTuple):
-    """The one of this number of its operator."""
+class _NumberedCall(NamedTuple):
+    """`number` counts the calls of the record's operator."""
 
-    made: Made
+    record: CallRecord
     number: int
 
 
-class Course(NamedTuple):
-    """How one forward of a region went.
+class PrunedForward(NamedTuple):
+    """A cache entry: one forward of a region.
 
     Attributes:
-        calls: that are left out.
-        made: by them and the operators that they lead to, in order.
-        led: the numbers of the saves that are held.
-        looks: of all its saves.
+        calls: the pruned calls.
+        records: the pruned calls and all skipped operators, in order.
+        downstream: numbers of the held saved tensors.
+        metadata: tensor metadata of all saved tensors.
     """
 
-    calls: tuple[_Call, ...]
-    made: list[Made]
-    led: frozenset[int]
-    looks: Sequence[object]
+    calls: tuple[_NumberedCall, ...]
+    records: list[CallRecord]
+    downstream: frozenset[int]
+    metadata: Sequence[object]
 
 
 class PruneCache:
-    """The courses of one region, by recipe and first call; of batches of many sizes the latest few."""
+    """Pruned forwards of one region by recipe and first call. Keeps the latest 16: batches come in many sizes."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Course] = {}
+        self._known: dict[Hashable, PrunedForward] = {}
 
-    def of(self, recipe: Hashable, first: _Call) -> Course | None:
+    def find(self, recipe: Hashable, first: _NumberedCall) -> PrunedForward | None:
         return self._known.get((recipe, first))
 
-    def add(self, recipe: Hashable, course: Course) -> None:
-        oldest_first = list(self._known)  # at once: one model may run in several threads
-        if len(oldest_first) >= _MOST:
+    def add(self, recipe: Hashable, forward: PrunedForward) -> None:
+        oldest_first = list(self._known)  # in one step: several threads may run one model
+        if len(oldest_first) >= 16:
             self._known.pop(oldest_first[0], None)
-        self._known[recipe, course.calls[0]] = course
+        self._known[recipe, forward.calls[0]] = forward
 
-    def forget(self, recipe: Hashable, first: _Call) -> None:
+    def remove(self, recipe: Hashable, first: _NumberedCall) -> None:
         self._known.pop((recipe, first), None)
 
 
-class LeavingOut:
-    """Around one forward of a region: finds the saves that calls lead to, which are held instead of their outputs.
+class Pruner:
+    """Finds the saved tensors downstream of pruned calls, during one forward of a region.
 
     Args:
-        calls: of the forward so far, by operator: what is left out is written there.
-        recipe: which calls are held and left out.
-        courses: of the region.
+        calls: calls of the forward so far by operator; pruned calls are written there.
+        recipe: a key for which calls are saved and pruned.
+        cache: of the region.
 
     Attributes:
-        follows: whether operators have to be shown to `follow`.
-        made: see `Course`.
+        follows: whether operators have to be passed to `follow`.
+        records: see `PrunedForward`.
     """
 
-    def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, courses: PruneCache) -> None:
+    def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, cache: PruneCache) -> None:
         self._calls = calls
         self._recipe = recipe
-        self._courses = courses
-        self._course: Course | None = None
-        self._is_off = False
-        self._lineage = Provenance()
-        self._left_out: list[_Call] = []
-        self._led: set[int] = set()
-        self._spoiled = 0
-        """The calls that cannot be left out, as far as the last save so far says."""
+        self._cache = cache
+        self._known: PrunedForward | None = None
+        self._differs = False
+        self._provenance = OpProvenance()
+        self._pruned: list[_NumberedCall] = []
+        self._downstream: set[int] = set()
+        self._unprunable = 0  # as of the last saved tensor: later consumers do not matter
         self.follows = False
-        self.made = self._lineage.made
+        self.records = self._provenance.records
 
-    def leave_out(
-        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor, site: Site
+    def prune(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor, history: OutputHistory
     ) -> None:
-        """The call of `op` that was counted last returned `out`, which would be at `site`: what it leads to is held."""
+        """Prune the call of `op` counted last, which has returned `out`."""
         number = len(self._calls[op]) - 1
-        call, place = _Call(made_by(op, args, kwargs, [out], None), number), len(self._left_out)
-        self._calls[op][number] = PrunedTensor(site)
-        self._left_out.append(call)
+        call, place = _NumberedCall(record_of(op, args, kwargs, [out], None), number), len(self._pruned)
+        self._calls[op][number] = PrunedCall(history)
+        self._pruned.append(call)
         if place == 0:
-            self._begin(call)
-        if self._course is None:
-            self._lineage.begin(place, op, args, kwargs, out)
-        elif place >= len(self._course.calls) or self._course.calls[place] != call:
-            self._is_off = True
-
-    def _begin(self, first: _Call) -> None:
-        self._course = self._courses.of(self._recipe, first)
-        self.follows = self._course is None
-        if self._course is not None:
-            self.made = self._course.made
+            self._known = self._cache.find(self._recipe, call)
+            self.follows = self._known is None
+            if self._known is not None:
+                self.records = self._known.records
+        if self._known is None:
+            self._provenance.begin(place, op, args, kwargs, out)
+        elif place >= len(self._known.calls) or self._known.calls[place] != call:
+            self._differs = True
 
     def follow(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Another operator, whose output is not held, returned `out`."""
-        self._lineage.follow(op, args, kwargs, out)
+        """An operator without saved outputs has returned `out`."""
+        self._provenance.follow(op, args, kwargs, out)
 
-    def spoil(self) -> None:
-        """The region does what may not be done twice: nothing is left out."""
-        self._lineage.spoil()
+    def invalidate(self) -> None:
+        """The region communicates with other ranks: prune nothing."""
+        self._provenance.invalidate()
 
-    def leads_to(self, t: torch.Tensor, number: int) -> bool:
-        """Whether the save `t` of this number is held itself. Asked at every save."""
-        self._spoiled = self._lineage.spoiled
-        if self._course is not None:
-            return number in self._course.led
-        if not self.follows or not self._lineage.of(t):
+    def is_downstream(self, t: torch.Tensor, number: int) -> bool:
+        """Whether to hold saved tensor `number`, computed from a pruned call. To be called for every saved tensor."""
+        self._unprunable = self._provenance.unprunable
+        if self._known is not None:
+            return number in self._known.downstream
+        if not self.follows or not self._provenance.of(t):
             return False
-        self._led.add(number)
+        self._downstream.add(number)
         return True
 
-    def close(self, is_whole: bool, looks: Sequence[object]) -> None:
-        """The forward has ended, or has raised. `looks`: of what it has saved."""
-        if not self._left_out:
+    def close(self, is_whole: bool, metadata: Sequence[object]) -> None:
+        """The forward has ended or raised, with saved tensors of `metadata`."""
+        if not self._pruned:
             return
-        if self._spoiled:
-            self._leave_nothing_out()
-        elif self._course is not None:
-            expected = self._course.looks if is_whole else self._course.looks[: len(looks)]
-            is_short = is_whole and len(self._left_out) < len(self._course.calls)
-            if self._is_off or is_short or looks != expected:
-                self._courses.forget(self._recipe, self._left_out[0])
-                self._leave_nothing_out()
+        if self._unprunable:
+            self._unprune()
+        elif self._known is not None:
+            expected = self._known.metadata if is_whole else self._known.metadata[: len(metadata)]
+            is_short = is_whole and len(self._pruned) < len(self._known.calls)
+            if self._differs or is_short or metadata != expected:
+                self._cache.remove(self._recipe, self._pruned[0])
+                self._unprune()
         elif is_whole:
-            course = Course(tuple(self._left_out), self.made, frozenset(self._led), looks)
-            self._courses.add(self._recipe, course)
+            forward = PrunedForward(tuple(self._pruned), self.records, frozenset(self._downstream), metadata)
+            self._cache.add(self._recipe, forward)
 
-    def _leave_nothing_out(self) -> None:
-        """In this pass; and what was seen to be needed, in no later one."""
-        for place, call in enumerate(self._left_out):
-            left_out = self._calls[call.made.op][call.number]
-            if not isinstance(left_out, PrunedTensor):
-                continue  # region code has asked for gradients, and a second run has met it already
-            self._calls[call.made.op][call.number] = left_out.site
-            if self._spoiled >> place & 1:
-                left_out.site.output = Output.NEEDED
+    def _unprune(self) -> None:
+        """Prune nothing in this forward, and never again the calls known as unprunable."""
+        for place, call in enumerate(self._pruned):
+            pruned = self._calls[call.record.op][call.number]
+            if not isinstance(pruned, PrunedCall):
+                continue  # region code asked for gradients, and a recomputation has needed the call
+            self._calls[call.record.op][call.number] = pruned.history
+            if self._unprunable >> place & 1:
+                pruned.history.output = Output.NEEDED

@@ -1,4 +1,4 @@
-"""What surrounds a forward and decides what it computes: random numbers, autocast, attention back ends, grad mode."""
+"""The surroundings of a forward: random number generators, autocast, attention back ends, defaults, grad mode."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -11,14 +11,16 @@ from ebbtide._utils.torch_private import default_device
 
 
 class AutocastRngState:
-    """Taken where a region's forward begins; `restored` is the same surroundings for its second run.
+    """Surroundings of a region at the start of its forward, for the recomputation.
 
-    `used` are the devices that the region works with. Random number generators are set back only where the first run
-    has used them: most regions use none, and setting them costs more than the check. `close` has to be called where
-    the first run ends.
-    `is_captured`: it runs inside of a captured graph, where a device's generator can neither be asked nor set back;
-    whoever runs the region sees to it that it draws nothing there.
-    `held`: generators in attributes of the region's modules and in its arguments.
+    Generators are set back only if forward used them: most regions draw no number, and a set costs more than a check.
+    `close` must be called at the end of forward.
+
+    Args:
+        used: devices of the region's parameters and inputs.
+        is_captured: forward is inside a captured graph, where the generator of a device can neither be read nor set.
+            The caller makes sure that the region draws no number on the device.
+        held: generators in attributes of the region's modules and among its arguments.
     """
 
     def __init__(self, used: Iterable[torch.device], is_captured: bool, held: Iterable[Any]) -> None:
@@ -38,17 +40,17 @@ class AutocastRngState:
         self._seeds = [(device, generator, generator.initial_seed()) for device, generator in _defaults(devices)]
 
     def close(self) -> None:
-        """The first run has ended: forget the generators that it did not use."""
+        """End of forward: drop the generators that forward did not use."""
         self._generators = [generator for generator in self._generators if generator.was_used()]
 
     @property
     def has_unknown_state(self) -> bool:
         """Whether a device's default generator has a state that `restored` cannot reproduce.
 
-        A generator keeps the seed of its state through all draws. A seed that differs from the seed at the start of the
-        first run, and that no known tracker or held generator has, means a state set by unknown code.
+        Random numbers do not change the seed of a generator. A seed that differs from the seed at the start of forward,
+        and that no known tracker or held generator has, means a state set by unknown code.
         """
-        for device, generator, seed in self._seeds:  # a loop: any() takes ten times as long, at every saved tensor
+        for device, generator, seed in self._seeds:  # any() would take ten times as long, at every saved tensor
             if generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device):
                 return True
         return False
@@ -58,13 +60,14 @@ class AutocastRngState:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
-        """As it was in forward; as it is now, again, afterwards."""
+        """The surroundings of forward inside; the surroundings of now again at exit."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(restored(self._generators))
             for autocast in self._autocasts:
                 stack.enter_context(autocast.restored())
             if self._attention != _attention_back_ends():
-                stack.enter_context(_attention_restored(self._attention))
+                stack.callback(_set_attention_back_ends, _attention_back_ends())
+                _set_attention_back_ends(self._attention)
             if self._default_dtype is not torch.get_default_dtype():
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._default_dtype)
@@ -98,16 +101,16 @@ class _DefaultState(RngState):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._state = _state_of(device)
+        self._state = rng_state(device)
 
     def was_used(self) -> bool:
-        # Not torch.equal, which is an operator, and slow for one: this is asked of each generator at every forward.
-        return self._state.numpy().tobytes() != _state_of(self._device).numpy().tobytes()
+        # torch.equal is an operator, and too slow for a call per generator and forward.
+        return self._state.numpy().tobytes() != rng_state(self._device).numpy().tobytes()
 
     def put_back(self) -> None:
-        _set_state(self._device, self._state)
+        set_rng_state(self._device, self._state)
 
-    def taken_again(self) -> RngState:
+    def current(self) -> RngState:
         return _DefaultState(self._device)
 
 
@@ -123,16 +126,21 @@ def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, t
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator that operators on `device` draw from."""
-    return _state_of(device)
+    """The state of the default generator for operators on `device`."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    _set_state(device, state)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
 
 
 def _devices(used: Iterable[torch.device]) -> list[torch.device]:
-    """The CPU, those that are `used`, and the current accelerator if it is in use."""
+    """The CPU, `used`, and the current accelerator if initialised."""
     devices = [torch.device("cpu"), *(device for device in used if device.type not in ("cpu", "meta"))]
     if torch.accelerator.is_available():
         kind = cast(torch.device, torch.accelerator.current_accelerator()).type
@@ -141,21 +149,8 @@ def _devices(used: Iterable[torch.device]) -> list[torch.device]:
     return list(dict.fromkeys(devices))
 
 
-def _state_of(device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device.type).get_rng_state(device)
-
-
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
-
-
 class _AttentionBackEnds(NamedTuple):
-    """Which implementations scaled_dot_product_attention may choose, best first: sdpa_kernel() sets them."""
+    """The choice of implementations for scaled_dot_product_attention, as set by sdpa_kernel()."""
 
     is_enabled: tuple[bool, ...]
     priority: tuple[int, ...]
@@ -170,16 +165,6 @@ _ARE_ENABLED: tuple[Callable[[], bool], ...] = tuple(
 def _attention_back_ends() -> _AttentionBackEnds:
     order = cast(Any, torch._C)._get_sdp_priority_order()
     return _AttentionBackEnds(tuple([is_enabled() for is_enabled in _ARE_ENABLED]), tuple(order))
-
-
-@contextlib.contextmanager
-def _attention_restored(found: _AttentionBackEnds) -> Generator[None, None, None]:
-    before = _attention_back_ends()
-    _set_attention_back_ends(found)
-    try:
-        yield
-    finally:
-        _set_attention_back_ends(before)
 
 
 def _set_attention_back_ends(back_ends: _AttentionBackEnds) -> None:

@@ -1,21 +1,20 @@
-"""What a region's modules hold and a forward may change: its second run reads what the first one read, changes nothing.
+"""State of a region's modules: recomputation reads what forward read, and changes nothing.
 
 Note [State of a region]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-1. Buffers. BatchNorm's running statistics are the common case: without this they would be updated twice a step, and
-   nothing would say so until evaluation. Which buffers change is learned. In the first forward of a mode (training or
-   not) all are copied and compared afterwards, bytes and all: kernels of normalisation write without counting a
-   version, and so does code that goes through `.data`. One that did not change is not copied any more, unless another
-   of its module's did and says so by its version, as BatchNorm's count of batches: what changes without a version may
-   once have stayed the same (batches of zeros, a momentum of 0). Should one that is not copied change later, which its
-   version tells, what it held is gone and the user is told.
+1. Buffers. Running statistics of BatchNorm are the common case: recomputation would update them twice a step, silently
+   until evaluation. The first forward of a mode (training or evaluation) copies all buffers and compares the bytes
+   afterwards, because kernels of normalisation and code behind `.data` write without counting a version. An unchanged
+   buffer is not copied any more, unless the version of another buffer of the module says so (BatchNorm's count of
+   batches): a write without a version may have left the bytes unchanged once (a batch of zeros, a momentum of 0). A
+   change of an uncopied buffer, seen by the version, raises: the old content is lost.
 2. Plain attributes: see Note [Attributes]. Random number generators: see Note [Generators].
-3. Training flags, and which parameters are trained.
-4. Parameters are the user's, and not copied. One that was changed in place before the second run makes it impossible,
-   as stock autograd says too. Others that stand in their places by then (torch.func.functional_call, an average that
-   is swapped in for evaluation) give way to those that the first run read.
-What a region keeps elsewhere (an object's attributes, a list in a list, a global) is out of sight, and so are tensors
-that are no buffers and change in place.
+3. Training flags, and the `requires_grad` of parameters.
+4. Parameters belong to the user and are not copied. A parameter changed in place before recomputation raises, as in
+   stock autograd. A parameter in the place of another (torch.func.functional_call, an average swapped in for
+   evaluation) gives way to the parameter of forward.
+Out of sight are state in further places (attributes of objects, a list in a list, globals) and in-place changes of
+tensors that are no buffers. Note [Verification] finds the effects.
 """
 
 import contextlib
@@ -25,58 +24,63 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn import Module
 
-from ebbtide._engine.parcel import modified_as_torch_says
+from ebbtide._engine.parcel import modified_message
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
 from ebbtide._recompute.attributes import ABSENT, Attributes, Layout, put_attribute
+from ebbtide._types import Unable
 from ebbtide._utils.torch_private import modules_of
-from ebbtide.types import Unable
 
 _Key: TypeAlias = tuple[int, str, bool]
-"""A buffer: its module, its name, and whether the module is in training mode."""
+"""A buffer: id of the module, name, and training mode of the module."""
 
 
 class RegionState:
-    """The modules of one region, and what is known about their buffers and saves."""
+    """Facts about one region that outlive a forward.
+
+    Attributes:
+        steady: buffers that a forward leaves unchanged.
+        changing: buffers that a forward was seen to change.
+        layouts: see `Attributes`.
+        unable: reason to keep the region from the next forward on, against its recipe.
+    """
 
     def __init__(self, name: str, region: Module) -> None:
         self.name = name
         self.steady: set[_Key] = set()
-        """Buffers that a forward leaves alone."""
         self.changing: set[_Key] = set()
-        """Buffers that a forward was seen to change."""
-        self._looks: list[Any] = []
         self.layouts: dict[int, Layout] = {}
-        """Of the modules' attributes."""
         self.unable: Unable | None = None
-        """Reason to keep the region from the next forward on, against its recipe."""
+        self._metadata: list[Any] = []
         self._region = region
 
-    def shared_looks(self, looks: list[Any]) -> list[Any]:
-        """What the saves of a forward look like, as the list that the forward before made, if that is equal: thousands
-        of objects that live until backward are what Python's garbage collector comes by at every step."""
-        if looks != self._looks:
-            self._looks = looks
-        return self._looks
+    def shared_metadata(self, metadata: list[Any]) -> list[Any]:
+        """The list of the previous forward, if it equals `metadata`. Thousands of tuples that live until backward would
+        slow down every run of Python's garbage collector."""
+        if metadata != self._metadata:
+            self._metadata = metadata
+        return self._metadata
 
-    def find(self) -> "Found":
-        """To be called where a forward begins."""
-        return Found(self, modules_of(self._region))
+    def snapshot(self) -> "RegionSnapshot":
+        """To be called at the start of a forward."""
+        return RegionSnapshot(self, modules_of(self._region))
 
 
-class Found:
-    """What one forward found in its region. `learn` is called where that has ended well; `restored` may be called
-    before."""
+class RegionSnapshot:
+    """State of a region at the start of one forward.
+
+    `learn` is called after a forward without an exception; `restored` may be called earlier.
+    """
 
     def __init__(self, state: RegionState, modules: list[Module]) -> None:
         self._state = state
-        self._modules = modules
+        self.modules = modules
         self._training = [module.training for module in modules]
         self._buffers = {
             module: {name: self._buffer(module, name, buffer) for name, buffer in module._buffers.items()}
             for module in modules
             if module._buffers
         }
-        # Not by name: ZeRO-3 gathers a parameter that somebody looks up.
+        # items() and no lookup by name: ZeRO-3 gathers a parameter at each lookup.
         self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
@@ -84,13 +88,8 @@ class Found:
         self._attributes = Attributes(modules, state.layouts)
 
     @property
-    def modules(self) -> list[Module]:
-        """Those of the region."""
-        return self._modules
-
-    @property
     def devices(self) -> set[torch.device]:
-        """Where the parameters are."""
+        """Devices of the parameters."""
         return {p.device for p in self._parameters}
 
     @property
@@ -99,12 +98,12 @@ class Found:
         return self._attributes.generators
 
     def learn(self) -> None:
-        """Which buffers change. Raises ModuleError if the forward changed what cannot be put back."""
+        """Learn which buffers change. Raises ModuleError for a change by forward that cannot be undone."""
         changed = self._changed_parameter()
         if changed is not None:
             raise ModuleError(
-                f"{self._state.name} changes its parameter {changed[0]!r} in place in its forward: it cannot run again."
-                " Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
+                f"{self._state.name} changes its parameter {changed[0]!r} in place in its forward, so it cannot be"
+                " recomputed. Give it the recipe 'keep' or 'offload', or make the parameter a buffer"
             )
         for module, buffers in self._buffers.items():
             may_be_steady = all(buffer.is_same(module._buffers.get(name)) for name, buffer in buffers.items())
@@ -113,20 +112,23 @@ class Found:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
-        """The modules as they were found; as they are now, again, afterwards. Raises ModifiedError, RecomputeError."""
+        """The state of forward inside; the state of now again at exit. Raises ModifiedError, RecomputeError."""
         self._check_parameters()
-        with contextlib.ExitStack() as stack:
-            for module, was_training in zip(self._modules, self._training, strict=True):
+        with contextlib.ExitStack() as undo:
+            for module, was_training in zip(self.modules, self._training, strict=True):
                 if module.training is not was_training:
-                    stack.enter_context(_entry_set(module.__dict__, "training", was_training))
-            stack.enter_context(_trained(self._parameters, self._are_trained))
+                    _set_entry(module.__dict__, "training", was_training, undo)
+            undo.callback(_train, self._parameters, [p.requires_grad for p in self._parameters])
+            _train(self._parameters, self._are_trained)
             for module, name, p in self._exchanged_parameters():
-                stack.enter_context(_entry_set(module._parameters, name, p))
-            copies: dict[int, torch.Tensor] = {}  # of a buffer that two modules share there is one
-            for module in self._modules:
+                _set_entry(module._parameters, name, p, undo)
+            copies: dict[int, torch.Tensor] = {}  # two modules that share a buffer share the copy
+            for module in self.modules:
                 if module._buffers or module in self._buffers:
-                    stack.enter_context(_buffers_set(module, self._buffers_as_found(module, copies)))
-            stack.enter_context(self._attributes.restored())
+                    found = self._buffers_as_found(module, copies)
+                    undo.callback(_set_buffers, module._buffers, dict(module._buffers))
+                    _set_buffers(module._buffers, found)
+            undo.enter_context(self._attributes.restored())
             yield
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class Found:
         return _Buffer(buffer, version_of(buffer), None if is_steady else buffer.detach().clone())
 
     def _learned(self, module: Module, name: str, buffer: "_Buffer", may_be_steady: bool) -> "_Buffer":
-        """`buffer` with the copy that the second run needs, if any."""
+        """`buffer` with the copy for recomputation, if one is needed."""
         key = id(module), name, module.training
         if may_be_steady and key not in self._state.changing and buffer.has_same_bytes():
             self._state.steady.add(key)
@@ -147,8 +149,8 @@ class Found:
         self._state.changing.add(key)
         if buffer.tensor is not None and buffer.copy is None and version_of(buffer.tensor) != buffer.version:
             raise ModuleError(
-                f"{self._state.name}: {type(module).__name__} changed its buffer {name!r} in a forward that is to run "
-                "again in backward, after leaving it alone in the ones before: what it held is gone. Give its "
+                f"{self._state.name}: {type(module).__name__} changed its buffer {name!r} in a forward that backward "
+                "recomputes. Earlier forwards left the buffer unchanged, so the old content was not copied. Give the "
                 "region the recipe 'keep' or 'offload'"
             )
         return buffer
@@ -161,8 +163,9 @@ class Found:
             return copies.setdefault(id(buffer.tensor), buffer.copy.clone())
         if buffer.tensor is not None and version_of(buffer.tensor) != buffer.version:
             raise RecomputeError(
-                f"buffer {name!r} of {self._state.name} was changed in place after a forward that has to run again "
-                "now: do not change it between forward and backward, or give the region the recipe 'keep' or 'offload'"
+                f"buffer {name!r} of {self._state.name} was changed in place after a forward that backward "
+                "recomputes: do not change it between forward and backward, or give the region the recipe 'keep' or "
+                "'offload'"
             )
         return buffer.tensor
 
@@ -173,15 +176,14 @@ class Found:
         if changed is not None:
             name, p, version = changed
             raise ModifiedError(
-                modified_as_torch_says(p.dtype, p.device, p.shape, p._version, version)
+                modified_message(p.dtype, p.device, p.shape, p._version, version)
                 + f"The parameter {name!r} of {self._state.name} was changed in place between forward and backward, "
-                "and the region has to run again with what it was: call backward before optimizer.step(), or give the "
+                "and the region is recomputed with the old value: call backward before optimizer.step(), or give the "
                 "region the recipe 'keep' or 'offload'"
             )
 
     def _exchanged_parameters(self) -> list[tuple[Module, str, torch.Tensor]]:
-        """Those in whose places others stand now. Sharded and gathered ones FSDP exchanges itself, as each run needs
-        them."""
+        """Parameters of forward with another in their place now. FSDP exchanges sharded and gathered ones by itself."""
         return [
             (module, name, p)
             for module, owned in self._owned
@@ -203,15 +205,15 @@ class Found:
 
 
 def version_of(t: torch.Tensor) -> int:
-    """How often `t` was changed in place; an inference tensor does not say, and cannot be outside of its mode."""
+    """How often `t` was changed in place; 0 for an inference tensor, which only inference mode can change."""
     return 0 if t.is_inference() else t._version
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The same of several."""
+    """`version_of` of each tensor."""
     try:
         return [t._version for t in tensors]
-    except RuntimeError:  # inference tensors are among them
+    except RuntimeError:  # an inference tensor is among them
         return list(map(version_of, tensors))
 
 
@@ -219,42 +221,26 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Buffer(NamedTuple):
-    """A buffer as a forward found it."""
+    """A buffer at the start of a forward."""
 
     tensor: torch.Tensor | None
     version: int
     copy: torch.Tensor | None
-    """None: no forward has changed it so far."""
+    """None: no forward has changed the buffer so far."""
 
     def is_same(self, now: torch.Tensor | None) -> bool:
         return now is self.tensor and (now is None or version_of(now) == self.version)
 
     def has_same_bytes(self) -> bool:
-        """Where that is not known already. Waits for the device: in the first forward only."""
+        """Whether the bytes equal the copy; True without a copy. Waits for the device, in the first forward only."""
         if self.tensor is None or self.copy is None or type(self.tensor) is not torch.Tensor:
             return True
         return torch.equal(self.tensor, self.copy)
 
 
-@contextlib.contextmanager
-def _entry_set(entries: dict[str, Any], name: str, value: Any) -> Generator[None, None, None]:
-    """Of a module: without its __setattr__, which looks for parameters in the value."""
-    now = entries.get(name, ABSENT)
+def _set_entry(entries: dict[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(put_attribute, entries, name, entries.get(name, ABSENT))
     put_attribute(entries, name, value)
-    try:
-        yield
-    finally:
-        put_attribute(entries, name, now)
-
-
-@contextlib.contextmanager
-def _trained(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> Generator[None, None, None]:
-    now = [p.requires_grad for p in parameters]
-    try:
-        _train(parameters, are_trained)
-        yield
-    finally:
-        _train(parameters, now)
 
 
 def _train(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> None:
@@ -263,14 +249,6 @@ def _train(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> N
             p.requires_grad_(is_trained)
 
 
-@contextlib.contextmanager
-def _buffers_set(module: Module, found: dict[str, torch.Tensor | None]) -> Generator[None, None, None]:
-    buffers = module._buffers
-    now = dict(buffers)
-    try:
-        buffers.clear()
-        buffers.update(found)
-        yield
-    finally:
-        buffers.clear()
-        buffers.update(now)
+def _set_buffers(registered: dict[str, torch.Tensor | None], buffers: dict[str, torch.Tensor | None]) -> None:
+    registered.clear()
+    registered.update(buffers)

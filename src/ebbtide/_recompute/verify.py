@@ -18,10 +18,8 @@ Note [Verification]
 import torch
 
 from ebbtide._engine.hooks import Packed, SavedTensorHooks
-from ebbtide._utils.storage import sums_of_tensor
+from ebbtide._utils.storage import checksum_of_tensor
 from ebbtide._utils.torch_private import plain_tensors, without_dispatch
-
-_ROUNDING = 16  # units in the last place of the largest element, room for a few reordered additions
 
 
 class Schedule:
@@ -56,12 +54,14 @@ class Evidence:
     """The saved tensors of one forward of a region: checksums by number, and the tensors in the store.
 
     Args:
-        desk: packs the tensors, under a visit of the evidence alone.
+        hooks: pack the tensors, under a region call of the evidence alone.
     """
 
-    def __init__(self, desk: SavedTensorHooks) -> None:
-        self._desk = desk
-        desk.visit.hold(0)  # saved tensors leave one by one, or a region's worth of them would add to the peak
+    def __init__(self, hooks: SavedTensorHooks) -> None:
+        self._hooks = hooks
+        hooks.region_call.keep_window(
+            0
+        )  # saved tensors leave one by one, or a region's worth of them would add to the peak
         self._sums: dict[int, torch.Tensor] = {}
         self._differs: dict[int, torch.Tensor] = {}
 
@@ -70,16 +70,16 @@ class Evidence:
         sums = _sums_of(t)
         if sums is not None:
             self._sums[number] = sums
-        return self._desk.pack(t)
+        return self._hooks.pack(t)
 
     @property
     def is_whole(self) -> bool:
         """Whether the store had room for every tensor."""
-        return not self._desk.lacks_room
+        return not self._hooks.lacks_room
 
     def read(self, packed: Packed) -> torch.Tensor:
         """The tensor behind `packed`, bit for bit."""
-        return self._desk.unpack(packed)
+        return self._hooks.unpack(packed)
 
     def compare(self, number: int, t: torch.Tensor) -> None:
         """Compare `t`, saved tensor `number` of the recomputation. Does not wait for the device."""
@@ -96,16 +96,17 @@ class Evidence:
         return found
 
 
-def is_rounding(forward: torch.Tensor, again: torch.Tensor) -> bool:
+def is_rounding(forward: torch.Tensor, recomputed: torch.Tensor) -> bool:
     """Whether reordered additions explain the difference of two saved tensors. Waits for the device."""
     if _is_exact(forward) or not forward.is_floating_point():
         return False
     with torch.no_grad(), without_dispatch():
-        differ = forward != again
-        differ &= ~(forward.isnan() & again.isnan())
+        differ = forward != recomputed
+        differ &= ~(forward.isnan() & recomputed.isnan())
         largest = forward.nan_to_num(0.0, 0.0, 0.0).abs().max()
-        difference = (forward[differ].double() - again[differ].double()).abs()
-        return bool((difference <= _ROUNDING * torch.finfo(forward.dtype).eps * largest).all())  # inf and nan are not
+        difference = (forward[differ].double() - recomputed[differ].double()).abs()
+        # 16 units in the last place of the largest element: room for a few reordered additions, and not for inf or nan.
+        return bool((difference <= 16 * torch.finfo(forward.dtype).eps * largest).all())
 
 
 def _is_exact(t: torch.Tensor) -> bool:
@@ -116,7 +117,7 @@ def _is_exact(t: torch.Tensor) -> bool:
 def _sums_of(t: torch.Tensor) -> torch.Tensor | None:
     """Sums of the plain tensors inside `t`; None without a comparable one."""
     with torch.no_grad(), without_dispatch():
-        found = [sums_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
+        found = [checksum_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
         return torch.cat(found) if found else None
 
 

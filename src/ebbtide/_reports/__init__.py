@@ -1,1 +1,1 @@
-"""What was measured, for people to read. One file per report; reports take data, never an engine."""
+"""Measurements for people to read. One file per report; reports take data, never an engine."""

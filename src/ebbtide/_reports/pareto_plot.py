@@ -11,17 +11,16 @@ from matplotlib.figure import Figure
 from ebbtide._utils.sizes import GIB
 
 _COLOURS = ("#0b6fb8", "#d1661f", "#3a8f3a")
-_MOST_TIMES_PLAIN = 1.4  # what only moves may take several times as long: it leaves the picture then
 
 
 @dataclass(frozen=True)
-class FrontLine:
-    """One way to stay under a budget.
+class ParetoCurve:
+    """Steps of one way to stay under a budget.
 
     Attributes:
-        label: what may be done.
-        budget_bytes: from the smallest that fits on.
-        step_s: of the fastest plan at each.
+        label: the actions of the plans.
+        budget_bytes: from the smallest possible budget on.
+        step_s: of the fastest plan at each budget.
     """
 
     label: str
@@ -29,34 +28,35 @@ class FrontLine:
     step_s: Sequence[float]
 
 
-def draw_front(lines: Sequence[FrontLine], plain_bytes: int, plain_s: float, path: Path, *, title: str) -> None:
-    """Write the lines into a picture at `path`, the most important first.
+def draw_pareto(curves: Sequence[ParetoCurve], plain_bytes: int, plain_s: float, path: Path, *, title: str) -> None:
+    """Write the curves into a picture at `path`.
 
     Args:
-        lines: one per way.
+        curves: the most important first.
         plain_bytes, plain_s: peak and step with everything kept.
         path: the file to write; its ending says the format.
-        title: what the picture shows.
+        title: of the picture.
     """
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # by name, not pyplot: no display is needed
+    FigureCanvasAgg(figure)  # without pyplot no display is needed
     axes = figure.add_subplot()
-    for place, (line, colour) in enumerate(zip(lines, _COLOURS, strict=False)):
-        gib, ms = [nbytes / GIB for nbytes in line.budget_bytes], [s * 1e3 for s in line.step_s]
-        axes.plot(gib, ms, color=colour, marker="o", markersize=3.5, label=line.label, zorder=5 - place)
+    for place, (curve, colour) in enumerate(zip(curves, _COLOURS, strict=False)):
+        gib, ms = [nbytes / GIB for nbytes in curve.budget_bytes], [s * 1e3 for s in curve.step_s]
+        axes.plot(gib, ms, color=colour, marker="o", markersize=3.5, label=curve.label, zorder=5 - place)
     axes.plot(
         [plain_bytes / GIB], [plain_s * 1e3], "k*", markersize=11, label="plain: all kept", linestyle="none", zorder=9
     )
-    _limit(axes, lines, plain_s)
+    _limit(axes, curves, plain_s)
     _label(axes, title)
     figure.savefig(path)
 
 
-def _limit(axes: Axes, lines: Sequence[FrontLine], plain_s: float) -> None:
-    everything = max((s for line in lines for s in line.step_s), default=plain_s)
-    needed = max((s for line in lines[:1] for s in line.step_s), default=plain_s)
-    span_s = max(needed, min(everything, _MOST_TIMES_PLAIN * plain_s)) - plain_s
-    margin_s = 0.06 * span_s + 1e-3 * plain_s  # all may be equal
+def _limit(axes: Axes, curves: Sequence[ParetoCurve], plain_s: float) -> None:
+    everything = max((s for curve in curves for s in curve.step_s), default=plain_s)
+    needed = max((s for curve in curves[:1] for s in curve.step_s), default=plain_s)
+    # Above 1.4 times plain curves leave the picture: plans that only move may take several times as long.
+    span_s = max(needed, min(everything, 1.4 * plain_s)) - plain_s
+    margin_s = 0.06 * span_s + 1e-3 * plain_s  # more than zero if all steps are equal
     low_s, high_s = plain_s - margin_s, plain_s + span_s + margin_s
     axes.set_ylim(low_s * 1e3, high_s * 1e3)
     times = axes.twinx()

@@ -18,10 +18,10 @@ class Curve:
     """One line of the picture.
 
     Attributes:
-        label: what ran.
-        seconds: when each sample was taken, from the start of the run.
-        nbytes: memory at that moment.
-        peak_bytes: as the system counted it: it sees what happens between two samples.
+        label: name of the run.
+        seconds: time of each sample, from the start of the run.
+        nbytes: memory at the time of each sample.
+        peak_bytes: counted by the system, which sees peaks between two samples.
     """
 
     label: str
@@ -34,12 +34,12 @@ def draw_timeline(curves: Sequence[Curve], path: Path, *, title: str, memory: st
     """Write the curves into a PNG at `path`.
 
     Args:
-        curves: one per run; times start at zero for each.
+        curves: one per run; times of each start at zero.
         path: the file to write.
-        title: what the picture shows.
-        memory: what was measured, for the axis: "resident memory".
+        title: of the picture.
+        memory: kind of the memory, for the axis: "resident memory".
     """
-    # The Agg canvas by name, not pyplot: no display is needed and the user's choice of backend stays as it is.
+    # Without pyplot no display is needed, and the user's choice of backend stays.
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

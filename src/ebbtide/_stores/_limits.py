@@ -1,4 +1,4 @@
-"""How much host memory one process may take: what is free, the control group's limit, and who shares the machine."""
+"""The limit of host memory for one process: free memory, control groups, and processes on the same machine."""
 
 import threading
 from pathlib import Path
@@ -8,22 +8,20 @@ import psutil
 from ebbtide._utils import env
 from ebbtide._utils.sizes import parse_bytes
 
-# What stays for the data loader, the page cache and the next program.
-_SHARE_OF_FREE = 0.8
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Budget:
-    """Host memory that the stores of one setting share, whatever the number of devices.
+class HostMemoryLimit:
+    """A limit of host memory shared by the stores of all devices of one setting.
 
     Args:
-        limit_bytes: most to take; None: `default_host_limit_bytes` when the first store asks.
+        limit_bytes: the maximum; None: `default_host_limit_bytes` at first use.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._taken_bytes = 0
-        self._lock = threading.Lock()  # each store is under its own engine's
+        self._lock = threading.Lock()  # stores of several engines, each under a lock of its engine
 
     @property
     def limit_bytes(self) -> int:
@@ -33,7 +31,7 @@ class Budget:
             return self._limit_bytes
 
     def take(self, nbytes: int) -> bool:
-        """False if that is more than is left."""
+        """Take `nbytes`; False beyond the limit."""
         limit_bytes = self.limit_bytes
         with self._lock:
             if self._taken_bytes + nbytes > limit_bytes:
@@ -46,14 +44,14 @@ class Budget:
             self._taken_bytes -= nbytes
 
     def refused(self, nbytes: int) -> None:
-        """The machine did not give `nbytes` that were taken: the limit was an estimate, and this is where it is."""
+        """The system refused `nbytes` after `take`: lower the limit, an estimate, to below the refused total."""
         with self._lock:
             self._taken_bytes -= nbytes
             self._limit_bytes = min(self._limit_bytes or 0, self._taken_bytes + nbytes - 1)
 
 
 def default_host_limit_bytes() -> int:
-    """Bytes this process may hold: EBBTIDE_HOST_LIMIT, or 80 % of free memory divided among LOCAL_WORLD_SIZE."""
+    """Bytes for one process: EBBTIDE_HOST_LIMIT, or 80 % of free memory divided among LOCAL_WORLD_SIZE."""
     text = env.host_limit_text()
     if text is not None:
         return parse_bytes(text, "EBBTIDE_HOST_LIMIT")
@@ -61,11 +59,12 @@ def default_host_limit_bytes() -> int:
     group = cgroup_free_bytes(_CGROUP, Path("/proc/self/cgroup"))
     if group is not None:
         free = min(free, group)
-    return max(1, int(free * _SHARE_OF_FREE) // env.processes_on_host())
+    # 20 % stay for the data loader, the page cache and the next program.
+    return max(1, int(free * 0.8) // env.processes_on_host())
 
 
 def cgroup_free_bytes(root: Path, membership: Path) -> int | None:
-    """Bytes left to the tightest control group (v1 or v2) above this process; None where there is no limit."""
+    """Bytes left to the tightest control group (v1 or v2) above the process; None without a limit."""
     if not membership.exists():
         return None
     left = [free for group in _groups(root, membership) if (free := _free_of(group)) is not None]
@@ -80,7 +79,7 @@ def _groups(root: Path, membership: Path) -> list[Path]:
             continue
         base = root if controllers == "" else root / "memory"
         own = base / path.lstrip("/")
-        # A container sees its own group mounted as the root; outside of one the parents limit too.
+        # A container sees its group mounted as the root; without a container the parents limit too.
         groups += [base, own, *(parent for parent in own.parents if base in parent.parents)]
     return groups
 
@@ -100,7 +99,7 @@ def _number(path: Path) -> int | None:
 
 
 def _page_cache_bytes(stat: Path) -> int:
-    """What the kernel gives up before it refuses memory."""
+    """Bytes that the kernel frees before a refusal of memory."""
     if not stat.exists():
         return 0
     rows = dict(line.split() for line in stat.read_text().splitlines())

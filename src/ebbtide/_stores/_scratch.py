@@ -1,4 +1,4 @@
-"""A file without a name: room on a disk that nobody else sees and that no process can leave behind."""
+"""A file without a name: room on a disk, unseen by others, and freed by the kernel even after a crash."""
 
 import errno
 import mmap
@@ -6,28 +6,26 @@ import os
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from ebbtide._errors import StoreError
 from ebbtide._utils.sizes import GIB, format_bytes
 
 ALIGN_BYTES = 4096
-"""Memory, offset and length of what goes past the page cache are multiples of it."""
+"""Memory, offset and length of reads and writes past the page cache are multiples of ALIGN_BYTES."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What stays free for everybody else on the file system: the lesser of the two.
-_KEEP_FREE_BYTES = GIB
-_KEEP_FREE_SHARE = 0.02
 
 
 class ScratchFile:
-    """An unlinked file in `folder`, read and written past the page cache where the file system allows it.
+    """An unlinked file in `folder`, read and written past the page cache if the file system allows O_DIRECT.
 
-    The descriptor is closed when the last holder drops the object, never earlier: a thread that still has a part to
-    write must not find a stranger's file behind its number.
+    The descriptor is closed at the death of the object and never earlier: a thread with a part left to write must not
+    find a new file behind the number of the descriptor.
 
     Attributes:
-        is_direct: O_DIRECT works here, so the page cache is passed by.
+        is_direct: whether reads and writes use O_DIRECT.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,11 +36,11 @@ class ScratchFile:
             self._fd, self.is_direct = _open_unlinked(folder)
         except OSError as error:
             raise self._failure("opening a file", error) from error
-        # Not at exit: threads may still be writing, and the kernel closes it after them.
+        # Not at exit: threads may still write, and the kernel closes the file after their end.
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def grow(self, nbytes: int) -> int | None:
-        """Where `nbytes` of new room start, or None when the file system has none to spare."""
+        """The start of `nbytes` of new room, or None if the file system has no room to spare."""
         self._check_open()
         start = self._nbytes
         try:
@@ -57,63 +55,60 @@ class ScratchFile:
         return start
 
     def write(self, data: memoryview, at: int) -> None:
-        """Returns when all of `data` is in the file. Raises StoreError naming the folder."""
-        done = 0
-        while done < data.nbytes:
-            self._check_open()
-            try:
-                done += self._whole(os.pwrite(self._fd, data[done:], at + done))
-            except OSError as error:
-                raise self._failure(f"writing {format_bytes(data.nbytes)}", error) from error
-        self._forget_cached(at, data.nbytes)
+        """Write all of `data`, then return. Raises StoreError naming the folder."""
+        self._move(lambda rest, start: os.pwrite(self._fd, rest, start), data, at, "writing")
 
     def read(self, data: memoryview, at: int) -> None:
-        """Returns when `data` is full. Raises StoreError naming the folder."""
-        done = 0
-        while done < data.nbytes:
-            self._check_open()
-            try:
-                done += self._whole(os.preadv(self._fd, [data[done:]], at + done))
-            except OSError as error:
-                raise self._failure(f"reading {format_bytes(data.nbytes)}", error) from error
-        self._forget_cached(at, data.nbytes)
+        """Fill all of `data`, then return. Raises StoreError naming the folder."""
+        self._move(lambda rest, start: os.preadv(self._fd, [rest], start), data, at, "reading")
 
     def close(self) -> None:
-        """Free the room. What is still to be read or written fails."""
+        """Free the room. Later reads and writes fail."""
         if not self._is_closed:
             self._is_closed = True
             os.ftruncate(self._fd, 0)
 
+    def _move(self, move: Callable[[memoryview, int], int], data: memoryview, at: int, what: str) -> None:
+        done = 0
+        while done < data.nbytes:
+            self._check_open()
+            try:
+                done += self._whole(move(data[done:], at + done))
+            except OSError as error:
+                raise self._failure(f"{what} {format_bytes(data.nbytes)}", error) from error
+        self._forget_cached(at, data.nbytes)
+
     def _whole(self, nbytes: int) -> int:
-        """What counts of a short read or write: it must go on at an offset that O_DIRECT takes."""
+        """The part of a short read or write that counts: the rest must start at an offset valid for O_DIRECT."""
         whole = nbytes // ALIGN_BYTES * ALIGN_BYTES if self.is_direct else nbytes
         if whole == 0:
             raise OSError(errno.EIO, f"the file system moved only {nbytes} bytes")
         return whole
 
     def _forget_cached(self, at: int, nbytes: int) -> None:
-        """Parcels left memory to free it, so the page cache should not keep them: start write-back, drop the clean."""
+        """Start write-back and drop clean pages: the page cache must not fill the memory that offloading frees."""
         if not self.is_direct and sys.platform == "linux":
             os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _spare_bytes(self) -> int:
         fs = os.fstatvfs(self._fd)
-        keep = min(_KEEP_FREE_BYTES, int(fs.f_blocks * fs.f_frsize * _KEEP_FREE_SHARE))
+        # 1 GiB or 2 % of the file system, the lesser of the two, stay free for other programs.
+        keep = min(GIB, int(fs.f_blocks * fs.f_frsize * 0.02))
         return fs.f_bavail * fs.f_frsize - keep
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise StoreError(f"the disk store in {str(self._folder)!r} is closed: its parcels cannot be read any more")
+            raise StoreError(f"the disk store in {str(self._folder)!r} is closed: no parcel can be read any more")
 
     def _failure(self, what: str, error: OSError) -> StoreError:
         text = f"the disk store in {str(self._folder)!r} failed {what}: {error.strerror}"
         if error.errno in _FULL:
-            text += ". Free some space there, or name a folder on another disk, like store='disk:/scratch'"
+            text += ". Free some space in the folder, or name a folder on another disk, like store='disk:/scratch'"
         return StoreError(text)
 
 
 def _open_unlinked(folder: Path) -> tuple[int, bool]:
-    """A descriptor of a new file without a name, and whether it passes the page cache by."""
+    """A descriptor of a new file without a name, and whether O_DIRECT works."""
     cached, path = tempfile.mkstemp(prefix="ebbtide-", dir=folder)
     try:
         direct = _open_direct(path)
@@ -126,12 +121,12 @@ def _open_unlinked(folder: Path) -> tuple[int, bool]:
 
 
 def _open_direct(path: str) -> int | None:
-    """None where the file system refuses: some do at open, some at the first write."""
+    """None if the file system refuses O_DIRECT, at open or at the first write."""
     if sys.platform != "linux":
         return None
     try:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-    except OSError:  # whatever it was: if it is more than a refusal, the cached descriptor will say so
+    except OSError:  # an error beyond a refusal shows again at the cached descriptor
         return None
     try:
         os.pwrite(fd, mmap.mmap(-1, ALIGN_BYTES), 0)
@@ -145,4 +140,4 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
     if sys.platform == "linux":
         os.posix_fallocate(fd, start, nbytes)
     else:
-        os.ftruncate(fd, start + nbytes)  # promises no room: a full disk shows when it is written to
+        os.ftruncate(fd, start + nbytes)  # no promise of room: a full disk shows at a write

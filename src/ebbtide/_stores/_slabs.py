@@ -1,18 +1,18 @@
-"""Room in a few large slabs: exact in use, handed out best fit first, joined again when given back.
+"""Room in a few large slabs: exact in use, handed out best fit first, joined when given back.
 
 Note [Blocks are reused behind their last reader]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. A block goes back as soon as its parcel dies, in host order, while the copy that reads it may still be queued.
-2. So free room carries the event of its last reader. Whoever takes the room waits for that event on its own stream,
-   never on the host: what is placed where depends on the order of calls alone, not on how fast the link was, and
-   the same step finds the same room again (no new pinned memory in steady state).
-3. Room of the very size that is asked for is handed out as it came back, unjoined: a step asks for the sizes of the
-   step before. Joining happens when no room of that size is left.
-4. All readers of a store run on one lane in order, so of two events the later one stands for both when room is joined,
-   and a writer that waits for the later one need not wait for the other. (A reader on another lane, as a probe's are,
-   waits for the last one of the lane before.)
-5. What a captured graph takes (HostStore.lend) never comes back: its replays read and write there unseen. Inside, the
-   same rules hold among the capture's own events.
+1. A block comes back at the death of its parcel, in host order, while the copy out of the block may still be queued.
+2. So free room carries the event of the last reader. The next user of the room waits for the event on a stream, never
+   on the host. The place of a parcel depends on the order of calls alone and not on the speed of the link, so equal
+   steps find equal room (no new pinned memory in steady state).
+3. Room of exactly the requested size is handed out as it came back, unjoined: a step asks for the sizes of the step
+   before. Joining happens when no room of the size is left.
+4. All readers of a store run on one lane in order, so the later of two events stands for both in joined room, and a
+   writer behind the later event need not wait for the earlier one. (A reader on another lane, like a probe's, waits
+   for the last reader of the previous lane.)
+5. Room of a captured graph (HostStore.lend) never comes back, because replays read and write the room unseen. Inside
+   the capture the rules hold among the events of the capture.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ebbtide.types import StreamEvent
+from ebbtide._types import StreamEvent
 
 
 class Reader(NamedTuple):
@@ -37,7 +37,7 @@ class Extent:
 
     def __init__(self, slab: int, start: int, nbytes: int, reader: Reader | None) -> None:
         self.block: object = None
-        """What the store made of this room the last time: kept with it, for whoever gets it next."""
+        """The store's object for the room, kept for the next user of the same room."""
         self.slab = slab
         self.start = start
         self.nbytes = nbytes
@@ -52,7 +52,7 @@ class Slabs:
     """Best-fit room with joining.
 
     Args:
-        grow: asked for a slab of at least so many bytes; returns the size it took, or 0 when at its limit.
+        grow: takes a slab of at least the given bytes; returns the size of the slab, or 0 at the limit.
         align_bytes: starts and sizes of blocks are multiples of it.
     """
 
@@ -76,22 +76,22 @@ class Slabs:
         return self.reserved_bytes - self.free_bytes
 
     def take(self, nbytes: int, may_grow: bool = True) -> Extent | None:
-        """A block of at least `nbytes`, or None at the limit. Its `reader` has to be waited for before a write."""
+        """A block of at least `nbytes`, or None at the limit. A write must wait for the `reader` of the block."""
         self._take_back()
         wanted = -(-nbytes // self._align_bytes) * self._align_bytes
-        same = self._unjoined.get(wanted)
-        if same:
+        exact = self._unjoined.get(wanted)
+        if exact:
             self.free_bytes -= wanted
-            return same.pop()
+            return exact.pop()
         found = self._joined_fit(wanted) or (self._grown(wanted) if may_grow else None)
         return None if found is None else self._cut(found, wanted)
 
     def give_back(self, extent: Extent) -> None:
-        """Any thread, also from finalisers: only queued here."""
+        """Queue `extent` for reuse. Any thread, also from finalisers."""
         self._returned.append(extent)
 
     def forget_blocks(self) -> None:
-        """The store has dropped its memory: nor may free room hold on to views of it."""
+        """Drop the objects kept with free room: the store has dropped the memory."""
         for extents in self._unjoined.values():
             for extent in extents:
                 extent.block = None

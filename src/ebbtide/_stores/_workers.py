@@ -13,20 +13,17 @@ from ebbtide._stores._scratch import ALIGN_BYTES
 from ebbtide._stores._staging import PART_BYTES, Staging, StagingFactory
 from ebbtide._utils.sizes import KIB
 
-# Measured with parcels of 1 MiB: below it the turns between threads cost more than sharing gains.
-_SMALLEST_PART_BYTES = 512 * KIB
-
 MovePart = Callable[[Staging, torch.Tensor, int], None]
-"""Moves one part of a parcel, given a buffer, the part, and its offset in the parcel."""
+"""Moves one part of a parcel, given a buffer, the part, and the offset of the part."""
 
 
 class Workers:
-    """Threads with a buffer each, which share out the parts of one parcel.
+    """Threads with a buffer each that share the parts of one parcel.
 
     Args:
         name: of the direction.
-        count: of threads; each starts with its first part.
-        make_staging: makes a thread's buffer, also with its first part.
+        count: of threads; a thread starts at the first part.
+        make_staging: makes the buffer of a thread, also at the first part.
     """
 
     def __init__(self, name: str, count: int, make_staging: StagingFactory) -> None:
@@ -35,9 +32,9 @@ class Workers:
         self._turns = itertools.count()
 
     def run(self, memory: torch.Tensor, move: MovePart) -> None:
-        """Move all parts of `memory`. Raises StoreError if one failed.
+        """Move all parts of `memory`. Raises StoreError after a failure.
 
-        In any case every part is over when this returns or raises: nobody touches `memory` any more.
+        No thread touches `memory` after the return or the error: every part is over.
         """
         workers = self._workers
         if not workers:
@@ -50,16 +47,17 @@ class Workers:
                 parts.callback(worker.submit(move, part, offset).result)
 
     def close(self) -> None:
-        """The threads end when what they were given is done."""
+        """End the threads after all submitted work."""
         self._workers = ()
 
     def _part_bytes(self, nbytes: int) -> int:
         share = -(-nbytes // self._count)
-        return min(PART_BYTES, max(_SMALLEST_PART_BYTES, -(-share // ALIGN_BYTES) * ALIGN_BYTES))
+        # Below 512 KiB a change of threads costs more than sharing gains (measured with parcels of 1 MiB).
+        return min(PART_BYTES, max(512 * KIB, -(-share // ALIGN_BYTES) * ALIGN_BYTES))
 
 
 class _Worker:
-    """One thread and its buffer."""
+    """A thread with a buffer."""
 
     def __init__(self, name: str, make_staging: StagingFactory) -> None:
         self._stream = HostStream(name)

@@ -1,4 +1,4 @@
-"""A disk: one unlinked file, read and written by threads, past the page cache where the file system allows it."""
+"""A store on disk: one unlinked file, read and written by threads, past the page cache if possible."""
 
 import functools
 import os
@@ -12,12 +12,10 @@ from ebbtide._stores._lanes import DiskLane, HostLane, StagedLane
 from ebbtide._stores._scratch import ALIGN_BYTES, ScratchFile
 from ebbtide._stores._slabs import Extent, Reader, Slabs
 from ebbtide._stores._staging import Staging
+from ebbtide._types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 from ebbtide._utils.sizes import MIB
-from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 
-_STEP_BYTES = 256 * MIB
 _MOUNTS = Path("/proc/self/mountinfo")
-_IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 _ELSEWHERE = "name a folder on a disk, like store='disk:/scratch' or EBBTIDE_DISK_FOLDER=/scratch"
 
 
@@ -30,21 +28,21 @@ class DiskBlock:
         self.extent = extent
         self.start = start
         self.nbytes = nbytes
-        # Guards a read: the two directions are different threads, and the bytes may not be in the file yet.
+        # Guards a read: each direction has its own threads, and the bytes may not be in the file yet.
         self.landed: HostEvent | None = None
 
 
 class DiskStore:
-    """Parcels in one file, which has no name and is gone when the process is.
+    """Parcels in one file without a name, which ends with the process.
 
     Args:
-        device: whose memory the parcels come from. RAM is read by the threads themselves, the memory of an
-            accelerator goes through pinned buffers.
-        folder: on a disk with room; the file takes it in steps and keeps it until `close`.
-        threads: that write the file, and as many that read it; each has a buffer of 4 MiB.
+        device: the owner of the parcels' memory. Threads read RAM directly, and memory of an accelerator through pinned
+            buffers.
+        folder: a folder on a disk with room; the file grows in steps and keeps the room until `close`.
+        threads: count of threads that write the file, and of threads that read the file; each has a buffer of 4 MiB.
 
     Raises:
-        ConfigError: for a folder that cannot be, see `check_folder`.
+        ConfigError: for an unusable folder, see `check_folder`.
     """
 
     def __init__(self, device: Device, folder: Path, *, threads: int = 4) -> None:
@@ -60,15 +58,15 @@ class DiskStore:
 
     @staticmethod
     def check_folder(folder: Path) -> None:
-        """Raise ConfigError unless `folder` is one that can be written to, on something other than RAM."""
+        """Raise ConfigError unless `folder` is a writable folder outside RAM."""
         if not folder.is_dir():
             found = "is not a folder" if folder.exists() else "does not exist"
             raise ConfigError(f"{str(folder)!r} {found}: make it, or {_ELSEWHERE}")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"{str(folder)!r} cannot be written to: change its permissions, or {_ELSEWHERE}")
         kind = _file_system_of(folder)
-        if kind in _IN_RAM:
-            raise ConfigError(f"{str(folder)!r} is on a {kind}, which is RAM: moving there frees none; {_ELSEWHERE}")
+        if kind in ("tmpfs", "ramfs", "devtmpfs", "rootfs"):
+            raise ConfigError(f"{str(folder)!r} is on a {kind}, which is RAM: a move frees no memory; {_ELSEWHERE}")
 
     def reserve(self, nbytes: int) -> DiskBlock | None:
         extent = self._slabs.take(nbytes)
@@ -113,7 +111,7 @@ class DiskStore:
         self._inbound.workers.run(dst, functools.partial(_part_in, self._file, block.start))
 
     def _grow(self, nbytes: int) -> int:
-        for size in (max(nbytes, _STEP_BYTES), nbytes):
+        for size in (max(nbytes, 256 * MIB), nbytes):
             start = self._file.grow(size)
             if start is not None:
                 self._slab_starts.append(start)
@@ -137,7 +135,7 @@ def _lane(device: Device, name: str, why: Wait, threads: int) -> DiskLane:
 
 
 def _file_system_of(folder: Path) -> str | None:
-    """Kind of the mounted file system `folder` is on, like "ext4"; None where the machine does not say."""
+    """Kind of the file system under `folder`, like "ext4"; None if the system does not tell."""
     if not _MOUNTS.exists():
         return None
     number = folder.stat().st_dev

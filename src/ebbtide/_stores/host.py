@@ -1,21 +1,18 @@
-"""Host memory: pinned slabs of power-of-two size, taken while warming up and kept."""
+"""A store in host memory: pinned slabs of power-of-two size, taken in warm-up and kept."""
 
 import abc
 
 import torch
 
 from ebbtide._errors import StoreError
-from ebbtide._stores._limits import Budget
+from ebbtide._stores._limits import HostMemoryLimit
 from ebbtide._stores._slabs import Extent, Reader, Slabs
+from ebbtide._types import Block, Device, StoreStats, Stream, StreamEvent, Wait
 from ebbtide._utils.sizes import GIB, MIB
-from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent, Wait
-
-_ALIGN_BYTES = 512
-_LARGEST_STEP_BYTES = GIB
 
 
 class HostBlock:
-    """Room for one parcel, as the bytes of it."""
+    """Room for one parcel."""
 
     __slots__ = ("bytes", "extent", "nbytes")
 
@@ -26,16 +23,16 @@ class HostBlock:
 
 
 class SlabStore(abc.ABC):
-    """Parcels in slabs that `device` reads and writes itself."""
+    """Parcels in slabs within reach of the copies of `device`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
-        self._slabs = Slabs(self._grow, _ALIGN_BYTES)
+        self._slabs = Slabs(self._grow, align_bytes=512)
         self._reads = 0
         self._last_reader: Reader | None = None
         self._reads_on: Stream = None  # the lane of the last reader
-        self._awaited = 0  # `_writes_on` is behind the readers up to this one
+        self._awaited = 0  # order of the latest reader that `_writes_on` waits for
         self._writes_on: Stream = None
         self._is_closed = False
 
@@ -62,7 +59,7 @@ class SlabStore(abc.ABC):
     def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)
         if self._is_closed:
-            raise StoreError("the host store was closed (release_memory) while this graph still had parcels in it")
+            raise StoreError("the host store was closed (release_memory) while this graph still had parcels inside")
         if stream is not self._reads_on:
             self._read_on(stream)
         self._device.copy(dst, block.bytes, stream)
@@ -80,7 +77,7 @@ class SlabStore(abc.ABC):
         self._writes_on, self._awaited = stream, reader.order
 
     def _read_on(self, stream: Stream) -> None:
-        """Readers come from `stream` now, and stay in one order."""
+        """Make `stream` the lane of all later readers, in one order with the earlier ones."""
         if self._last_reader is not None:
             self._device.wait(stream, self._last_reader.event, Wait.REUSE)
         self._reads_on = stream
@@ -95,37 +92,37 @@ class SlabStore(abc.ABC):
 
     @abc.abstractmethod
     def _grow(self, nbytes: int) -> int:
-        """Append a slab of at least `nbytes` to `_memory`; its size, or 0 if there is none to be had."""
+        """Append a slab of at least `nbytes` to `_memory`; returns the size, or 0 at the limit."""
 
 
 class HostStore(SlabStore):
-    """Parcels in host memory, copied by the device itself.
+    """Parcels in host memory, copied by the device.
 
     Args:
-        device: whose copies read and write here; its `host_bytes` make the slabs.
-        limit: most bytes to take, or a budget shared with other stores; beyond it `reserve` answers None.
-        smallest_slab_bytes: a power of two; slabs grow from it as the store does.
+        device: copies parcels, and makes slabs by `host_bytes`.
+        limit: maximum of bytes, or a limit shared with more stores; beyond the limit `reserve` returns None.
+        smallest_slab_bytes: size of the first slab, a power of two; slabs grow with the store.
     """
 
-    def __init__(self, device: Device, limit: int | Budget, smallest_slab_bytes: int = 64 * MIB) -> None:
+    def __init__(self, device: Device, limit: int | HostMemoryLimit, smallest_slab_bytes: int = 64 * MIB) -> None:
         super().__init__(device)
-        self._budget = limit if isinstance(limit, Budget) else Budget(limit)
+        self._limit = limit if isinstance(limit, HostMemoryLimit) else HostMemoryLimit(limit)
         self._smallest_slab_bytes = smallest_slab_bytes
         self._captured_bytes = 0
 
     def arena(self, device: Device) -> "HostArena":
-        """Room for one capture of `device`. What it takes is used for as long as this store is open."""
+        """Room for one capture of `device`, in use until the store is closed."""
         return HostArena(device, self)
 
     @property
     def reads(self) -> int:
-        """How many blocks have been read so far: the order of the latest reader."""
+        """The count of reads so far: the order of the latest reader."""
         return self._reads
 
     def lend(self, nbytes: int, reads: int) -> torch.Tensor | None:
-        """Room for a capture that began after so many `reads`, for good; None where no slab has any.
+        """Room for a capture that began after `reads` reads, for good; None without free room.
 
-        Room that was read since (a thread that trains meanwhile) may be read still, and is not for a capture.
+        A capture gets no room with a later reader (of a thread that trains meanwhile): the read may still run.
         """
         extent = self._slabs.take(nbytes, may_grow=False)
         if extent is None:
@@ -138,36 +135,36 @@ class HostStore(SlabStore):
 
     def stats(self) -> StoreStats:
         slabs = self._slabs
-        limit_bytes = self._budget.limit_bytes
+        limit_bytes = self._limit.limit_bytes
         return StoreStats(slabs.used_bytes, slabs.reserved_bytes, limit_bytes, slabs.growths, self._captured_bytes)
 
     def close(self) -> None:
         if not self._is_closed:
-            self._budget.give_back(self._slabs.reserved_bytes)
+            self._limit.give_back(self._slabs.reserved_bytes)
         super().close()
 
     def _grow(self, nbytes: int) -> int:
-        """Take one slab. Powers of two, because torch's pinned allocator rounds every request up to one."""
-        usual = max(self._smallest_slab_bytes, min(_LARGEST_STEP_BYTES, self._slabs.reserved_bytes))
+        """Take a slab. The size is a power of two, because torch's pinned allocator rounds every request up."""
+        usual = max(self._smallest_slab_bytes, min(GIB, self._slabs.reserved_bytes))
         for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
             if self._take(size):
                 return size
         return 0
 
     def _take(self, size: int) -> bool:
-        """False if it is over the budget, or the machine refuses: the default budget is an estimate."""
-        if not self._budget.take(size):
+        """False beyond the limit, or if the system refuses: the default limit is an estimate."""
+        if not self._limit.take(size):
             return False
         try:
             self._memory.append(self._device.host_bytes(size))
         except MemoryError:
-            self._budget.refused(size)
+            self._limit.refused(size)
             return False
         return True
 
 
 class HostArena(SlabStore):
-    """Parcels of one capture: what is given back is used again in this capture, and by nobody else ever."""
+    """Parcels of one capture: room given back is reused in the capture, and never outside."""
 
     def __init__(self, device: Device, host: HostStore) -> None:
         super().__init__(device)

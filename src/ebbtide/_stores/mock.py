@@ -1,4 +1,4 @@
-"""A store to test with: ordinary memory, and failures and delays on demand. Ships with the package."""
+"""A store for tests: ordinary memory, with failures and delays on demand. Ships with the package."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 
 from ebbtide._errors import StoreError, StoreFullError
+from ebbtide._types import Block, Device, StoreStats, Stream, StreamEvent
 from ebbtide._utils.storage import as_bytes
-from ebbtide.types import Block, Device, StoreStats, Stream, StreamEvent
 
 
 class MockBlock:
-    """Room for one parcel, memory of its own."""
+    """Room for one parcel, a separate allocation."""
 
     __slots__ = ("bytes", "nbytes")
 
@@ -24,14 +24,14 @@ class MockStore:
     """Parcels in ordinary memory, one allocation each.
 
     Args:
-        device: whose copies read and write.
-        limit_bytes: `reserve` answers None beyond it; None: no limit.
-        fail: called with "reserve", "write" or "read" before each of them; what it raises is the store's failure,
-            and what it waits for is the store's delay.
+        device: copies the parcels.
+        limit_bytes: beyond the limit `reserve` returns None; None: no limit.
+        fail: called with "reserve", "write" or "read" before each operation; an exception of `fail` is the failure of
+            the store, and a wait in `fail` the delay.
 
     Example::
 
-        def store(device):  # once, outside of the loop: engines are found again by the function
+        def store(device):  # defined once, outside the loop: the function is the key of its engines
             return MockStore(device, fail=my_failure)
 
         with ebbtide.offload_activations(store=store): ...
@@ -64,7 +64,7 @@ class MockStore:
     def read(self, block: Block, dst: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, MockBlock)
         if self.is_closed:
-            raise StoreError("the mock store was closed while this graph still had parcels in it")
+            raise StoreError("the mock store was closed while this graph still had parcels inside")
         self._maybe_fail("read")
         self._device.copy(dst, block.bytes, stream)
         return self._device.record(stream)
@@ -74,7 +74,7 @@ class MockStore:
 
     def stats(self) -> StoreStats:
         self._take_back()
-        # One allocation a parcel: it holds what is used and nothing in reserve, so there is no growth to watch.
+        # One allocation per parcel, and no reserve: no growth to count.
         return StoreStats(self._used_bytes, self._used_bytes, self._limit_bytes, growths=0)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Ranks that answer each other.
+"""Exchange of values between ranks, with an error that names the missing ranks.
 
 Note [Ranks meet]
 ~~~~~~~~~~~~~~~~~
-1. A collective that some rank never enters stands until the process group's timeout, and nothing names that rank. So
-   ranks meet at the group's store first, which needs no other rank, and enter the collective when the last of them has
-   come. A rank that waits warns, with the ranks that are missing, and raises at the timeout.
-2. Ranks meet before a forward, never inside one, and count steps by the optimizer's (see Note [PlanController]).
+1. A collective that some rank never enters hangs until the timeout of the process group, and no message names the rank.
+   Ranks therefore meet at the group's key-value store first, and enter the collective after the last rank has arrived.
+   A waiting rank warns with the numbers of the missing ranks, and raises at the timeout.
+2. Ranks meet before a forward, never inside a forward, and count steps of the optimizer (see Note [PlanController]).
 """
 
 import time
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-_TELL_AFTER_S = 10.0  # ranks of one job are rarely that far apart, and whoever looks at a job that stands has begun to
-_LONGEST_SLEEP_S = 0.1
+_WARN_AFTER_S = 10.0  # ranks of a healthy job are rarely further apart
 
 
 def check_group(group: object) -> None:
-    """Raises ConfigError for what is no process group, or none of this rank's."""
+    """Raise ConfigError unless `group` is None or a process group with this rank as a member."""
     if group is None or (_is_distributed() and isinstance(group, torch.distributed.ProcessGroup)):
         return
     raise ConfigError(
@@ -37,9 +36,15 @@ def check_group(group: object) -> None:
 
 
 def gather(mine: Value, group: "ProcessGroup | None", what: str) -> list[Value]:
-    """What all ranks of `group` (None: of the job) have, in order. Every rank has to call this.
+    """Values of all ranks of `group`, in the order of ranks. Every rank has to call the function.
 
-    Raises PlanError if a rank has not come within the timeout of `init_process_group`.
+    Args:
+        mine: value of this rank; has to be picklable.
+        group: process group; None: all ranks of the job.
+        what: name of the exchange, for keys and messages.
+
+    Raises:
+        PlanError: a rank has not arrived within the timeout of `init_process_group`.
     """
     size = group_size(group)
     if size == 1:
@@ -54,29 +59,36 @@ def gather(mine: Value, group: "ProcessGroup | None", what: str) -> list[Value]:
 
 
 def meet(store: Any, place: int, ranks: list[int], what: str) -> None:
-    """Returns when each of `ranks` has called this for `what`. `place`: of this rank among them; `store`: torch's.
+    """Return after every rank in `ranks` has called `meet` for `what`.
 
-    Raises PlanError, with the ranks that are missing, at the timeout of `store`.
+    Args:
+        store: key-value store of torch.distributed.
+        place: index of this rank in `ranks`.
+        ranks: global ranks, for messages.
+        what: name of the exchange.
+
+    Raises:
+        PlanError: the timeout of `store` has passed; names the missing ranks.
     """
     key = f"ebbtide/{what}"
-    count = store.add(f"{key}/{place}", 1)  # the first meeting on this, the second one: ranks count alike
+    count = store.add(f"{key}/{place}", 1)  # number of the meeting: all ranks count alike
     if store.add(f"{key}/meeting {count}", 1) == len(ranks):
         store.set(f"{key}/met {count}", "")
     began_s, limit_s = time.monotonic(), store.timeout.total_seconds()
-    is_told = False
+    has_warned = False
     while not store.check([f"{key}/met {count}"]):
         waited_s = time.monotonic() - began_s
-        if waited_s > limit_s or (waited_s > _TELL_AFTER_S and not is_told):
+        if waited_s > limit_s or (waited_s > _WARN_AFTER_S and not has_warned):
             missing = [rank for at, rank in enumerate(ranks) if store.add(f"{key}/{at}", 0) < count]
             text = _missing_text(missing, len(ranks), what, waited_s)
             if missing and waited_s > limit_s:
                 for counter in (f"{key}/{place}", f"{key}/meeting {count}"):
-                    store.add(counter, -1)  # who comes later is to wait for this rank, and to be told
+                    store.add(counter, -1)  # a rank that arrives later waits and warns as well
                 raise PlanError(text)
-            if missing and not is_told:
+            if missing and not has_warned:
                 warnings.warn(f"{text} It waits until {limit_s:.0f} s have passed", EbbtideWarning, stacklevel=2)
-                is_told = True
-        time.sleep(min(_LONGEST_SLEEP_S, 0.1 * waited_s + 1e-3))
+                has_warned = True
+        time.sleep(min(0.1, 0.1 * waited_s + 1e-3))
 
 
 def _missing_text(missing: list[int], count: int, what: str, waited_s: float) -> str:
@@ -89,7 +101,7 @@ def _missing_text(missing: list[int], count: int, what: str, waited_s: float) ->
 
 
 def is_first(group: "ProcessGroup | None") -> bool:
-    """Whether this rank is the first one of `group`."""
+    """Whether this rank is rank 0 of `group`."""
     return not _is_distributed() or torch.distributed.get_rank(group) == 0
 
 

@@ -1,4 +1,4 @@
-"""Loggers below `ebbtide`. Only the first rank writes records, and handlers are left to the program."""
+"""Loggers below `ebbtide`: only rank 0 writes records, and handlers are left to the program."""
 
 import logging
 
@@ -6,13 +6,13 @@ import torch
 
 
 class _FirstRank(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 (the rank decides, whatever is said)
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 (the rank alone decides)
         distributed = torch.distributed
         return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def logger_of(name: str) -> logging.Logger:
-    """Return the logger of the module with this `__name__`."""
+    """Logger of the module with `__name__` equal to `name`."""
     logger = logging.getLogger(name)
     logger.addFilter(_FirstRank())
     return logger

@@ -1,4 +1,4 @@
-"""Packages that only one integration needs: what is said when one is not there."""
+"""Optional packages: import errors that say the pip line."""
 
 import importlib.util
 import sys
@@ -11,15 +11,16 @@ from ebbtide._errors import MissingPackageError
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Around the imports of an integration, of what `pip install 'ebbtide[name]'` brings.
+    """Context around the imports of an integration with the packages of `pip install 'ebbtide[name]'`.
 
-    Raises MissingPackageError for a package that is not installed, or that has no such module or name in this version.
+    Raises:
+        MissingPackageError: a package is not installed, or its version has no module or attribute of the name imported.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if not error.name:
-            raise  # a package's own words for what it could not import
+            raise  # the package's own message is better
         package = error.name.partition(".")[0]
         if is_installed(package):
             raise _other_version(package, f" has no {error.name}", name) from error
@@ -27,7 +28,7 @@ def extra(name: str) -> Generator[None]:
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if "cannot import name" not in str(error) or "partially initialized" in str(error):
-            raise  # a library that does not load, or a module that imports itself
+            raise  # a shared library that does not load, or a circular import
         raise _other_version(package, f": {error.msg}", name) from error
     except AttributeError as error:
         module: object = error.obj
@@ -37,15 +38,13 @@ def extra(name: str) -> Generator[None]:
 
 
 def _other_version(package: str, says: str, name: str) -> MissingPackageError:
-    """It is there, and lacks what the extra `name` needs of it."""
     return MissingPackageError(f"{package} {version_of(package)}{says}. Write: pip install --upgrade 'ebbtide[{name}]'")
 
 
 def is_installed(package: str) -> bool:
-    """Whether it could be imported."""
     return package in sys.modules or bool(package and importlib.util.find_spec(package))
 
 
 def version_of(package: str) -> str:
-    """Of one that has been imported, as it says itself."""
+    """`__version__` of an imported package."""
     return getattr(sys.modules.get(package), "__version__", "of an unknown version")

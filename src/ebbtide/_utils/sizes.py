@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Sizes in bytes: text to number, number to text."""
 
 import math
 import re
@@ -19,10 +19,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(value: int | str, name: str) -> int:
-    """Bytes of `value`: a positive int, or text like "40GiB", "1.5 GB", "4096". Raises ConfigError naming `name`."""
+    """Convert a positive int, or text such as "40GiB", "1.5 GB", "4096", to bytes.
+
+    Raises:
+        ConfigError: `value` of the setting `name` is not a size.
+    """
     if isinstance(value, str):
         nbytes = _parse_text(value, name)
-    elif type(value) is not bool and isinstance(value, Integral):  # numpy has integers of its own
+    elif type(value) is not bool and isinstance(value, Integral):  # also integers of numpy
         nbytes = int(value)
     else:
         raise ConfigError(f"{name}={value!r}: expected bytes as an int, or text like '512MiB'")
@@ -42,7 +46,7 @@ def _parse_text(text: str, name: str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Write a size with a binary unit: 1536 -> "1.50 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -1,17 +1,17 @@
-"""The names that TRL, torchtune and Axolotl have for offloading activations, with what ebbtide does behind them.
+"""The names of TRL, torchtune and Axolotl for offloading activations, with ebbtide behind them.
 
-Swap one import::
+Change one import::
 
     from ebbtide.compat import get_act_offloading_ctx_manager  # from trl.models import ...
 
-or leave the script as it is, and have its trainer find ours::
+or leave the script unchanged, and replace the names in its trainer::
 
     import ebbtide.compat
     ebbtide.compat.install("trl")  # SFTConfig(activation_offloading=True), DPOConfig(...), ... as before
 
-Names, keywords, their order and their defaults are TRL's here, torchtune's in `ebbtide.compat.torchtune`. What they
-mean is the engine's: each storage travels once, in the order that backward was seen to need, with memory that is
-bounded in bytes; a graph may be kept, run backward twice or dropped; in-place changes raise.
+Names, keywords, order and defaults are TRL's in `ebbtide.compat`, torchtune's in `ebbtide.compat.torchtune`. The
+engine is ebbtide's: each storage travels once, in the order that backward needed before, with memory bounded in bytes;
+a graph may be kept, run backward twice or dropped; in-place changes raise.
 """
 
 from ebbtide.compat._context import NoOpManager, OffloadActivations

@@ -1,4 +1,4 @@
-"""The two context managers."""
+"""The context managers `OffloadActivations` and `NoOpManager`."""
 
 import contextlib
 import threading
@@ -24,39 +24,42 @@ _WINDOW_BYTES = 512 * MIB  # of the default stash
 WITHOUT_DEVICE = "this machine has no accelerator. To move from the CPU all the same, write {'store': 'disk'} to"
 
 
-class _Here(threading.local):
-    """Of a thread. `entered`: for each context it is inside of, how many of `kept` were open when it was entered."""
+class _ThreadState(threading.local):
+    """Contexts that a thread is inside of: forward hooks of modules, without a handle, ask for them.
+
+    `open`: contexts of `start_keeping`. `depths`: for each entered `OffloadActivations`, the length of `open` before.
+    """
 
     def __init__(self) -> None:
-        self.entered: list[int] = []
-        self.kept: list[NoOpManager] = []
+        self.depths: list[int] = []
+        self.open: list[NoOpManager] = []
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 class OffloadActivations(StandIn, contextlib.ContextDecorator):
-    """A context for forward, or for forward and backward: what autograd saves in it goes to host memory and comes back.
+    """A context for forward, or for forward and backward, whose saved tensors go to host memory and come back.
 
-    To be entered again for every step. On a machine without an accelerator, and without a store in `settings`, the
-    context does nothing and warns when entered first.
+    Enter the context in every step. On a machine without an accelerator, and without a store in `settings`, the
+    context does nothing and warns at the first entry.
 
     Args:
-        use_pin_memory: host memory is pinned in any case, once and not for every save: False is told of.
-        use_streams: False copies nothing beside compute, for looking into what goes wrong.
-        min_offload_size: saves of smaller storages stay, in bytes.
-        max_fwd_stash_size: how much may wait on its way out before compute does; at least 1. It counts tensors in
-            name only: bytes count, 512 MiB for the default of 5, and as many times that as it is larger.
+        use_pin_memory: False warns, because host memory is pinned once in any case.
+        use_streams: False copies nothing beside compute, for debugging.
+        min_offload_size: saved tensors of smaller storages stay, in bytes.
+        max_fwd_stash_size: limit of the bytes on their way out before compute waits, at least 1. The default of 5
+            stands for 512 MiB, other values for bytes in proportion.
 
-    The settings can be read under TRL's names. Its other attributes (`tracker`, `pack_hook`, ...) raise
-    ForeignAttributeError, which says what to use; setting any of them does too.
+    The arguments can be read under TRL's names. TRL's other attributes (`tracker`, `pack_hook`, ...) raise
+    ForeignAttributeError, which says what to use, when read and when set.
 
     Raises:
-        ConfigError: a ValueError: `max_fwd_stash_size` below 1, or a size that is none.
+        ConfigError: a ValueError: `max_fwd_stash_size` below 1, or an invalid size.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
-    """What the originals have no keyword for: `store` and `host_limit` of `ebbtide.offload_activations`."""
+    """Settings without a keyword in TRL: `store` and `host_limit` of `ebbtide.offload_activations`."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
             max_fwd_stash_size=max_fwd_stash_size,
         )
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
-        self._is_told = self.moves_here()
+        self._has_warned = self.moves_here()
         self._context = offload_activations(
             mode="all" if self.moves_here() else "off",
             window=waiting_bytes,
@@ -91,9 +94,11 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         )
 
     def update_model_params(self, model: torch.nn.Module) -> None:
-        """Keep the weights of `model` where they are however they are saved: detached, or what quantised ones are made
-        of. Parameters and their views are known without it, gathered ones too."""
-        self._context.know_weights(model)
+        """Keep the weights of `model` on the device in every form: detached, or the parts of quantised weights.
+
+        Parameters, their views and gathered parameters stay without this call.
+        """
+        self._context.register_weights(model)
 
     @classmethod
     def moves_here(cls) -> bool:
@@ -102,17 +107,17 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
 
     @staticmethod
     def is_entered() -> bool:
-        """Whether the calling thread is inside of one."""
-        return bool(_here.entered)
+        """Whether the calling thread is inside of a context."""
+        return bool(_thread.depths)
 
     def __enter__(self) -> "OffloadActivations":
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{type(self).__name__} moves nothing: {WITHOUT_DEVICE} its `settings`", EbbtideWarning, stacklevel=2
             )
         self._context.__enter__()
-        _here.entered.append(len(_here.kept))
+        _thread.depths.append(len(_thread.open))
         return self
 
     def __exit__(
@@ -121,8 +126,8 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        before = _here.entered.pop()
-        while len(_here.kept) > before:  # an interrupt (not an Exception) leaves a forward without its hooks
+        before = _thread.depths.pop()
+        while len(_thread.open) > before:  # an interrupt (not an Exception) ends a forward without its hooks
             stop_keeping()
         self._context.__exit__(kind, error, trace)
 
@@ -131,26 +136,26 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         return self._context.stats()
 
     def subscribe(self, listener: Listener) -> Any:
-        """As `ebbtide.OffloadActivations.subscribe`."""
+        """Call `listener` with events, as `ebbtide.OffloadActivations.subscribe` does."""
         return self._context.subscribe(listener)
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """A context inside of the other one in which saves stay where they are. In-place changes raise here too."""
+    """A context inside `OffloadActivations` whose saved tensors stay on the device. In-place changes raise too."""
 
     def __init__(self) -> None:
         super().__init__(_keep, _kept)
 
 
 def start_keeping() -> None:
-    """Saves stay where they are in the calling thread, until `stop_keeping`, or the end of the context around it."""
+    """Keep the saved tensors of the calling thread until `stop_keeping`, or the end of the context around."""
     kept = NoOpManager()
     kept.__enter__()
-    _here.kept.append(kept)
+    _thread.open.append(kept)
 
 
 def stop_keeping() -> None:
-    _here.kept.pop().__exit__()
+    _thread.open.pop().__exit__()
 
 
 @hidden_from_compiler

@@ -1,10 +1,10 @@
-"""The context for a model, whose output head stays out of it."""
+"""The context for a model, without the saved tensors of the output head."""
 
 import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module
@@ -25,9 +25,9 @@ _HEADS = (
     "score",
     "classifier",
 )
-"""Where models have their output head, in the order in which they are looked for."""
+"""Names of output heads, in the order of the search."""
 
-_opted_out: "weakref.WeakSet[Module]" = weakref.WeakSet()
+_opted_out: "weakref.WeakSet[Module]" = weakref.WeakSet()  # modules with hooks, which each model needs once
 
 
 def get_act_offloading_ctx_manager(
@@ -38,14 +38,18 @@ def get_act_offloading_ctx_manager(
     max_fwd_stash_size: int = DEFAULT_STASH,
     warn_if_no_head: bool = True,
 ) -> OffloadActivations:
-    """`OffloadActivations` for `model`: what its output head saves stays on the device, for it is needed at once, and
-    so does what Liger's modules save. The hooks for that stay on the model, and do nothing outside of such a context.
+    """`OffloadActivations` for `model`, without the tensors saved by the output head and by Liger's modules.
+
+    Backward needs these tensors at once. The hooks that keep them stay on the model, and do nothing outside of the
+    context.
 
     Args:
-        model: also one in DDP, or a PEFT model.
+        model: also a model in DDP, or a PEFT model.
+        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: as of `OffloadActivations`.
         warn_if_no_head: whether to warn if no head is found.
 
-    Raises ConfigError as `OffloadActivations` does.
+    Raises:
+        ConfigError: as `OffloadActivations` does.
     """
     context = OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
     context.update_model_params(model)
@@ -53,26 +57,31 @@ def get_act_offloading_ctx_manager(
     return context
 
 
-get_lora_act_offloading_ctx_manager = functools.partial(get_act_offloading_ctx_manager)
-"""Axolotl's, for adapters: frozen and quantised weights and their views stay in any case. A separate object, because
-`install` finds replaced names by identity."""
+get_lora_act_offloading_ctx_manager: Callable[..., OffloadActivations] = functools.partial(
+    get_act_offloading_ctx_manager
+)
+"""Axolotl's function for adapters: frozen and quantised weights and their views stay in any case.
+
+A separate object, because `install` finds replaced names by identity.
+"""
 
 
 def opt_out(model: Module, warn_if_no_head: bool) -> None:
-    """Keep what the head and Liger's modules save where it is."""
+    """Keep the tensors saved by the output head and by Liger's modules on the device."""
     inner = _unwrapped(model)
     head = next((module for name in _HEADS if (module := _module_at(inner, name)) is not None), None)
     if head is not None:
-        _keep_saves_of(head)
+        _keep_tensors_of(head)
     elif warn_if_no_head:
         warnings.warn(
-            f"no output head was found in {type(inner).__name__} under any of {', '.join(_HEADS)}: what it saves is "
-            "offloaded, and needed again at once. Name it `output`, or pass warn_if_no_head=False",
+            f"no output head was found in {type(inner).__name__} under any of {', '.join(_HEADS)}: its saved "
+            "tensors are offloaded, and needed again at once. Name it `output`, or pass warn_if_no_head=False",
             EbbtideWarning,
             stacklevel=3,
         )
-    for module in _of_liger(inner):
-        _keep_saves_of(module)
+    for name, module in named_modules(inner):
+        if "liger" in name.lower() or type(module).__module__.startswith("liger_kernel"):
+            _keep_tensors_of(module)
 
 
 def _unwrapped(model: Module) -> Module:
@@ -89,36 +98,27 @@ def _module_at(model: Module, path: str) -> Module | None:
     return found if isinstance(found, Module) else None
 
 
-def _of_liger(model: Module) -> Iterator[Module]:
-    """By the name they have in the model, or by where their class comes from."""
-    for name, module in named_modules(model):
-        if "liger" in name.lower() or type(module).__module__.startswith("liger_kernel"):
-            yield module
-
-
-def _keep_saves_of(module: Module) -> None:
-    """In its forward, once however often it is asked for."""
+def _keep_tensors_of(module: Module) -> None:
     if module in _opted_out:
         return
     _opted_out.add(module)
-    stays = _Stays()
-    module.register_forward_pre_hook(stays.enter, prepend=True)
-    module.register_forward_hook(stays.leave, always_call=True)
+    hooks = _KeepHooks()
+    module.register_forward_pre_hook(hooks.enter, prepend=True)
+    module.register_forward_hook(hooks.leave, always_call=True)
 
 
-class _Stays(threading.local):
-    """Hooks around a forward, for each thread on its own."""
+class _KeepHooks(threading.local):
+    """Hooks around a forward, with state per thread."""
 
     def __init__(self) -> None:
         self._entered: list[bool] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Stays":
-        """Of a copy of the model: its forwards are its own."""
-        return memo.setdefault(id(self), _Stays())
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_KeepHooks":
+        return memo.setdefault(id(self), _KeepHooks())  # a copy of the model has forwards of its own
 
     def enter(self, *_: object) -> None:
-        # Inside of a checkpointed call saves are the checkpoint's: it drops them here, and has to see as many when it
-        # runs the call again, which may be outside of the context or in another thread.
+        # A checkpoint drops the tensors saved in a checkpointed call, and must see as many in the recomputation, which
+        # may be outside of the context or in another thread.
         keeps = OffloadActivations.is_entered() and not is_inside_checkpoint()
         if keeps:
             start_keeping()

@@ -1,4 +1,4 @@
-"""Ours in the place of a trainer's own, wherever it has been imported to."""
+"""Replacement of a trainer's names by ebbtide's, in every module that has imported them."""
 
 import importlib
 import sys
@@ -10,22 +10,25 @@ from typing import Any, NamedTuple
 
 from ebbtide._errors import ConfigError, EbbtideWarning, MissingPackageError
 from ebbtide._utils.packages import is_installed, version_of
-from ebbtide.compat import _context, _heads, axolotl, torchtune
+from ebbtide.compat import _axolotl as axolotl
+from ebbtide.compat import _context, _heads, torchtune
 
 
-class _MadeOf(NamedTuple):
-    """A replacement made of the trainer's own class."""
+class _MadeFrom(NamedTuple):
+    """A replacement made from the trainer's own class."""
 
     make: Callable[[Any], Any]
 
 
-class _Home(NamedTuple):
-    """Where a trainer has its own, by name, and what takes its place.
+class _Target(NamedTuple):
+    """Names of a trainer's module or class, with their replacements.
 
     Attributes:
-        owner: the class that has these names, if it is not the module.
-        end: called when the trainer's own has been put back.
-        is_optional: no switch of the trainer leads here; scripts may import the names, in versions that have them.
+        module: path of the trainer's module.
+        names: replacements by name.
+        owner: class with the names, if not the module.
+        end: called after the trainer's own are back.
+        is_optional: no switch of the trainer uses the names, which only scripts import, in versions with the names.
     """
 
     module: str
@@ -39,44 +42,38 @@ class _Home(NamedTuple):
         return self.module, self.owner, *self.names
 
 
-_TRL = _Home(
+def _own(package: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(package, name) for name in names}
+
+
+_CONTEXTS = ("OffloadActivations", "NoOpManager")
+_TRL = _Target(
     "trl.models.activation_offloading",
-    {
-        "OffloadActivations": _context.OffloadActivations,
-        "NoOpManager": _context.NoOpManager,
-        "get_act_offloading_ctx_manager": _heads.get_act_offloading_ctx_manager,
-    },
+    {**_own(_context, *_CONTEXTS), **_own(_heads, "get_act_offloading_ctx_manager")},
 )
-_HOMES: Mapping[str, tuple[_Home, ...]] = {
+_TARGETS: Mapping[str, tuple[_Target, ...]] = {
     "trl": (_TRL,),
     "torchtune": (
-        _Home(
+        _Target(
             "torchtune.training._activation_offloading",
-            {
-                "OffloadActivations": torchtune.OffloadActivations,
-                "NoOpManager": torchtune.NoOpManager,
-                "get_act_offloading_ctx_manager": torchtune.get_act_offloading_ctx_manager,
-            },
+            _own(torchtune, *_CONTEXTS, "get_act_offloading_ctx_manager"),
         ),
     ),
     "axolotl": (
         _TRL,
-        _Home(axolotl.MIXINS, {"get_lora_act_offloading_ctx_manager": _heads.get_lora_act_offloading_ctx_manager}),
-        _Home(axolotl.MIXINS, {"__init__": axolotl.initialize}, owner="ActivationOffloadingMixin"),
-        _Home(
+        _Target(axolotl.MIXINS, {"get_lora_act_offloading_ctx_manager": _heads.get_lora_act_offloading_ctx_manager}),
+        _Target(axolotl.MIXINS, {"__init__": axolotl.initialize}, owner="ActivationOffloadingMixin"),
+        _Target(
             "axolotl.monkeypatch.activation_offload_checkpoint",
-            {
-                "patch_hidden_states_offload": axolotl.patch_hidden_states_offload,
-                "unpatch_hidden_states_offload": axolotl.unpatch_hidden_states_offload,
-            },
+            _own(axolotl, "patch_hidden_states_offload", "unpatch_hidden_states_offload"),
             end=axolotl.unpatch_hidden_states_offload,
         ),
-        _Home(
+        _Target(
             "axolotl.monkeypatch.activation_offload_checkpoint",
-            {"HiddenStatesOffloadCheckpoint": axolotl.HiddenStatesOffloadCheckpoint},
+            _own(axolotl, "HiddenStatesOffloadCheckpoint"),
             is_optional=True,
         ),
-        _Home(
+        _Target(
             "axolotl.monkeypatch.checkpoint_activation_offload",
             {
                 "CheckpointHiddenStatesOffload": axolotl.CheckpointHiddenStatesOffload,
@@ -84,9 +81,9 @@ _HOMES: Mapping[str, tuple[_Home, ...]] = {
             },
             is_optional=True,
         ),
-        _Home(
+        _Target(
             "axolotl.monkeypatch.selective_checkpointing_offload",
-            {"SacOffloadEngine": _MadeOf(axolotl.warning_engine)},
+            {"SacOffloadEngine": _MadeFrom(axolotl.warning_engine)},
             is_optional=True,
         ),
     ),
@@ -94,33 +91,32 @@ _HOMES: Mapping[str, tuple[_Home, ...]] = {
 
 
 @dataclass
-class _Ours:
-    """Ours in one home: by how many installs, and what puts the trainer's own back."""
+class _Replaced:
+    """State of one target: the number of installs, and functions that put the trainer's own back."""
 
     count: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
 
-_ours: dict[tuple[str, ...], _Ours] = {}
+_replaced: dict[tuple[str, ...], _Replaced] = {}  # several installs of one trainer share a target
 
 
 class Installed:
-    """What was put in place of a trainer's own. `remove` puts that back; as a context, at its end."""
+    """A replacement of a trainer's names, undone by `remove` or, as a context, at the end."""
 
-    def __init__(self, homes: Sequence[_Home]) -> None:
-        self._homes = list(homes)
+    def __init__(self, targets: Sequence[_Target]) -> None:
+        self._targets = list(targets)
 
     def remove(self) -> None:
-        """Put the trainer's own back, unless another install still wants ours. What has been made of ours by then stays
-        ours."""
-        while self._homes:
-            key = self._homes.pop().key
-            ours = _ours[key]
-            ours.count -= 1
-            if ours.count == 0:
-                del _ours[key]
-                while ours.undo:
-                    ours.undo.pop()()
+        """Put the trainer's own back after the last install is removed. Objects made meanwhile stay ebbtide's."""
+        while self._targets:
+            key = self._targets.pop().key
+            replaced = _replaced[key]
+            replaced.count -= 1
+            if replaced.count == 0:
+                del _replaced[key]
+                while replaced.undo:
+                    replaced.undo.pop()()
 
     def __enter__(self) -> "Installed":
         return self
@@ -130,50 +126,48 @@ class Installed:
 
 
 def install(trainer: str) -> Installed:
-    """Have an unmodified script use ours: what `trainer` imports under its own names from now on, or has already.
+    """Replace the names of `trainer` for offloading, in all present and later imports, for unmodified scripts.
 
-    Of Axolotl's names, `SacOffloadEngine` stays Axolotl's: making one warns.
-
-    A warning says so where nothing can move: on a machine without an accelerator, if `OffloadActivations.settings` has
-    no store yet.
+    Axolotl's `SacOffloadEngine` is not replaced: making an engine warns. On a machine without an accelerator, and
+    without a store in `OffloadActivations.settings`, nothing can move, and `install` warns.
 
     Args:
         trainer: "trl", "axolotl" or "torchtune".
 
     Raises:
-        ConfigError: another trainer, or a version of it that has nothing under these names.
-        MissingPackageError: it is not installed, or what it needs.
+        ConfigError: another trainer, or a version of the trainer without these names.
+        MissingPackageError: the trainer or a package of the trainer's is not installed.
     """
-    homes = _HOMES.get(trainer)
-    if homes is None:
-        raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _HOMES))}")
-    places = [(home, place) for home in homes if (place := _found(home)) is not None]
-    for home, place in places:
-        ours = _ours.setdefault(home.key, _Ours())
-        if home.end is not None and ours.count == 0:
-            ours.undo.append(home.end)
-        for name, thing in home.names.items():
-            if not isinstance(thing, _MadeOf):
-                ours.undo.append(_replace(place, name, thing))
-            elif ours.count == 0:  # else an earlier install has made the replacement
-                ours.undo.append(_replace(place, name, thing.make(getattr(place, name))))
-        ours.count += 1
-    _warn_without_device(trainer, [home for home, _ in places])
-    return Installed([home for home, _ in places])
+    targets = _TARGETS.get(trainer)
+    if targets is None:
+        raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _TARGETS))}")
+    places = [(target, place) for target in targets if (place := _found(target)) is not None]
+    for target, place in places:
+        replaced = _replaced.setdefault(target.key, _Replaced())
+        if target.end is not None and replaced.count == 0:
+            replaced.undo.append(target.end)
+        for name, thing in target.names.items():
+            if not isinstance(thing, _MadeFrom):
+                replaced.undo.append(_replace(place, name, thing))
+            elif replaced.count == 0:  # else an earlier install has made the replacement
+                replaced.undo.append(_replace(place, name, thing.make(getattr(place, name))))
+        replaced.count += 1
+    _warn_without_device(trainer, [target for target, _ in places])
+    return Installed([target for target, _ in places])
 
 
-def _found(home: _Home) -> Any:
-    """The module or class with the names of `home`; None if `home` is optional and no script can import the names."""
+def _found(target: _Target) -> Any:
+    """The module or class of `target`; None if `target` is optional and no script can import the names."""
     try:
-        return _imported(home)
+        return _imported(target)
     except (ImportError, ConfigError):
-        if home.is_optional:
+        if target.is_optional:
             return None
         raise
 
 
-def _warn_without_device(trainer: str, homes: Sequence[_Home]) -> None:
-    things = [thing for home in homes for thing in home.names.values()]
+def _warn_without_device(trainer: str, targets: Sequence[_Target]) -> None:
+    things = [thing for target in targets for thing in target.names.values()]
     contexts = [thing for thing in things if isinstance(thing, type) and issubclass(thing, _context.OffloadActivations)]
     still = [context for context in contexts if not context.moves_here()]
     if still:
@@ -186,22 +180,22 @@ def _warn_without_device(trainer: str, homes: Sequence[_Home]) -> None:
         )
 
 
-def _imported(home: _Home) -> Any:
-    package = home.module.partition(".")[0]
+def _imported(target: _Target) -> Any:
+    package = target.module.partition(".")[0]
     if not is_installed(package):
         raise MissingPackageError(f"{package} is not installed. Write: pip install {package}")
     try:
-        module = importlib.import_module(home.module)
+        module = importlib.import_module(target.module)
     except ModuleNotFoundError as error:
         needed = (error.name or "").partition(".")[0]
         if needed == package:
-            raise _unknown(package, f"no module {home.module}") from error
+            raise _unknown(package, f"no module {target.module}") from error
         what = f"another version of {needed}" if is_installed(needed) else f"{needed}. Write: pip install {needed}"
         raise MissingPackageError(f"{package} cannot be imported: it needs {what} ({error})") from error
-    place: Any = getattr(module, home.owner, None) if home.owner else module
-    missing = [home.owner] if place is None else [name for name in home.names if not hasattr(place, name)]
+    place: Any = getattr(module, target.owner, None) if target.owner else module
+    missing = [target.owner] if place is None else [name for name in target.names if not hasattr(place, name)]
     if missing:
-        raise _unknown(package, f"no {', '.join(missing)} in {home.module}")
+        raise _unknown(package, f"no {', '.join(missing)} in {target.module}")
     return place
 
 
@@ -212,21 +206,23 @@ def _unknown(package: str, what: str) -> ConfigError:
     )
 
 
-def _replace(home: ModuleType | type, name: str, ours: object) -> Callable[[], None]:
-    """In its home, and wherever else it has been imported to under whatever name. Gives what puts it back, also where
-    the trainer's own modules have found ours in between."""
-    theirs = getattr(home, name)
+def _replace(owner: ModuleType | type, name: str, ours: object) -> Callable[[], None]:
+    """Replace `name` of `owner` in all modules, under all names; the returned function undoes the replacement.
+
+    The trainer's own modules may import `ours` in between: there too.
+    """
+    theirs = getattr(owner, name)
     if theirs is ours:
         return lambda: None
-    if isinstance(home, type):
-        setattr(home, name, ours)
-        return lambda: setattr(home, name, theirs)
+    if isinstance(owner, type):
+        setattr(owner, name, ours)
+        return lambda: setattr(owner, name, theirs)
     places = list(_places_of(theirs))
     for namespace, key in places:
         namespace[key] = ours
 
     def put_back() -> None:
-        for namespace, key in [*places, *_places_of(ours, home.__name__.partition(".")[0])]:
+        for namespace, key in [*places, *_places_of(ours, owner.__name__.partition(".")[0])]:
             if namespace.get(key) is ours:
                 namespace[key] = theirs
 
@@ -234,7 +230,7 @@ def _replace(home: ModuleType | type, name: str, ours: object) -> Callable[[], N
 
 
 def _places_of(thing: object, package: str | None = None) -> Iterator[tuple[dict[str, Any], str]]:
-    """The modules, as namespaces, that have `thing`, and its names there; of all, or only of those of a package."""
+    """Namespaces of modules that have `thing`, with its names; of all modules, or of a package."""
     for name, module in list(sys.modules.items()):
         if package is None or name.partition(".")[0] == package:
             namespace: dict[str, Any] = getattr(module, "__dict__", {})

@@ -1,4 +1,4 @@
-"""Attributes of TRL's, torchtune's and Axolotl's contexts, as the classes in their places answer."""
+"""Attributes of the contexts of TRL, torchtune and Axolotl, as ebbtide's classes answer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ _FOREIGN = {
     "virtual_memory_safe_pct": "pass host_limit to ebbtide.offload_activations",
     "mark": "every tensor that a checkpointed layer is given is offloaded",
 }
-"""What to write instead, by attribute."""
+"""Advice by attribute."""
 
 
 class _StandInType(type):
-    """The type of classes that trainers patch: Axolotl sets attributes of TRL's class."""
+    """Type of classes that trainers patch: Axolotl sets attributes of TRL's class."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         _refuse_to_set(cls, name)
@@ -40,9 +40,9 @@ class _StandInType(type):
 
 
 class StandIn(metaclass=_StandInType):
-    """A context in the place of a trainer's: every attribute of the trainer's class answers or raises.
+    """A context instead of a trainer's: every attribute of the trainer's class answers or raises.
 
-    Settings can be read. All further attributes raise ForeignAttributeError, an AttributeError: hasattr() is false, and
+    Arguments can be read. Further attributes raise ForeignAttributeError, an AttributeError: hasattr() is false, and
     getattr() returns the default. Setting an attribute raises too.
     """
 

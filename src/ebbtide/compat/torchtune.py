@@ -1,4 +1,4 @@
-"""torchtune's names, with its order of keywords."""
+"""torchtune's names, with torchtune's order of keywords."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"
 
 
 class OffloadActivations(_context.OffloadActivations):
-    """As `ebbtide.compat.OffloadActivations`; the last two change places."""
+    """`ebbtide.compat.OffloadActivations` with the last two arguments exchanged."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class OffloadActivations(_context.OffloadActivations):
 def get_act_offloading_ctx_manager(
     model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
 ) -> "OffloadActivations | contextlib.nullcontext[None]":
-    """`OffloadActivations` for `model`, without its output head; a context that does nothing if it is not enabled."""
+    """`OffloadActivations` for `model`, without the output head; a context that does nothing if not enabled."""
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     context = OffloadActivations(use_streams=use_streams)

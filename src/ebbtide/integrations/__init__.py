@@ -1,1 +1,1 @@
-"""One file per trainer, imported by whoever uses it: none of their packages is needed to import ebbtide."""
+"""One file per trainer. Importing ebbtide imports none of them, and needs none of the trainers' packages."""

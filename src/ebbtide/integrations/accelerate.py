@@ -7,27 +7,33 @@ import torch
 import ebbtide
 from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
-from ebbtide.integrations._alone import check_alone, check_compiled, check_deepspeed
+from ebbtide.integrations._conflicts import check_compiled, check_deepspeed, check_modules
 
-with extra("transformers"):  # that one brings it
-    from accelerate import Accelerator
+with extra("transformers"):  # accelerate comes with the extra of transformers
+    import accelerate as _  # noqa: F401 (an error now if the package is missing)
+
+__all__ = ["offload"]
 
 
-def offload(accelerator: Accelerator, model: torch.nn.Module, **settings: Any) -> ebbtide.OffloadHandle:
-    """`ebbtide.offload` of what is inside of DDP, FSDP or DeepSpeed's engine::
+def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtide.OffloadHandle:
+    """`ebbtide.offload` for the module inside of DDP, FSDP or DeepSpeed's engine::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         handle = offload(accelerator, model, budget="40GiB")
 
     Args:
-        accelerator: the one that prepares `model`, before or after it does; after, with a dynamo backend.
+        accelerator: an `accelerate.Accelerator`, which prepares `model` before or after this call; before, with a
+            dynamo backend.
+        model: as `prepare` takes or returns it.
         settings: of `ebbtide.offload`.
 
-    Returns the handle, for `stats()`, `report()` and `remove()`.
+    Returns:
+        A handle with `stats()`, `report()` and `remove()`.
 
-    Raises ConfigError if the FSDP plugin or the DeepSpeed configuration offloads activations, or the former checkpoints
-    them where there is a budget, or `prepare` has yet to compile `model`, and what `ebbtide.offload` raises. Offloaded
-    parameters and optimizers are something else, and may be.
+    Raises:
+        ConfigError: the FSDP plugin or the DeepSpeed configuration offloads activations; the FSDP plugin checkpoints
+            beside a budget; `prepare` has yet to compile `model`. Offloaded parameters and optimizers are no error.
+        EbbtideError: as `ebbtide.offload` raises.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if getattr(plugin, "activation_checkpointing_offload", False):
@@ -36,12 +42,11 @@ def offload(accelerator: Accelerator, model: torch.nn.Module, **settings: Any) -
         )
     if getattr(plugin, "activation_checkpointing", False) and settings.get("budget") is not None:
         raise ConfigError(
-            "a budget decides what runs again, and activation_checkpointing=True of the FSDP plugin does too: leave "
+            "a budget decides what is recomputed, and activation_checkpointing=True of the FSDP plugin does too: leave "
             "one of them out"
         )
     check_deepspeed(getattr(accelerator.state, "deepspeed_plugin", None), "ebbtide")
-    anyhow: Any = accelerator  # it says nothing of what unwrap_model takes and gives
-    inner: torch.nn.Module = anyhow.unwrap_model(model)
+    inner: torch.nn.Module = accelerator.unwrap_model(model)
     check_compiled(
         accelerator.state,
         inner,
@@ -49,5 +54,5 @@ def offload(accelerator: Accelerator, model: torch.nn.Module, **settings: Any) -
         "prepare() compiles the model, and what is offloaded before that either does not move or is not compiled: call "
         "offload() after prepare(), with what it returns",
     )
-    check_alone(inner, settings, "ebbtide")
+    check_modules(inner, settings, "ebbtide")
     return ebbtide.offload(inner, **settings)

@@ -7,24 +7,26 @@ ebbtide:
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide import compat
+from ebbtide._config import with_settings
 from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
-from ebbtide.integrations._figures import Result
+from ebbtide.integrations._results import Result
 from ebbtide.integrations.transformers import OffloadCallback
 
 with extra("axolotl"):
     from pydantic import BaseModel, ConfigDict, model_validator
 
-    _BasePlugin: Any = import_module("axolotl.integrations.base").BasePlugin
+    _BasePlugin = object if TYPE_CHECKING else import_module("axolotl.integrations.base").BasePlugin
 
-_CHECKPOINTS_THAT_OFFLOAD = ("offload", "offload_disk")  # older words for activation_offloading
+__all__ = ["EbbtidePlugin"]
 
 
-class EbbtideSettings(BaseModel):
-    """The block `ebbtide:`, keywords of `ebbtide.offload`; what is not given is left to it."""
+@with_settings
+class _EbbtideSettings(BaseModel):
+    """The block `ebbtide:`, keywords of `ebbtide.offload`; None leaves a setting to `offload`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,34 +47,34 @@ class EbbtideSettings(BaseModel):
     host_limit: int | str | None = None
 
 
-class EbbtideArgs(BaseModel):
-    """What the plugin adds to Axolotl's config."""
+class _EbbtideArgs(BaseModel):
+    """Keys that the plugin adds to Axolotl's config."""
 
-    ebbtide: EbbtideSettings | None = None
+    ebbtide: _EbbtideSettings | None = None
 
     @model_validator(mode="after")
-    def _one_offloads(self) -> "EbbtideArgs":
+    def _one_offloads(self) -> "_EbbtideArgs":
         mode: Any = getattr(self, "activation_offloading", None)
         checkpoints: Any = getattr(self, "gradient_checkpointing", None)
         if self.ebbtide is None:
             return self
-        if mode or checkpoints in _CHECKPOINTS_THAT_OFFLOAD:
+        if mode or checkpoints in ("offload", "offload_disk"):  # older words for activation_offloading
             raise ConfigError(
                 f"activation_offloading: {mode or checkpoints} and the block ebbtide: move the same: leave one of them "
                 "out. Without the block the plugin does what activation_offloading says"
             )
         if checkpoints and self.ebbtide.budget is not None:
             raise ConfigError(
-                "a budget decides what runs again, and gradient_checkpointing does too: leave one of them out"
+                "a budget decides what is recomputed, and gradient_checkpointing does too: leave one of them out"
             )
         return self
 
 
 class EbbtidePlugin(_BasePlugin):
-    """Offloads as the block `ebbtide:` says, or where there is none as `activation_offloading:` does; with neither,
-    what the link carries without slowing the step.
+    """Offloads by the block `ebbtide:` or, without the block, by `activation_offloading:`.
 
-    The figures of `OffloadCallback` join the logs, for reporters too. `PluginManager.get_instance()` has the plugin.
+    Without either, a planner moves as much as the link carries with no slower step. The metrics of `OffloadCallback`
+    join the logs, for reporters too. `PluginManager.get_instance()` has the plugin.
     """
 
     def __init__(self) -> None:
@@ -82,21 +84,19 @@ class EbbtidePlugin(_BasePlugin):
 
     @property
     def result(self) -> Result | None:
-        """`OffloadCallback.result` of the training; None with `activation_offloading:`, whose trainer has a context."""
+        """`OffloadCallback.result` of the training; None with `activation_offloading:`, which has no callback."""
         return None if self._callback is None else self._callback.result
 
     def get_input_args(self) -> str:
-        """Where the config keys are."""
-        return f"{__name__}.{EbbtideArgs.__name__}"
+        return f"{__name__}.{_EbbtideArgs.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Axolotl's own switch is about to be asked for."""
+        """Install ebbtide behind `activation_offloading:` before Axolotl reads the switch."""
         self._installed.remove()  # of a training that failed
         if cfg.activation_offloading:
             self._installed = compat.install("axolotl")
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Offload from the beginning of its training to the end."""
         self._callback = None
         if cfg.activation_offloading:
             return
@@ -105,5 +105,4 @@ class EbbtidePlugin(_BasePlugin):
         trainer.add_callback(self._callback)
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Put Axolotl's own back."""
         self._installed.remove()

@@ -1,6 +1,6 @@
 """Diffusion transformers as diffusers and FastVideo train them: one call, and flags for a training script.
 
-Neither package is imported: what is given are modules, and pipelines of either.
+Neither package is imported: the arguments are modules, or pipelines of either package.
 """
 
 import argparse
@@ -17,21 +17,20 @@ from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideError, ModuleError
 from ebbtide._model.regions import called, find_regions
 from ebbtide._utils.torch_private import modules_of, parameters_of
-from ebbtide.integrations._alone import check_alone
 from ebbtide.integrations._arguments import OffloadArguments
+from ebbtide.integrations._conflicts import check_modules
 
 __all__ = ["OffloadArguments", "OffloadedTransformers", "add_arguments", "offload_transformers", "settings_of"]
 
 _FLAG = "activation-offloading"
-_HELD_BY = ("trainable_transformer_modules", "components")  # by pipelines of FastVideo, of diffusers
 
 
 class OffloadedTransformers:
-    """What `offload_transformers` returns: a handle for each transformer, all of them at once."""
+    """The handles of several transformers; `offload_transformers` returns one."""
 
     def __init__(self) -> None:
         self.handles: dict[str, ebbtide.OffloadHandle] = {}
-        """By the name that a pipeline has for it, else by its class."""
+        """Handle of each transformer, by its name in the pipeline, else by its class."""
 
     def stats(self) -> dict[str, Stats]:
         """Totals since `offload_transformers`, by transformer."""
@@ -42,16 +41,18 @@ class OffloadedTransformers:
         return "\n".join(f"{name}: {handle.report()}" for name, handle in self.handles.items())
 
     def profiles(self) -> dict[str, ebbtide.Profile]:
-        """What a step was measured to do, of the transformers that have been measured: bytes and seconds of each block
-        and each save. Nothing is measured where settings (`mode`, `recipe`, ...) leave nothing to the planner:
-        `ebbtide.measure(model, batch)` does it there."""
+        """Profiles of the measured transformers: bytes and seconds of each block and each saved tensor in a step.
+
+        No transformer is measured if the settings (`mode`, `recipe`, ...) leave nothing to the planner: call
+        `ebbtide.measure(model, batch)` then.
+        """
         profiles = {name: handle.profile for name, handle in self.handles.items()}
         return {name: profile for name, profile in profiles.items() if profile is not None}
 
     def memory_profile(self) -> str:
-        """Tables of what blocks save and need, and of the plans with the peaks they predict; see `profiles`."""
+        """Tables of the bytes that blocks save and need, and of the plans with predicted peaks; see `profiles`."""
         tables = (f"{name}: {profile}\n{self.handles[name].plan}" for name, profile in self.profiles().items())
-        return "\n".join(tables) or "no profile: the planner measures the first three steps, if it is asked to plan"
+        return "\n".join(tables) or "no profile: the planner measures the first three steps, if settings ask for a plan"
 
     def remove(self) -> None:
         """Undo `offload_transformers`. Graphs under way still run backward."""
@@ -59,34 +60,34 @@ class OffloadedTransformers:
             handle.remove()
 
 
-def offload_transformers(*given: Any, **settings: Any) -> OffloadedTransformers:
+def offload_transformers(*transformers: Any, **settings: Any) -> OffloadedTransformers:
     """`ebbtide.offload` for every transformer that trains, each once::
 
-        offloaded = offload_transformers(transformer)               # what the link carries with no slower step
-        offloaded = offload_transformers(pipeline, budget="40GiB")  # all of it that trains
+        offloaded = offload_transformers(transformer)               # as much as the link carries with no slower step
+        offloaded = offload_transformers(pipeline, budget="40GiB")  # every transformer in it that trains
         ...  # train as before
         print(offloaded.report(), offloaded.memory_profile())
         offloaded.remove()
 
-    Call it once it is settled what trains (`requires_grad_()`, `add_adapter()`, FastVideo's `set_trainable()`), before
-    or after checkpointing is switched on and before or after DDP, FSDP2 or compile(). What is frozen is left alone.
+    Call the function after `requires_grad_()`, `add_adapter()` or FastVideo's `set_trainable()`, before or after
+    checkpointing is switched on, and before or after DDP, FSDP2 or compile(). Frozen transformers are left alone.
 
     Args:
-        given: transformers, modules that only hold some (a ModuleDict, FastVideo's TrainingMethod), and pipelines of
-            diffusers or FastVideo.
-        settings: of `ebbtide.offload`, for each of them.
+        transformers: transformers, modules that only contain some (a ModuleDict, FastVideo's TrainingMethod), or
+            pipelines of diffusers or FastVideo.
+        settings: of `ebbtide.offload`, for each transformer.
 
     Returns:
         The handles, by name.
 
     Raises:
-        ConfigError: what is given is something else, a budget where blocks are checkpointed, blocks in torch's
-            offload_wrapper, one file of a profile for several transformers, or a setting that cannot be.
-        ModuleError: nothing that is given trains, one that does has no repeated blocks, or has a handle already. None
-            of the transformers is offloaded then.
+        ConfigError: an argument of another type, a budget beside checkpointed blocks, blocks in torch's
+            offload_wrapper, one profile file for several transformers, or an invalid setting.
+        ModuleError: no transformer trains, or a training transformer has no repeated blocks or has a handle already.
+            No transformer is offloaded then.
         PlanError, DeviceError: as `ebbtide.offload` does.
     """
-    found = _without_nested([each for one in given for each in _found_in(one)])
+    found = _without_nested([each for argument in transformers for each in _transformers_in(argument)])
     trained = _by_name([(name, each) for name, each in found if any(p.requires_grad for p in parameters_of(each))])
     if settings.get("mode") != "off":
         _check(trained, [name for name, _ in found], settings)
@@ -101,8 +102,10 @@ def offload_transformers(*given: Any, **settings: Any) -> OffloadedTransformers:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--activation-offloading` and settings, `--offload-budget 40GiB` and those that `OffloadArguments` has, with
-    dashes or underscores. `settings_of` reads them."""
+    """Add `--activation-offloading` and the fields of `OffloadArguments`, as `--offload-budget 40GiB`.
+
+    Flags are spelled with dashes or underscores. `settings_of` reads them.
+    """
     group = parser.add_argument_group("activation offloading")
     group.add_argument(*_spellings(_FLAG), action="store_true", help="Move activations out of device memory.")
     for each in fields(OffloadArguments):
@@ -110,8 +113,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of `offload_transformers` as a parser with `add_arguments` has read them; `{"mode": "off"}` without the
-    flag. Raises ConfigError for settings without the flag."""
+    """Settings for `offload_transformers` from a parser with `add_arguments`; `{"mode": "off"}` without the flag.
+
+    Raises:
+        ConfigError: settings without the flag.
+    """
     names = [each.name for each in fields(OffloadArguments)]
     settings = OffloadArguments(**{name: getattr(args, name) for name in names}).settings()
     if args.activation_offloading:
@@ -125,31 +131,32 @@ def _spellings(option: str) -> list[str]:
     return [f"--{option}", f"--{option.replace('-', '_')}"]
 
 
-def _found_in(given: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that `given` stands for, with their names in it."""
-    if isinstance(given, torch.nn.Module):
-        for name, module in called(given, ""):
+def _transformers_in(argument: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules in a module or a pipeline, with their names."""
+    if isinstance(argument, torch.nn.Module):
+        for name, module in called(argument, ""):
             yield name or type(module).__name__, module
         return
-    held: list[Any] = [getattr(given, name) for name in _HELD_BY if isinstance(getattr(given, name, None), Mapping)]
-    if not held:
+    names = ("trainable_transformer_modules", "components")  # of FastVideo's pipelines, of diffusers'
+    modules: list[Any] = [getattr(argument, n) for n in names if isinstance(getattr(argument, n, None), Mapping)]
+    if not modules:
         raise ConfigError(
-            f"{type(given).__name__} is no module and no pipeline of diffusers or FastVideo: give the transformers"
+            f"{type(argument).__name__} is no module and no pipeline of diffusers or FastVideo: give the transformers"
         )
-    for name, module in cast("Mapping[str, Any]", held[0]).items():
+    for name, module in cast("Mapping[str, Any]", modules[0]).items():
         if isinstance(module, torch.nn.Module):
             yield name, module
 
 
 def _without_nested(found: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
-    """Each module once, and none that is inside of another: DDP(model) stands for model too."""
+    """Each module once, without modules inside of others: DDP(model) stands for model too."""
     once = {module: name for name, module in reversed(found)}
     inside = {inner for module in once for inner in modules_of(module) if inner is not module}
     return [(name, module) for module, name in reversed(once.items()) if module not in inside]
 
 
 def _by_name(found: list[tuple[str, torch.nn.Module]]) -> dict[str, torch.nn.Module]:
-    """Two of one class are told apart by a number."""
+    """Modules by name; a number is added to repeated names."""
     named: dict[str, torch.nn.Module] = {}
     for name, module in found:
         numbered = (f"{name}-{number}" for number in itertools.count(2))
@@ -160,7 +167,7 @@ def _by_name(found: list[tuple[str, torch.nn.Module]]) -> dict[str, torch.nn.Mod
 def _check(trained: Mapping[str, torch.nn.Module], found: list[str], settings: Mapping[str, Any]) -> None:
     if not trained:
         raise ModuleError(
-            f"nothing of what is given ({', '.join(found) or 'no module'}) trains: call offload_transformers() after "
+            f"none of the arguments ({', '.join(found) or 'no module'}) trains: call offload_transformers() after "
             "requires_grad_(), add_adapter() or set_trainable()"
         )
     if len(trained) > 1 and isinstance(settings.get("profile"), str | Path):
@@ -175,4 +182,4 @@ def _check(trained: Mapping[str, torch.nn.Module], found: list[str], settings: M
                 "one class, or of a single one): freeze it if it is not to be trained, or use "
                 "ebbtide.offload_activations() around its forward"
             )
-        check_alone(module, settings, "offload_transformers()")
+        check_modules(module, settings, "offload_transformers()")

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: a callback. For `pytorch_lightning` as for `lightning.pytorch`, whichever is there."""
+"""Lightning's Trainer: a callback, for `lightning.pytorch` or, without the package, for `pytorch_lightning`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,19 +8,24 @@ import ebbtide
 from ebbtide._errors import ModuleError
 from ebbtide._utils.packages import extra, is_installed
 from ebbtide._utils.torch_private import named_children
-from ebbtide.integrations._alone import check_alone
-from ebbtide.integrations._figures import Figures, Result
+from ebbtide.integrations._conflicts import check_modules
+from ebbtide.integrations._results import Metrics, Result
 
 with extra("lightning"):
-    if is_installed("lightning") or not is_installed("pytorch_lightning") or TYPE_CHECKING:
+    if TYPE_CHECKING or is_installed("lightning") or not is_installed("pytorch_lightning"):
         from lightning.pytorch import Callback, LightningModule, Trainer
     else:
         from pytorch_lightning import Callback, LightningModule, Trainer
 
+__all__ = ["OffloadCallback"]
+
 
 class _Called(torch.nn.Module):
-    """Around a LightningModule that no strategy has wrapped: Lightning then calls it, as it does inside of DDP, instead
-    of its `training_step` alone, which would be past all hooks of the module."""
+    """A wrapper of a LightningModule without a strategy's wrapper.
+
+    Lightning calls the wrapper, as inside of DDP; else Lightning would call `training_step` alone, past all hooks of
+    the module.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -31,44 +36,45 @@ class _Called(torch.nn.Module):
 
 
 class OffloadCallback(Callback):
-    """`ebbtide.offload` from the beginning of a fit, behind what the strategy sets up, to its end::
+    """`ebbtide.offload` from the beginning of a fit, after the strategy's set-up, to the end::
 
         trainer = Trainer(callbacks=[OffloadCallback(budget="40GiB")], ...)
 
-    `Stats.metrics` are logged, as `self.log` of the LightningModule does: totals of one batch, states as they are.
+    `Stats.metrics` are logged as by `self.log` of the LightningModule: totals of one batch, and states.
 
     Args:
-        module: the name of the submodule to offload, "student"; it is called in `training_step`, as `self.student(x)`.
-            Default: the LightningModule, all that its `training_step` does.
-        logs: whether to log the figures.
+        module: name of the submodule to offload, "student", which `training_step` calls as `self.student(x)`.
+            Default: the LightningModule with all of its `training_step`.
+        logs: whether to log the metrics.
         settings: of `ebbtide.offload`.
 
-    Raises, at the beginning of a fit, ConfigError if something else moves or runs again the same, and ModuleError for
-    a name that is none.
+    Raises, at the beginning of a fit:
+        ConfigError: blocks offload, or checkpoint beside a budget.
+        ModuleError: the LightningModule has no submodule `module`.
     """
 
     def __init__(self, module: str = "", *, logs: bool = True, **settings: Any) -> None:
         self.handle: ebbtide.OffloadHandle | None = None
-        """While a fit runs."""
+        """Of the present fit; None between fits."""
         self._name = module
         self._logs = logs
         self._settings = settings
-        self._figures = Figures([])
+        self._metrics = Metrics([])
         self._result: Result | None = None
         self._called: _Called | None = None
-        self._forward: object = None  # of the LightningModule itself, if it is not its class's
+        self._forward: object = None  # set on the LightningModule itself, before Lightning sets its own
 
     @property
     def result(self) -> Result | None:
-        """Plan, report and stats of the fit that runs, as of now, or of the last one; None before the first."""
+        """Plan, report and stats of the present or the last fit; None before the first."""
         return self._result if self.handle is None else Result.of(self.handle)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove(trainer, pl_module)  # of a fit that ended without a word
+        self._remove(trainer, pl_module)  # of a fit that raised without on_exception
         module = _submodule(pl_module, self._name)
-        check_alone(module, self._settings, "OffloadCallback")
+        check_modules(module, self._settings, "OffloadCallback")
         self.handle = ebbtide.offload(module, **self._settings)
-        self._figures = Figures([self.handle])
+        self._metrics = Metrics([self.handle])
         if not self._name and trainer.strategy.model is pl_module:
             trainer.strategy.model = self._called = _Called(pl_module)
             self._forward = vars(pl_module).get("forward")
@@ -77,13 +83,13 @@ class OffloadCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._logs:
-            pl_module.log_dict(self._figures.read(), on_step=True, on_epoch=False)
+            pl_module.log_dict(self._metrics.read(), on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove(trainer, pl_module)  # before the strategy takes down what it has set up
+        self._remove(trainer, pl_module)  # before the strategy's tear-down
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove(trainer, pl_module)  # of one without a single batch, which does not begin to train
+        self._remove(trainer, pl_module)  # of a fit without batches, which has no training
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._remove(trainer, pl_module)
@@ -91,14 +97,14 @@ class OffloadCallback(Callback):
     def _remove(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._called is not None and trainer.strategy.model is self._called:
             trainer.strategy.model = pl_module
-            vars(pl_module).pop("forward", None)  # Lightning puts its own there when it calls
+            vars(pl_module).pop("forward", None)  # Lightning's own, set by its call
             if self._forward is not None:
                 vars(pl_module)["forward"] = self._forward
         self._called = None
         if self.handle is not None:
             handle, self.handle = self.handle, None
-            self._figures = Figures([])
-            handle.remove()  # before the result: of a device that has failed, nothing can be read
+            self._metrics = Metrics([])
+            handle.remove()  # before the result: reading a failed device raises
             self._result = Result.of(handle)
 
 

@@ -1,4 +1,4 @@
-"""Axolotl's `activation_offloading`, each mode as its documentation has it."""
+"""Axolotl's `activation_offloading`, each mode as in Axolotl's documentation."""
 
 import contextlib
 import functools
@@ -57,11 +57,11 @@ class _CheckpointedInputs(contextlib.ContextDecorator):
             module, original = self._originals.pop()
             module.__dict__["_gradient_checkpointing_func"] = original
         if error is None:
-            with self._context:  # it warns, once, if nothing has moved in any layer
+            with self._context:  # an exit warns, once, if nothing has moved in any layer
                 pass
 
     def stats(self) -> Stats:
-        """As `OffloadActivations.stats`."""
+        """Totals, as of `OffloadActivations.stats`."""
         return self._context.stats()
 
     def _begin(self) -> None: ...
@@ -85,7 +85,7 @@ class HiddenStates(_CheckpointedInputs):
         self._model = model
 
     def _begin(self) -> None:
-        # At each step anew: a Trainer switches checkpointing on when its training begins.
+        # In every step: a Trainer switches checkpointing on at the beginning of a training.
         found = [module for module in modules_of(self._model) if _is_checkpointed(module)]
         if not found:
             raise ConfigError(
@@ -97,13 +97,14 @@ class HiddenStates(_CheckpointedInputs):
 
 
 class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
-    """A context in which the inputs of checkpointed layers go out, of every model that is called inside.
+    """A context in which the inputs of checkpointed layers go out, of every model called inside.
 
     Args:
         use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: as of `OffloadActivations`.
         max_cpu_buffer_pool_size: a number of buffers; other values than the default warn and are not followed.
 
-    Raises ConfigError as `OffloadActivations` does.
+    Raises:
+        ConfigError: as `OffloadActivations` does.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
         self._seen.clear()
 
     def _see(self, called: Module, _: object) -> None:
-        # Together with all modules inside: hooks of a layer run too late if the checkpoint is around the call.
+        # With all modules inside: a hook of a layer would run too late if the checkpoint is around the call.
         if called not in self._seen:
             new = [module for module in modules_of(called) if module not in self._seen]
             self._seen.update(new)
@@ -148,8 +149,10 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
 
 
 checkpoint_hidden_states_offload = functools.partial(CheckpointHiddenStatesOffload)
-"""Axolotl's `get_checkpoint_hidden_states_offloading_ctx_manager`. A separate object, because `install` finds replaced
-names by identity."""
+"""Axolotl's `get_checkpoint_hidden_states_offloading_ctx_manager`.
+
+A separate object, because `install` finds replaced names by identity.
+"""
 
 
 def _is_checkpointed(module: Module) -> bool:
@@ -162,12 +165,12 @@ def _is_offloaded(module: Module) -> bool:
 
 
 def _in_context(context: OffloadActivations, checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the call alone: a checkpoint has hooks of its own, or no grad, for what its function saves."""
+    """Enter around the call alone: inside, a checkpoint has saved-tensor hooks of its own, or no grad."""
     context.__enter__()
     try:
         return checkpoint(*args, **kwargs)
     finally:
-        with torch.no_grad():  # the forward goes on: it is too early to ask whether anything has moved in it
+        with torch.no_grad():  # the forward goes on: too early to warn that nothing has moved
             context.__exit__()
 
 
@@ -182,14 +185,14 @@ class HiddenStatesOffloadCheckpoint:
 
 
 def patch_hidden_states_offload() -> None:
-    """Axolotl calls it for `hidden_states` with `use_reentrant: true`."""
+    """Replace torch's reentrant checkpoint; Axolotl's call for `hidden_states` with `use_reentrant: true`."""
     if _torch_checkpoint.CheckpointFunction is not HiddenStatesOffloadCheckpoint:
         HiddenStatesOffloadCheckpoint.original = _torch_checkpoint.CheckpointFunction
         _torch_checkpoint.CheckpointFunction = HiddenStatesOffloadCheckpoint
 
 
 def unpatch_hidden_states_offload() -> None:
-    """Put torch's own back."""
+    """Put torch's reentrant checkpoint back."""
     if _torch_checkpoint.CheckpointFunction is HiddenStatesOffloadCheckpoint:
         _torch_checkpoint.CheckpointFunction = HiddenStatesOffloadCheckpoint.original
 
@@ -212,21 +215,22 @@ def warning_engine(theirs: Any) -> type:
 
 
 def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Of `ActivationOffloadingMixin`."""
+    """Replacement of `ActivationOffloadingMixin.__init__`."""
     super(import_module(MIXINS).ActivationOffloadingMixin, self).__init__(*args, **kwargs)
     mode: Any = self.args.activation_offloading
     self.activation_offload_context = context_for(self.model, mode) if mode else contextlib.nullcontext()
 
 
 def context_for(model: Module, mode: bool | str) -> OffloadActivations | HiddenStates:
-    """What a training step is run in.
+    """The context around a training step.
 
     Args:
-        mode: True: what is saved goes to host memory. "legacy": the same, and nothing is copied beside compute.
-            "disk": to files, in EBBTIDE_DISK_FOLDER. "hidden_states": what checkpointed layers are given, to host
-            memory.
+        model: the trained model.
+        mode: True: saved tensors go to host memory. "legacy": to host memory, without copies beside compute. "disk":
+            to files in EBBTIDE_DISK_FOLDER. "hidden_states": inputs of checkpointed layers go to host memory.
 
-    Raises ConfigError for another mode.
+    Raises:
+        ConfigError: another mode.
     """
     if mode not in _MODES:
         raise ConfigError(f"activation_offloading: {mode!r}: expected true, legacy, disk, hidden_states or false")

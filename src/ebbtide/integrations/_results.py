@@ -1,4 +1,4 @@
-"""Figures of a training: metrics for loggers on the way, and a result after the end."""
+"""Results of a training: metrics for loggers on the way, and plan, profile and stats after the end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,9 +10,12 @@ from ebbtide._profiling.profile import Profile
 from ebbtide._reports.stats_text import stats_text
 
 
-class Figures:
-    """`Stats.metrics` of all `handles` together: totals since the last call of `read`, added up; the largest state of
-    each kind, because models on one device share memory and store."""
+class Metrics:
+    """`Stats.metrics` of all `handles` together.
+
+    Totals since the last call of `read` are added up. Of states the largest counts, because models on one device share
+    memory and store.
+    """
 
     def __init__(self, handles: Iterable[OffloadHandle]) -> None:
         self._handles = list(handles)
@@ -23,8 +26,8 @@ class Figures:
         merged: dict[str, float] = {}
         for earlier, now in zip(before, self._before, strict=True):
             for name, value in now.metrics(since=earlier).items():
-                others = merged.get(name, 0)
-                merged[name] = others + value if name in TOTALS else max(others, value)
+                known = merged.get(name, 0)
+                merged[name] = known + value if name in TOTALS else max(known, value)
         return merged
 
     def _stats(self) -> list[Stats]:
@@ -33,15 +36,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Result:
-    """Plan, profile and stats of a training, under the names of a handle. Data alone: no model is kept alive::
+    """Plan, profile and stats of a training, under the names of a handle. No model is kept alive::
 
         trainer.train()
         print(callback.result)
         json.dumps(callback.result.stats().to_dict())
 
     Attributes:
-        plan: the last one of the training.
-        profile: measured or given; None without a planner, and for a training too short to measure one.
+        plan: the last plan of the training.
+        profile: measured or written by the user; None without a planner, and for a training too short to measure.
     """
 
     plan: Plan
@@ -50,7 +53,7 @@ class Result:
 
     @staticmethod
     def of(handle: OffloadHandle) -> "Result":
-        """The state of `handle` now."""
+        """The present state of `handle`."""
         return Result(handle.plan, handle.profile, handle.stats())
 
     def stats(self) -> Stats:

@@ -1,11 +1,10 @@
-"""cli/_demo_verdict.py: what counts as holding, and what is said when it does not."""
+"""The verdict of `ebbtide demo`: which results pass, and how faults are named."""
 
 from dataclasses import replace
 
 import pytest
 
-from ebbtide._cli._demo_task import Moved, Outcome
-from ebbtide._cli._demo_verdict import judge
+from ebbtide._cli.demo import Moved, Outcome, judge
 from ebbtide._utils.sizes import MIB
 
 PLAIN = Outcome(
@@ -38,7 +37,7 @@ def test_exactly_half_passes():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"loss_bits": ["0x40000000", "0x3f800001"]}, "the losses differ from step 2 on"),
         ({"parameters_sha256": "b" * 64}, "the parameters after the last step differ"),
@@ -47,10 +46,10 @@ def test_exactly_half_passes():
     ],
     ids=["loss", "parameters", "memory", "nothing moved"],
 )
-def test_what_does_not_hold_fails_and_is_named(change, said):
+def test_a_false_claim_fails_and_is_named(change, message):
     verdict = judge(PLAIN, replace(OFFLOADED, **change))
     assert verdict.exit_status == 1
-    assert said in str(verdict)
+    assert message in str(verdict)
     assert str(verdict).startswith("FAILED")
 
 

@@ -1,4 +1,4 @@
-"""Geometry of saves: any view of any storage comes back as it was, and no more bytes travel than have to."""
+"""Geometry: any view of any storage comes back unchanged, and no more bytes travel than necessary."""
 
 import pytest
 import torch
@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 from support import Rig, bits
 
 import ebbtide
-from ebbtide._engine.parcel import (
-    Span,
-    check_unmodified,
-    geometry_of,
-    keep,
-    kept_tensor,
-    make_dense,
-    span_of,
-    version_alias,
-)
+from ebbtide._engine.geometry import Span, geometry_of, make_dense, span_of
+from ebbtide._engine.parcel import check_unmodified, keep, kept_tensor, version_alias
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -47,7 +39,7 @@ def views(draw):
 
 
 def raw(t):
-    """Bytes of the elements as the memory has them."""
+    """Bytes of the elements as stored."""
     t = t.conj() if t.is_conj() else t
     t = torch._neg_view(t) if t.is_neg() else t
     return bits(t)
@@ -70,7 +62,7 @@ def test_any_view_is_rebuilt_from_the_bytes_of_its_span(t):
     )
     geometry = geometry_of(t, span)
     check_same_view(geometry.view(travelled, 0), t)
-    check_same_view(geometry.view(source, span.start), t)  # forwarded: used from where it was
+    check_same_view(geometry.view(source, span.start), t)  # forwarded: used from the device
 
 
 @settings(max_examples=300)
@@ -85,7 +77,7 @@ def test_spans_are_small_and_aligned(t):
     else:
         assert span.start % 512 == 0
         assert span.start + span.nbytes <= storage_nbytes
-        # The view fills its range, or the range most of the storage; so no more than so much travels in vain.
+        # The view fills the range, or the range most of the storage: bounds the bytes that travel for nothing.
         assert span.nbytes <= max(2 * 8 * dense_nbytes + 512, 512)
 
 
@@ -139,14 +131,14 @@ def test_parts_of_complex_numbers_add_no_bytes_either():
     z = _pair(torch.float32)
     check_shared(z, [z.real, z.imag, z.conj(), z.conj().imag, torch.view_as_real(z), z.mH, z.view(torch.float32)])
     parts = [z.imag, z, z.real]
-    check_shared(parts[0], parts[1:], nbytes=z.nbytes)  # each of them takes all of the storage along
+    check_shared(parts[0], parts[1:], nbytes=z.nbytes)  # each takes the whole storage along
 
 
 def check_shared(first, others, nbytes=None):
     rig, seen, x = Rig(), [], torch.ones(8, requires_grad=True)
     with rig.context:
         loss = SaveAll.apply(x, seen, first, *others).exp().sin().sum()
-    assert rig.stats.parcels.count == 2  # and the result of exp, which pushes it out
+    assert rig.stats.parcels.count == 2  # and the result of exp, which pushes the view out
     assert rig.stats.out.nbytes == (nbytes or first.nbytes) + 32
     assert rig.stats.shared.count == len(others) + 1
     loss.backward()
@@ -156,7 +148,7 @@ def check_shared(first, others, nbytes=None):
 
 
 def test_a_part_saved_before_the_whole_travels_twice():
-    """What the first save may take along is decided before the second is known. Views of half or more avoid it."""
+    """The span of the first saved tensor is decided before the second is known. Views of half or more avoid that."""
     rig, seen, x = Rig(), [], torch.ones(8, requires_grad=True)
     whole = torch.randn(4096)
     with rig.context:

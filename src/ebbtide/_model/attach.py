@@ -1,0 +1,372 @@
+"""An attachment puts hooks on the modules of a model, and opens a session for each forward."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from ebbtide._config import OffloadConfig
+from ebbtide._control.tuner import bucket_of
+from ebbtide._engine.context import HookContext, RegionCall
+from ebbtide._engine.engine import Engine
+from ebbtide._engine.engines import Engines
+from ebbtide._engine.hooks import SavedTensorHooks
+from ebbtide._errors import EbbtideWarning, ModuleError
+from ebbtide._model.batches import tokens_of
+from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook, Session, UnableRegions
+from ebbtide._model.optimizers import Optimizers
+from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
+from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
+from ebbtide._plans import Plan, Recipe
+from ebbtide._recompute import torch_checkpoint
+from ebbtide._recompute.compiled import compiler_id
+from ebbtide._recompute.ops import ExpensiveOps
+from ebbtide._recompute.verify import Schedule
+from ebbtide._types import Reason, RecomputeRecorder, StepRecorder
+from ebbtide._utils import env
+from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of
+
+
+class StepPlanner(Protocol):
+    """A planner, as a forward sees it: see `Planning`."""
+
+    @property
+    def status(self) -> str: ...
+
+    def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]: ...
+
+    def forward_failed(self) -> None: ...
+
+
+class Attachment:
+    """The hooks of one root module, the plan in force, and everything a forward or a planner asks about the model.
+
+    Implements `HookOwner` for the hooks and `Planned` for a controller.
+
+    Args:
+        module: the root.
+        config: the settings of `offload`.
+        engines: one per device.
+        context: limits and statistics of all saved tensors of the model.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Engines, context: HookContext) -> None:
+        self.module = module
+        self.config = config
+        self.engines = engines
+        self.context = context
+        self.blocks = find_regions(module)
+        self.norm = find_norm(module, self.blocks)
+        self.regions = dict(self.blocks)
+        self.plan = Plan({})
+        self.planner: StepPlanner | None = None
+        self.optimizers = Optimizers()
+        self.tokens = 0
+        self.start_when_placed: Callable[[], None] | None = None
+        """Runs in the first forward that finds parameters off the meta device."""
+        self._root_hook: RootHook | None = None
+        self._region_hooks: dict[torch.nn.Module, RegionHook] = {}
+        self._scope_hooks: list[OpScopeHook] = []
+        self._former_hooks: list[RegionHook] = []
+        self._sessions = threading.local()
+        self._placement = PlacementCache(module)
+        self._schedule = Schedule(config.verify)
+        self._expensive_ops: dict[tuple[object, ...], ExpensiveOps] = {}
+        self._weight_storages: tuple[int, ...] | None = None
+        self._knows_buffers = False
+        self._was_entered = False
+        self._has_warned = False
+
+    # -- hooks on, hooks off ---------------------------------------------------------------------------------------
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are on the model."""
+        return self._root_hook is not None
+
+    def install(self) -> None:
+        """Put the hooks on. Raises ModuleError for a name without a module."""
+        config = self.config
+        choices: dict[torch.nn.Module, Reason | bool] = dict.fromkeys(self.regions.values(), False)
+        choices.update(dict.fromkeys(find_named(self.module, config.include, "include"), True))
+        choices.update(dict.fromkeys(find_named(self.module, config.exclude, "exclude"), Reason.OUTSIDE))
+        choices.update(dict.fromkeys(_last(self.regions, config.keep_last), Reason.KEEP_LAST))
+        names = {block: name for name, block in self.regions.items()}
+        if choices.pop(self.module, False):
+            raise ModuleError(
+                "include and exclude choose among the modules inside the one given to offload(), and a name here "
+                f"means {type(self.module).__name__} itself: leave include out to move everything"
+            )
+        self._region_hooks = {
+            module: RegionHook(self, module, names.get(module), choice) for module, choice in choices.items()
+        }
+        self._root_hook = RootHook(self, self.module)
+
+    def remove(self) -> None:
+        """Take the hooks off. Graphs in flight still run backward."""
+        for hook in self._all_hooks():
+            hook.remove()
+        self._root_hook = None
+        self._former_hooks += self._region_hooks.values()
+        self._region_hooks.clear()
+        self._scope_hooks.clear()
+
+    def follow_plan(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
+        """Follow `plan` from the next forward on; backward follows the plan of its forward."""
+        scopes = self._find_scopes(plan, regions)
+        former, self.regions = self.regions, regions
+        for hook in self._scope_hooks:
+            hook.remove()
+        self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in scopes]
+        has_regions = bool(plan.regions or self.plan.regions)
+        self.plan = plan
+        if has_regions:
+            for name, module in {**former, **regions}.items():
+                self._wrap(name, module, plan.recipe_of(name))
+
+    def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
+        ops = None if recipe is None or recipe.action != "selective" else self.expensive_ops(recipe)
+        patterns = () if ops is None else ops.modules
+        modules = {p: frozenset(map(compiler_id, find_named(module, (p,), "@"))) for p in patterns}
+        if module not in self._region_hooks:
+            self._region_hooks[module] = RegionHook(self, module, None, False)
+        self._region_hooks[module].wrap_forward(name, recipe, ops, modules)
+
+    def _find_scopes(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
+        """The modules that operator classes of recipes are limited to, with the pattern; each pair once."""
+        scopes: dict[tuple[torch.nn.Module, str], None] = {}
+        for name, region in plan.regions.items():
+            recipe = region.recipe
+            for pattern in self.expensive_ops(recipe).modules if recipe.action == "selective" else ():
+                modules = find_named(regions[name], (pattern,), f"the recipe of {name}: @")
+                scopes.update(dict.fromkeys((module, pattern) for module in modules))
+        return list(scopes)
+
+    def _all_hooks(self) -> list[ModuleHook]:
+        root = [] if self._root_hook is None else [self._root_hook]
+        return [*self._region_hooks.values(), *self._scope_hooks, *root]
+
+    # -- for the controller (see Planned) --------------------------------------------------------------------------
+
+    def apply_plan(self, plan: Plan, size: int = 0) -> None:
+        """Follow `plan`, unchecked. Plans for batches of another `size` learn an order of their own."""
+        self.context.set_batch_size(size)
+        has_same_names = plan.regions.keys() == self.plan.regions.keys()  # planners change plans often, names never
+        self.follow_plan(plan, self.regions if has_same_names else find_planned(self.module, self.blocks, plan))
+
+    def engine(self) -> Engine | None:
+        device = self._placement.device()
+        if device is None or not self.context.serves(device):
+            return None
+        engine = self.engines.on(device)
+        return None if isinstance(engine, Reason) or not engine.device.supports_timing else engine
+
+    def is_captured(self) -> bool:
+        device = self._placement.device()
+        return device is not None and self.context.serves(device) and self.engines.is_captured(device)
+
+    def made_for(self) -> dict[str, str]:
+        return {**made_for(self.module, self._placement.device()), "min_bytes": str(self.config.min_bytes)}
+
+    def compiled(self) -> set[str]:
+        hooks = self._region_hooks
+        return {name for name, module in self.regions.items() if module in hooks and hooks[module].is_compiled}
+
+    def never_recomputed(self) -> UnableRegions:
+        if not self.context.recorder.stats.unable:
+            return {}
+        hooks = ((name, self._region_hooks.get(module)) for name, module in self.regions.items())
+        return {name: hook.unable for name, hook in hooks if hook is not None and hook.unable is not None}
+
+    def have_stepped(self) -> bool:
+        return self.optimizers.have_stepped()
+
+    def memory_before(self) -> tuple[dict[str, int], dict[str, int]]:
+        device = self._placement.device()
+        base, future_grads = memory_of(self.module, self.regions, device)
+        state_bytes = self.optimizers.state_bytes(list(parameters_of(self.module)), device)
+        return (base | {"optimizer": state_bytes} if state_bytes > 0 else base), future_grads
+
+    # -- for the hooks (see HookOwner) -----------------------------------------------------------------------------
+
+    def session(self) -> Session | None:
+        """The innermost session of the current thread."""
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open a session: choose the plan, push the saved-tensor hooks."""
+        if self.planner is not None or not self._schedule.is_off:
+            self.tokens = tokens_of(args, kwargs)
+        self._was_entered = True
+        if env.is_disabled():
+            self._stack().append(None)
+            return
+        if is_inside_checkpoint():
+            self._stack().append(None)
+            if torch.is_grad_enabled() and graph_task_id() == -1:  # the recomputation has been counted as a forward
+                self.context.recorder.note_checkpointed(type(self.module).__name__)
+            return
+        outer = self.session()
+        if outer is not None and outer.receives_saved_tensors():
+            self._stack().append(outer)  # a model that calls itself: one step
+            return
+        for hook in self._all_hooks():
+            hook.wrap_compiled_call()  # a block may have been compiled after `offload`
+        if self.start_when_placed is not None and not is_on_meta(self.module):
+            self.start_when_placed()
+            self.start_when_placed = None
+        recorder, verifies = None, False
+        if torch.is_grad_enabled():
+            verifies = self._schedule.is_due((bucket_of(max(1, self.tokens)), self.module.training))
+            if self.planner is not None:
+                recorder, verifies = self.planner.step_begins(self.tokens, verifies)
+        if not self._knows_buffers:
+            self._note_buffers()
+        self._note_weights()
+        torch_checkpoint.install()
+        hooks = SavedTensorHooks(self.engines, self.context.new_call(""))
+        hooks.step_recorder = recorder
+        hooks.stays = Reason.OUTSIDE if self.config.include else None
+        if self.plan.outside is not None:
+            hooks.apply_plan(self.plan.outside)
+        pushed = hooks.hooks()
+        pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
+        session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
+        self._stack().append(session)
+
+    def leave_root(self, is_complete: bool) -> None:
+        """Close the session that `enter_root` has opened."""
+        stack = self._stack()
+        session = stack.pop() if stack else None
+        if session is None or session is self.session():
+            return
+        assert session.pushed is not None
+        session.pushed.__exit__()
+        if self.planner is not None and session.hooks.step_recorder is not None:
+            session.hooks.step_recorder.forward_ended() if is_complete else self.planner.forward_failed()
+        self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
+        if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:
+            self._warn_if_nothing_moved(session.plan)
+
+    @contextlib.contextmanager
+    def recomputation(
+        self, call: RegionCall, plan: Plan, pack_hook: object, recorder: StepRecorder | None, unable: UnableRegions
+    ) -> Generator[RecomputeRecorder | None, None, None]:
+        """The session of a region that recomputes in backward, in the thread of backward."""
+        hooks = SavedTensorHooks(self.engines, call)
+        with contextlib.ExitStack() as stack:
+            recomputed = None if recorder is None else stack.enter_context(recorder.recomputing(call.region))
+            for hook in self._former_hooks:  # removed since; a graph in flight follows the recipes of its forward
+                stack.enter_context(hook.reinstalled())
+            self._stack().append(Session(hooks, plan, pack_hook, unable=unable))
+            try:
+                yield recomputed
+            finally:
+                self._stack().pop()
+
+    def expensive_ops(self, recipe: Recipe) -> ExpensiveOps:
+        """The operators chosen by `recipe.ops`, resolved once."""
+        if recipe.ops not in self._expensive_ops:
+            self._expensive_ops[recipe.ops] = ExpensiveOps(recipe.ops)
+        return self._expensive_ops[recipe.ops]
+
+    def warn_if_root_is_bypassed(self) -> None:
+        """Warn once if a part of the model saves tensors for backward and the root was never called."""
+        if self._was_entered or not torch.is_grad_enabled() or graph_task_id() != -1 or env.is_disabled():
+            return
+        self._was_entered = True
+        name = type(self.module).__name__
+        warnings.warn(
+            f"nothing moves while {name} is not called itself, and a part of it was: offload() covers model(...), not "
+            "model.forward(...) or model.part(...). Call the model, apply offload() to the part, or use "
+            "offload_activations() around the step",
+            EbbtideWarning,
+            stacklevel=2,
+        )
+
+    def on_trace(self, is_wrapped: bool, module: torch.nn.Module) -> None:
+        """A compiler has inlined the hooks of `module`. `is_wrapped`: a hook wraps the compiled call from now on."""
+        if is_wrapped:
+            return
+        if module is self.module:
+            if self.session() is None:
+                self._warn_of_compiler(
+                    f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
+                    "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
+                    "(block.compile()): inside a single graph nothing can leave before forward ends"
+                )
+        elif self._is_wanted_region(module) and not self._region_hooks[module].is_compiled and not self._has_warned:
+            self._warn_of_compiler(
+                f"{type(self.module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
+                "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
+                "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
+                "(block.compile())"
+            )
+
+    def _is_wanted_region(self, module: torch.nn.Module) -> bool:
+        """Without norms: a norm is a region where possible, and goes unplanned inside a larger graph."""
+        return module in self.regions.values() and module not in self.norm.values()
+
+    def _warn_of_compiler(self, text: str) -> None:
+        self._has_warned = True
+        warnings.warn(text, EbbtideWarning, stacklevel=3)
+
+    def _warn_if_nothing_moved(self, plan: Plan) -> None:
+        """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
+        if (self.planner is not None and self.planner.status) or (plan.keeps_all and plan.budget_bytes is not None):
+            return
+        entry_point = f"offload({type(self.module).__name__})"
+        if plan.predicted is None:
+            self.context.recorder.warn_if_nothing_moved(entry_point)
+            return
+        causes = dict.fromkeys(region.reason.rpartition(": ")[2] for region in plan.regions.values())
+        forward = f"planned forward ({'; '.join(filter(None, causes))})"
+        advice = ". Within a budget, such as budget='40GiB', what has to leave does; mode='all' moves everything"
+        self.context.recorder.warn_if_nothing_moved(entry_point, forward, advice)
+
+    def _note_weights(self) -> None:
+        """Look up the storages of the parameters again if the parameters have moved or were replaced."""
+        storages = self._placement.storages()
+        if storages != self._weight_storages and not is_on_meta(self.module):
+            self._weight_storages = storages
+            self.context.register_weights(parameters_of(self.module))
+
+    def _note_buffers(self) -> None:
+        """Look up the storages of buffers: moving a saved buffer frees no memory. A buffer replaced before the next
+        forward is moved, or an activation in the old place kept: wasteful, never wrong."""
+        self._knows_buffers = True
+        self.context.buffers = {
+            b.untyped_storage()._cdata
+            for owner in modules_of(self.module)
+            for b in owner._buffers.values()
+            if b is not None and _has_storage(b)
+        }
+
+    def _stack(self) -> list[Session | None]:
+        stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
+        if stack is None:
+            stack = self._sessions.stack = []
+        return stack
+
+    def __reduce__(self) -> NoReturn:
+        raise ModuleError(
+            "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
+            "handle.remove() first, or save the module's state_dict()"
+        )
+
+
+def _last(regions: dict[str, torch.nn.Module], count: int) -> list[torch.nn.Module]:
+    if count > len(regions):
+        raise ModuleError(
+            f"keep_last={count}, but only {len(regions)} repeated blocks were found: "
+            "write a smaller number, or name what should stay with exclude="
+        )
+    return list(regions.values())[len(regions) - count :]
+
+
+def _has_storage(buffer: torch.Tensor) -> bool:
+    return type(buffer) is torch.Tensor and buffer.layout is torch.strided

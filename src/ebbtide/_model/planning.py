@@ -1,0 +1,137 @@
+"""Planning for a model: the choice of regions, profile and ranks."""
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide._config import Budget, as_names
+from ebbtide._control.controller import PlanController
+from ebbtide._control.ranks import agreement, refuse_pipeline
+from ebbtide._errors import PlanError
+from ebbtide._model.attach import Attachment
+from ebbtide._model.regions import find_named, names_of, refuse_nested
+from ebbtide._plans import Plan
+from ebbtide._profiling.files import Profiles, count_compiled, store_name
+from ebbtide._profiling.profile import Profile
+from ebbtide._recompute.provenance import AnyExpensiveOp
+from ebbtide._types import StepRecorder
+from ebbtide._utils.distributed import group_size
+
+
+@dataclass(eq=False)
+class Planning:
+    """Makes the controller that plans for an attachment, and another if the rank turns out to be one of several.
+
+    Attributes:
+        regions: names, patterns or classes of the modules to plan for; empty: the repeated blocks and the last norm.
+        process_group: the ranks that agree on one plan; None: all ranks.
+        may_be_stage: the module may become a stage of a pipeline later.
+        may_have_peers: a process group may be made later.
+    """
+
+    attachment: Attachment
+    budget: Budget | None
+    regions: Any
+    profile: Profile | str | Path | None
+    replans_on_oom: bool
+    process_group: "torch.distributed.ProcessGroup | None"
+    controller: PlanController | None = None
+    may_be_stage: bool = False
+    may_have_peers: bool = False
+
+    def start(self) -> None:
+        """Have a controller set the plan from now on. Raises ConfigError, PlanError, ModuleError."""
+        attachment, budget, group = self.attachment, self.budget, self.process_group
+        module = attachment.module
+        if budget is not None:
+            refuse_pipeline(module)
+            self.may_be_stage = True
+        named = names_of(module, find_named(module, as_names("regions", self.regions), "regions"))
+        regions = named or {**attachment.blocks, **attachment.norm}
+        if not regions:
+            raise PlanError(
+                f"{type(module).__name__} has no repeated blocks to plan for: name the modules that make it up, "
+                "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
+            )
+        refuse_nested(regions)
+        profiles = Profiles(self.profile, attachment.made_for(), self._profile_settings, group)
+        looks_again = budget is not None or profiles.are_for_any_budget
+        known = profiles.find(regions, looks_again)
+        others = [region.name for region in known.regions if region.name not in regions] if named and known else []
+        if others:
+            raise PlanError(
+                f"the profile is of other regions than regions= names ({', '.join(others[:3])}, ...): measure one of "
+                "these, or leave regions= out"
+            )
+        # Without a budget no region recomputes, and each rank may move tensors as it likes.
+        agree = None if budget is None else agreement(group, f"a plan for {type(module).__name__}")
+        controller = PlanController(
+            attachment, tuple(regions), attachment.context, budget, AnyExpensiveOp(), known,
+            replans_on_oom=self.replans_on_oom, agree=agree, on_profile=profiles.keep, always_recompute=looks_again,
+            nested=() if named else tuple(attachment.norm),
+        )  # fmt: skip
+        controller.start()
+        self.controller = controller
+        attachment.planner = self
+        self.may_have_peers = budget is not None and agree is None and group is None
+        if known is not None:
+            profiles.keep(known)
+        else:
+            attachment.optimizers.start()
+
+    @property
+    def status(self) -> str:
+        """Why there is no plan yet; "" with a plan."""
+        return "no plan yet: the weights are on the meta device" if self.controller is None else self.controller.status
+
+    def describe(self, plan: Plan) -> Plan:
+        """`plan` with the status, and the budget as written."""
+        if self.controller is None:
+            return dataclasses.replace(plan, status=self.status)
+        return dataclasses.replace(plan, budget="" if self.budget is None else str(self.budget), status=self.status)
+
+    def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]:
+        """Set the plan of the forward about to begin. Returns a recorder, and whether to verify the forward."""
+        with self._while_measuring():
+            if self.may_be_stage:
+                refuse_pipeline(self.attachment.module)
+                self.may_be_stage = False
+            if self.may_have_peers and group_size(None) > 1:
+                self.start()  # the process group was made after `offload`: all ranks come by in the same forward
+            assert self.controller is not None
+            recorder = self.controller.step_begins(tokens, verifies)
+        if self.controller.is_measuring:  # verification would hold up a timed forward
+            verifies = self.controller.is_warming_up and self.attachment.config.verify != 0
+        if not self.controller.status:
+            self.attachment.context.recorder.first_step_begins()
+        return recorder, verifies
+
+    def forward_failed(self) -> None:
+        """An exception leaves the forward."""
+        assert self.controller is not None
+        self.controller.forward_failed()
+
+    def conclude(self) -> Profile | None:
+        """The profile, if the past steps suffice, without another step."""
+        with self._while_measuring():
+            return None if self.controller is None else self.controller.conclude()
+
+    def _profile_settings(self) -> dict[str, str]:  # as of now: blocks may be compiled after `offload`
+        config, blocks = self.attachment.config, self.attachment.blocks
+        return {"store": store_name(config.store), "compiled": count_compiled(blocks)}
+
+    @contextlib.contextmanager
+    def _while_measuring(self) -> Generator[None, None, None]:
+        """Look for optimizers only until there is a profile, or an error instead."""
+        is_measuring = False
+        try:
+            yield
+            is_measuring = self.controller is not None and self.controller.is_measuring
+        finally:
+            if not is_measuring:
+                self.attachment.optimizers.stop()

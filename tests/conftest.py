@@ -29,10 +29,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all, keep of each matrix the cases in which some parameter has a value not seen before, and the last.
+    """Start with the long files. Without --all, keep of each matrix the cases with a new parameter value, and the last.
 
     A matrix is a test with two or more parameters: each value of each parameter still runs at least once.
     """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.getoption("--all"):
         return
     seen: dict[object, set[tuple[str, int]]] = {}

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from ebbtide._cli import main
-from ebbtide._cli.demo import SMALL, Mode, Outcome, Task, run_worker
+from ebbtide._cli.demo import SMALL, Mode, RunResult, Task, run_worker
 from ebbtide._errors import EbbtideError
+
+pytestmark = pytest.mark.long
 
 STEPS = 2
 TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMALL)
@@ -121,7 +123,7 @@ def test_a_failed_worker_is_quoted():
 
 def test_task_and_outcome_survive_json():
     assert Task.from_json(TASK.to_json()) == TASK
-    assert isinstance(Outcome.from_dict({**_RAW_OUTCOME, "moved": {"out_bytes": 3}}).moved.out_bytes, int)
+    assert isinstance(RunResult.from_dict({**_RAW_OUTCOME, "moved": {"out_bytes": 3}}).moved.out_bytes, int)
 
 
 def test_same_seed_same_model_and_text():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ebbtide._cli.demo import Moved, Outcome, judge
+from ebbtide._cli.demo import MovedCounts, RunResult, judge
 from ebbtide._utils.sizes import MIB
 
-PLAIN = Outcome(
+PLAIN = RunResult(
     losses=[2.0, 1.0],
     loss_bits=["0x40000000", "0x3f800000"],
     parameters_sha256="a" * 64,
@@ -16,10 +16,10 @@ PLAIN = Outcome(
     peak_bytes=170 * MIB,
     curve_s=[0.0],
     curve_bytes=[50 * MIB],
-    moved=Moved(),
+    moved=MovedCounts(),
 )
 OFFLOADED = replace(
-    PLAIN, base_bytes=60 * MIB, peak_bytes=90 * MIB, moved=Moved(activation_bytes=200 * MIB, out_bytes=190 * MIB)
+    PLAIN, base_bytes=60 * MIB, peak_bytes=90 * MIB, moved=MovedCounts(activation_bytes=200 * MIB, out_bytes=190 * MIB)
 )
 
 
@@ -42,7 +42,7 @@ def test_exactly_half_passes():
         ({"loss_bits": ["0x40000000", "0x3f800001"]}, "the losses differ from step 2 on"),
         ({"parameters_sha256": "b" * 64}, "the parameters after the last step differ"),
         ({"peak_bytes": 131 * MIB}, "dropped by 49.00 MiB, less than half of the 100.00 MiB"),
-        ({"moved": Moved()}, "nothing was moved"),
+        ({"moved": MovedCounts()}, "nothing was moved"),
     ],
     ids=["loss", "parameters", "memory", "nothing moved"],
 )

@@ -18,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import ebbtide
 from ebbtide import ConfigError
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 MICROBATCHES = 4

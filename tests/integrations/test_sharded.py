@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 RANKS = 2
 ALL = {"store": "mock", "min_bytes": 1, "mode": "all", "window": "1KiB"}
 

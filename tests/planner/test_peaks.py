@@ -19,6 +19,8 @@ from ebbtide._planner.solve import Solver
 from ebbtide._profiling.profile import OUTSIDE
 from ebbtide._types import Memory
 
+pytestmark = pytest.mark.long
+
 WIDTH = 64
 TOKENS = 1024
 SCALARS = 512  # bytes: the loss, its gradient, and sums of some blocks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ebbtide
-from ebbtide._cli.demo import Mode, Moved, Outcome, Size, Task
+from ebbtide._cli.demo import Mode, MovedCounts, RunResult, Size, Task
 from ebbtide._types import Reason
 from ebbtide._utils.sizes import KIB
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, context, width))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm: each half reads a normalised stream and adds to the raw stream."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -65,7 +65,7 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, size.width)
         self.positions = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, 256)
 
@@ -126,7 +126,7 @@ class Training:
         return loss.detach()
 
 
-class Memory:
+class MemoryMeter:
     """Memory filled by training, in bytes.
 
     On the CPU the resident memory of the process, without pages of files, which are the system's cache; on an
@@ -159,7 +159,7 @@ class Memory:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * KIB
 
-    def __enter__(self) -> "Memory":
+    def __enter__(self) -> "MemoryMeter":
         self._began = time.perf_counter()
         self._thread.start()
         return self
@@ -179,7 +179,7 @@ class Memory:
         self.nbytes.append(self.now_bytes())
 
 
-def run(task: Task, report_step: Callable[[int], None]) -> Outcome:
+def run(task: Task, report_step: Callable[[int], None]) -> RunResult:
     """Train `task`; `report_step` is called with the number of every finished step."""
     torch.manual_seed(task.seed)
     torch.use_deterministic_algorithms(True)
@@ -187,7 +187,7 @@ def run(task: Task, report_step: Callable[[int], None]) -> Outcome:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     training = Training(task)
     _warm_up(training, task.threads)
-    memory = Memory(task.device, task.size.sample_s)
+    memory = MemoryMeter(task.device, task.size.sample_s)
     base_bytes = memory.now_bytes()
     context = None if task.mode is Mode.PLAIN else _offloading(task)
     losses: list[Tensor] = []
@@ -198,7 +198,7 @@ def run(task: Task, report_step: Callable[[int], None]) -> Outcome:
             losses.append(training.step(context or contextlib.nullcontext(), rows=task.size.batch))
             step_s.append(time.perf_counter() - began)
             report_step(number)
-    return Outcome(
+    return RunResult(
         losses=[loss.item() for loss in losses],
         loss_bits=[f"0x{struct.pack('>f', loss.item()).hex()}" for loss in losses],
         parameters_sha256=_hash_of(training.model),
@@ -207,7 +207,7 @@ def run(task: Task, report_step: Callable[[int], None]) -> Outcome:
         peak_bytes=memory.peak_bytes(),
         curve_s=memory.seconds,
         curve_bytes=memory.nbytes,
-        moved=Moved() if context is None else _moved(context.stats()),
+        moved=MovedCounts() if context is None else _moved(context.stats()),
     )
 
 
@@ -231,10 +231,10 @@ def _offloading(task: Task) -> ebbtide.OffloadActivations:
     )
 
 
-def _moved(stats: ebbtide.Stats) -> Moved:
+def _moved(stats: ebbtide.Stats) -> MovedCounts:
     weights = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
     stayed = sum(count.nbytes for reason, count in stats.kept.items() if reason not in weights)
-    return Moved(
+    return MovedCounts(
         activation_bytes=stats.parcels.nbytes + stayed,
         out_bytes=stats.out.nbytes,
         in_bytes=stats.inbound.nbytes,

@@ -1,6 +1,6 @@
 """`ebbtide demo`: two runs of one training, with and without offloading, side by side.
 
-Each run is a separate process (`_demo_worker`): a Task goes in, an Outcome comes back, as JSON.
+Each run is a separate process (`_demo_worker`): a Task goes in, a RunResult comes back, as JSON.
 """
 
 import json
@@ -96,7 +96,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedCounts:
     """Counts of the offloaded run, in bytes and seconds over all steps; zeros in the plain run.
 
     Attributes:
@@ -113,7 +113,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """Results of one run.
 
     Attributes:
@@ -134,16 +134,16 @@ class Outcome:
     peak_bytes: int
     curve_s: list[float]
     curve_bytes: list[int]
-    moved: Moved
+    moved: MovedCounts
 
     @property
     def above_base_bytes(self) -> int:
         return self.peak_bytes - self.base_bytes
 
     @staticmethod
-    def from_dict(raw: dict[str, Any]) -> "Outcome":
-        fields: dict[str, Any] = {**raw, "moved": Moved(**raw["moved"])}
-        return Outcome(**fields)
+    def from_dict(raw: dict[str, Any]) -> "RunResult":
+        fields: dict[str, Any] = {**raw, "moved": MovedCounts(**raw["moved"])}
+        return RunResult(**fields)
 
 
 def demo(
@@ -236,7 +236,7 @@ def _progress(console: Console, steps: int) -> Generator[Progress]:
         yield progress
 
 
-def _run(progress: Progress, task: Task) -> Outcome:
+def _run(progress: Progress, task: Task) -> RunResult:
     bar = progress.task_ids[list(Mode).index(task.mode)]
     progress.start_task(bar)
     return run_worker(task, lambda number: progress.update(bar, completed=number))
@@ -250,7 +250,7 @@ def _title(task: Task) -> str:
     )
 
 
-def _results(task: Task, plain: Outcome, offloaded: Outcome, verdict: "Verdict") -> dict[str, Any]:
+def _results(task: Task, plain: RunResult, offloaded: RunResult, verdict: "Verdict") -> dict[str, Any]:
     import torch
 
     return {
@@ -264,7 +264,7 @@ def _results(task: Task, plain: Outcome, offloaded: Outcome, verdict: "Verdict")
 # -- the processes -----------------------------------------------------------------------------------------------------
 
 
-def run_worker(task: Task, report_step: Callable[[int], None]) -> Outcome:
+def run_worker(task: Task, report_step: Callable[[int], None]) -> RunResult:
     """Run `task` in a separate process.
 
     Args:
@@ -308,11 +308,11 @@ def _start(task: Task, errors: IO[str]) -> "subprocess.Popen[str]":
     )
 
 
-def _listen(lines: Iterable[str], report_step: Callable[[int], None]) -> Outcome | None:
+def _listen(lines: Iterable[str], report_step: Callable[[int], None]) -> RunResult | None:
     for line in lines:
         message: dict[str, Any] = json.loads(line)
         if "outcome" in message:
-            return Outcome.from_dict(message["outcome"])
+            return RunResult.from_dict(message["outcome"])
         report_step(message["step"])
     return None
 
@@ -358,7 +358,7 @@ class Verdict:
         )
 
 
-def judge(plain: Outcome, offloaded: Outcome) -> Verdict:
+def judge(plain: RunResult, offloaded: RunResult) -> Verdict:
     """Compare bits and peaks of the two runs."""
     activation_bytes = offloaded.moved.activation_bytes // len(offloaded.losses)
     saved_bytes = plain.above_base_bytes - offloaded.above_base_bytes
@@ -366,7 +366,7 @@ def judge(plain: Outcome, offloaded: Outcome) -> Verdict:
     return Verdict(activation_bytes, saved_bytes, tuple(faults))
 
 
-def _bit_faults(plain: Outcome, offloaded: Outcome) -> Iterator[str]:
+def _bit_faults(plain: RunResult, offloaded: RunResult) -> Iterator[str]:
     pairs = zip(plain.loss_bits, offloaded.loss_bits, strict=True)
     differing = [number for number, (one, other) in enumerate(pairs, 1) if one != other]
     if differing:
@@ -375,7 +375,7 @@ def _bit_faults(plain: Outcome, offloaded: Outcome) -> Iterator[str]:
         yield "the losses are equal, but the parameters after the last step differ"
 
 
-def _memory_faults(moved: Moved, activation_bytes: int, saved_bytes: int) -> Iterator[str]:
+def _memory_faults(moved: MovedCounts, activation_bytes: int, saved_bytes: int) -> Iterator[str]:
     if moved.out_bytes == 0:
         yield "nothing was moved"
     elif saved_bytes < activation_bytes / 2:
@@ -385,7 +385,7 @@ def _memory_faults(moved: Moved, activation_bytes: int, saved_bytes: int) -> Ite
         )
 
 
-def _table(plain: Outcome, offloaded: Outcome, verdict: Verdict, *, title: str, check: str) -> Table:
+def _table(plain: RunResult, offloaded: RunResult, verdict: Verdict, *, title: str, check: str) -> Table:
     """One row per measure, one column per run, and the comparison. `check` marks equal bits."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in ("", "plain", "offloaded", ""):

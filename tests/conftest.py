@@ -29,9 +29,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Start with the long files. Without --all, keep of each matrix the cases with a new parameter value, and the last.
+    """Without --all, keep the cases of a matrix with a new parameter value, and the last; of a long test the first.
 
-    A matrix is a test with two or more parameters: each value of each parameter still runs at least once.
+    A matrix is a test with two or more parameters: each value of each parameter still runs at least once. Long tests
+    start first, so that no worker is left with one of them alone.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.getoption("--all"):
@@ -40,13 +41,13 @@ def pytest_collection_modifyitems(config, items):
     last = {item.function: item for item in items}
     kept, left_out = [], []
     for item in items:
-        values = (
-            {(name, id(value)) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
-        )
-        before = seen.setdefault(item.function, set())
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        values = {(name, id(value)) for name, value in params.items()}
+        is_first, before = item.function not in seen, seen.setdefault(item.function, set())
         is_edge = len(values) < 2 or not values <= before or item is last[item.function]
         before |= values
-        (kept if is_edge else left_out).append(item)
+        is_long = item.get_closest_marker("long") is not None
+        (kept if is_first or (is_edge and not is_long) else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

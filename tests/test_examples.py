@@ -9,8 +9,6 @@ import sys
 import pytest
 from scripts import EXAMPLES, ROOT, arguments_of, check_output, environment
 
-pytestmark = pytest.mark.long
-
 TRAINERS = {path.stem for path in (ROOT / "tests" / "trainers").glob("*.txt")}  # in separate environments
 
 

@@ -13,8 +13,6 @@ from ebbtide._cli import main
 from ebbtide._cli.demo import SMALL, Mode, RunResult, Task, run_worker
 from ebbtide._errors import EbbtideError
 
-pytestmark = pytest.mark.long
-
 STEPS = 2
 TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMALL)
 

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.long
-
 MIB = 2**20
 SPARED = 90 * MIB  # of some 280 that are saved
 

@@ -17,8 +17,6 @@ from ebbtide._recompute import frame, ops, provenance, replay, rng_autocast, sav
 from ebbtide._recompute.state import RegionSnapshot
 from ebbtide._types import Wait
 
-pytestmark = pytest.mark.long
-
 SEEDS = 200
 CHUNK = 50
 

@@ -23,8 +23,6 @@ from ebbtide import ConfigError, EbbtideWarning, RecomputeError
 from ebbtide._recompute.verify import is_rounding
 from ebbtide._types import Reason, Unable
 
-pytestmark = pytest.mark.long
-
 CPU = torch.device("cpu")
 COUNTS = {"runs": 0}
 FACTOR = 1.0

@@ -28,11 +28,11 @@ test-trainers: $(TRAINERS:%=test-with-%)
 
 test-with-%: .trainers/%/ready
 	PYTHONPATH=.trainers/$* $(BIN)/python -W ignore -c "import $*"
-	PYTHONPATH=.trainers/$* $(BIN)/python -m pytest tests/trainers/test_$*.py
+	PYTHONPATH=.trainers/$* $(BIN)/python -m pytest --all tests/trainers/test_$*.py
 
 # Where there is no CUDA, its tests have to prepare what it imports.
 test-with-fastvideo: .trainers/fastvideo/ready
-	PYTHONPATH=.trainers/fastvideo $(BIN)/python -m pytest tests/trainers/test_fastvideo.py
+	PYTHONPATH=.trainers/fastvideo $(BIN)/python -m pytest --all tests/trainers/test_fastvideo.py
 
 .trainers/%/ready: tests/trainers/%.txt $(VENV)/ready
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target .trainers/$* -r $<

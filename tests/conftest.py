@@ -29,7 +29,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all, keep the cases of a matrix with a new parameter value, and the last; of a long test the first.
+    """Without --all, keep the cases of a matrix with a new parameter value, and the last; of long tests one or none.
 
     A matrix is a test with two or more parameters: each value of each parameter still runs at least once. Long tests
     start first, so that no worker is left with one of them alone.
@@ -46,8 +46,9 @@ def pytest_collection_modifyitems(config, items):
         is_first, before = item.function not in seen, seen.setdefault(item.function, set())
         is_edge = len(values) < 2 or not values <= before or item is last[item.function]
         before |= values
-        is_long = item.get_closest_marker("long") is not None
-        (kept if is_first or (is_edge and not is_long) else left_out).append(item)
+        long = item.get_closest_marker("long")
+        is_kept = is_edge if long is None else is_first and long.kwargs.get("cases", 1) > 0
+        (kept if is_kept else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

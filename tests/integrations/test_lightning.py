@@ -291,6 +291,7 @@ def test_the_other_package():
     assert same(ours, trained(make=OtherTask, package=pytorch_lightning)[0])
 
 
+@pytest.mark.long(cases=0)
 def test_two_processes(monkeypatch):
     """DDP; the parent has the results of the first rank."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -17,6 +17,7 @@ def some_budgets(step):
     return [low + k * GIB for k in range(0, 12, 3)]
 
 
+@pytest.mark.long(cases=0)
 def test_local_search_is_faster_than_the_relaxation_alone(step, monkeypatch):
     ours = [Solver(step).solve(budget).predicted.step_s for budget in some_budgets(step)]
     monkeypatch.setattr("ebbtide._planner.local_search.BudgetGrid.up_to", lambda self, budget: [])

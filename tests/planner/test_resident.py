@@ -62,6 +62,7 @@ def run(*arguments):
     return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.long(cases=0)
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is glibc's")
 def test_a_budget_on_resident_memory_is_held(tmp_path):
     """As measured where blocks end, to some percent and behind the steps in which the peak is looked at."""

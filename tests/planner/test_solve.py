@@ -137,6 +137,7 @@ def test_the_leanest_plan_counts_what_other_graphs_keep_of_later_regions():
     assert least_budget(step, grouping.options(leanest(grouping))) == step.base_bytes + 4 * MB
 
 
+@pytest.mark.long(cases=0)
 @given(st.data())
 @settings(max_examples=15)
 def test_many_regions_are_no_exception(data):
@@ -286,6 +287,7 @@ def test_without_a_budget_moved_bytes_lower_the_peak(path):
     assert freed >= 0.99 * predicted.moved_bytes > 0
 
 
+@pytest.mark.long(cases=0)
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("share", [None, 0.3, 0.7])
 def test_costs_of_regions_add_up_to_the_prediction(path, share):
@@ -450,6 +452,7 @@ def test_mixtures_made_by_hand_are_not_faster(solver_a, budget_gib):
 # -- effort ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(cases=0)
 @pytest.mark.parametrize("budget_gib", [13, 30, 100, None])
 def test_128_regions_need_few_simulations(monkeypatch, budget_gib):
     calls = []

@@ -159,5 +159,5 @@ def test_a_method_in_which_nothing_trains_is_refused():
     from ebbtide.integrations.fastvideo import OffloadCallback
 
     method = method_of(None, student=Role(tiny.wan(), trainable=False))
-    with pytest.raises(ModuleError, match=r"nothing of what is given \(role_modules.student.transformer\) trains"):
+    with pytest.raises(ModuleError, match=r"none of the arguments \(role_modules.student.transformer\) trains"):
         OffloadCallback(**ALL).on_train_start(method)

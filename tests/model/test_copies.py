@@ -1,6 +1,7 @@
 """Copies and pickles of an offloaded module are plain modules, and the original goes on offloading."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -21,7 +22,7 @@ SETTINGS = {
     "recompute": {"recipe": "recompute"},
     "an operator class inside a module": {"recipe": ebbtide.Recipe("selective", ops="matmul@mlp")},
     "nested": {"recipe": {"layers.*": "recompute", "layers.*.mlp": "selective"}},
-    "budget": {"window": None, "budget": "1GiB"},
+    "budget": {"window": None, "budget": "64GiB"},
 }
 
 
@@ -167,3 +168,20 @@ def test_a_handle_cannot_be_copied():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ebbtide.ModuleError, match=r"belongs to one module .* handle\.remove\(\) first"):
             copied(handle)
+
+
+def test_a_wrapper_of_a_region_forward_sees_a_plain_function():
+    """Libraries wrap the forward of blocks, with functools.wraps, and copy the model afterwards."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
+    handle = ebbtide.offload(model, recipe="recompute", store="mock", min_bytes=1)
+    region = next(iter(handle.regions.values()))
+    inner = region.forward
+
+    @functools.wraps(inner)
+    def outer(*args, **kwargs):
+        return inner(*args, **kwargs)
+
+    assert vars(outer).keys() == {"__wrapped__"}
+    region.forward = outer
+    handle.remove()
+    copy.deepcopy(model)

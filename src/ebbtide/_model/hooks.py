@@ -480,30 +480,31 @@ class _RegionForward:
     """Replaces `forward` on the instance of a region."""
 
     def __init__(self, hook: RegionHook, module: torch.nn.Module, traced: CompiledRecipe) -> None:
-        original = module.forward
-        functools.update_wrapper(self, original)  # first: copies attributes; trainers read the signature of forward
-        self._hook = hook
         self._module = module
-        self._traced = traced
         self._former = cast("Callable[..., Any] | None", module.__dict__.get("forward"))
-        self._original = original
-        module.forward = self
+        original = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._traced.call(self._original, self._hook.is_compiled, args, kwargs)
-        if self._hook.is_compiled:
-            return self._original(*args, **kwargs)  # code of the block that the compiler leaves to Python
-        return self._hook.run(self._original, args, kwargs)
+        # A function, not an object with attributes: wrappers of others copy the attributes of a forward, and copies of
+        # a model copy the function as it is.
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return traced.call(original, hook.is_compiled, args, kwargs)
+            if hook.is_compiled:
+                return original(*args, **kwargs)  # code of the block that the compiler leaves to Python
+            return hook.run(original, args, kwargs)
+
+        self._forward = forward
+        module.forward = forward
 
     def restore(self, attributes: dict[str, Any]) -> None:
         """Put the former forward back. Below a later wrapper ours stays: without a session ours does nothing."""
-        _restore(attributes, "forward", self, self._former)
+        _restore(attributes, "forward", self._forward, self._former)
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None, None, None]:
         current = cast("Callable[..., Any] | None", self._module.__dict__.get("forward"))
-        self._module.forward = self
+        self._module.forward = self._forward
         try:
             yield
         finally:

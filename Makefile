@@ -12,7 +12,7 @@ demo: $(VENV)/ready
 # own: hence one process more than two cores.
 JOBS ?= 3
 
-# Every test, each matrix at its edges (tests/README.md); test-all is all of each matrix, and the trainers.
+# Each matrix at its edges, of long tests one case or none (tests/README.md); test-all is all of it, and the trainers.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 from torch import nn
 
-from ebbtide import ConfigError, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
+from ebbtide import ConfigError, Plan, PlanError, Prediction, Recipe, RegionPlan, ReleasePoint
 
 OFFLOAD = Recipe("offload")
 
@@ -82,6 +82,17 @@ def test_the_old_name_of_prune_warns():
     assert recipe == Recipe("selective", sites=(0, 1), prune=(1,)) == dataclasses.replace(recipe)
     with pytest.warns(FutureWarning, match="write `prune`"):
         assert getattr(recipe, "beyond") == (1,)  # noqa: B009
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="one setting"):
+        Recipe("selective", sites=(0, 1), beyond=(1,), prune=(0,))
+
+
+def test_a_file_with_both_names_of_a_field_is_refused(tmp_path):
+    recipe = Recipe("selective", sites=(0, 1), prune=(1,))
+    path = tmp_path / "plan.json"
+    Plan({"layers.0": RegionPlan(recipe)}).save(path)
+    path.write_text(path.read_text().replace('"prune"', '"beyond": [0],\n"prune"'))
+    with pytest.raises(PlanError, match="given twice"):
+        Plan.load(path)
 
 
 def test_defaults_say_nothing():

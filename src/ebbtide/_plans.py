@@ -133,6 +133,10 @@ def _accept_beyond(init: Callable[..., None]) -> Callable[..., None]:
     def init_with_beyond(self: Recipe, *args: Any, beyond: Any = None, **kwargs: Any) -> None:
         if beyond is not None:
             warnings.warn(_BEYOND, FutureWarning, stacklevel=2)
+            if "prune" in kwargs:
+                raise ConfigError(
+                    f"beyond={beyond!r} and prune={kwargs['prune']!r} are one setting: write prune= alone"
+                )
             kwargs["prune"] = beyond
         init(self, *args, **kwargs)
 

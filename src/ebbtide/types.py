@@ -1,5 +1,5 @@
 """Protocols and enums for own stores and for the reading of statistics."""
 
-from ebbtide._types import Block, Device, Reason, Store, StoreFactory, StoreStats, Unable
+from ebbtide._types import Block, Device, Reason, Store, StoreFactory, StoreStats, Stream, StreamEvent, Unable
 
-__all__ = ["Block", "Device", "Reason", "Store", "StoreFactory", "StoreStats", "Unable"]
+__all__ = ["Block", "Device", "Reason", "Store", "StoreFactory", "StoreStats", "Stream", "StreamEvent", "Unable"]

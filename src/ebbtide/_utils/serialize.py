@@ -129,6 +129,8 @@ def _dataclass_from(kind: Any, data: Any, at: str) -> Any:
         if name not in fields:
             raise PlanError(f"{at or 'the file'} has a field {key!r}, which is unknown")
         place = f"{at}.{name}" if at else name
+        if name in values:
+            raise PlanError(f"{place} is given twice, as {key!r} and under its other name")
         values[name] = from_json(types[name], value, place, fields[name].metadata.get("least", 0))
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:

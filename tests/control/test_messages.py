@@ -192,7 +192,7 @@ def test_the_log_says_what_is_measured_and_what_is_in_force(caplog):
         (
             None,
             {"ratio": 1.5},
-            r"plan tried, the last steps took .* ms \(no budget\): step ",
+            r"plan compared, the last steps took .* ms \(no budget\): step ",
         ),
     ],
     ids=["time", "peak", "no budget"],

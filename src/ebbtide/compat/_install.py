@@ -4,7 +4,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -122,7 +122,10 @@ def install(trainer: str) -> Installed:
     targets = _TARGETS.get(trainer)
     if targets is None:
         raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _TARGETS))}")
-    found = [(target, place) for target in targets if (place := _found(target)) is not None]
+    found: list[tuple[_Target, Any]] = []
+    for target in targets:
+        with suppress(ImportError, ConfigError) if target.is_optional else nullcontext():
+            found.append((target, _imported(target)))
     for target, place in found:
         if target.end is not None and target.installs == 0:
             target.undo.callback(target.end)
@@ -144,17 +147,8 @@ def install(trainer: str) -> Installed:
     return Installed([target for target, _ in found])
 
 
-def _found(target: _Target) -> Any:
-    """The module or class of `target`; None if `target` is optional and no script can import the names."""
-    try:
-        return _imported(target)
-    except (ImportError, ConfigError):
-        if target.is_optional:
-            return None
-        raise
-
-
 def _imported(target: _Target) -> Any:
+    """The module or class of `target`."""
     package = target.module.partition(".")[0]
     if not is_installed(package):
         raise MissingPackageError(f"{package} is not installed. Write: pip install {package}")

@@ -22,7 +22,9 @@ def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: 
             f"the blocks are in offload_wrapper, as activation_checkpointing_offload=True puts them, and {caller} "
             "moves the same: leave one of them out"
         )
-    if settings.get("budget") is not None and any(map(_is_checkpointed, inner)):
+    if settings.get("budget") is not None and any(
+        isinstance(each, CheckpointWrapper) or getattr(each, "gradient_checkpointing", False) is True for each in inner
+    ):
         raise ConfigError(
             f"a budget decides what is recomputed, and the blocks of {type(module).__name__} are checkpointed: leave "
             "activation_checkpointing= of the FSDP plugin or strategy, activation_checkpointing_enable(), "
@@ -56,7 +58,3 @@ def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, A
     inside = modules_of(module) if is_regional else [module]
     if not any(isinstance(each, optimized) for each in inside):
         raise ConfigError(advice)
-
-
-def _is_checkpointed(module: torch.nn.Module) -> bool:
-    return isinstance(module, CheckpointWrapper) or getattr(module, "gradient_checkpointing", False) is True

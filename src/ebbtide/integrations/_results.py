@@ -71,7 +71,7 @@ class Result:
         return f"{self.plan}\n{self.report()}"
 
 
-class Training:
+class OffloadedTraining:
     """Base of callbacks for trainers of one model: a handle from the beginning of a training to the end."""
 
     def __init__(self, settings: dict[str, Any]) -> None:

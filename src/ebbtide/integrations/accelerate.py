@@ -27,9 +27,6 @@ def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtid
         model: as `prepare` takes or returns it.
         settings: of `ebbtide.offload`.
 
-    Returns:
-        A handle with `stats()`, `report()` and `remove()`.
-
     Raises:
         ConfigError: the FSDP plugin or the DeepSpeed configuration offloads activations; the FSDP plugin checkpoints
             beside a budget; `prepare` has yet to compile `model`. Offloaded parameters and optimizers are no error.

@@ -76,9 +76,6 @@ def offload_transformers(*transformers: Any, **settings: Any) -> OffloadedTransf
             pipelines of diffusers or FastVideo.
         settings: of `ebbtide.offload`, for each transformer.
 
-    Returns:
-        The handles, by name.
-
     Raises:
         ConfigError: an argument of another type, a budget beside checkpointed blocks, blocks in torch's
             offload_wrapper, one profile file for several transformers, or an invalid setting.

@@ -8,7 +8,7 @@ from ebbtide._errors import ModuleError
 from ebbtide._utils.packages import extra, is_installed
 from ebbtide._utils.torch_private import named_children
 from ebbtide.integrations._conflicts import check_modules
-from ebbtide.integrations._results import Training
+from ebbtide.integrations._results import OffloadedTraining
 
 with extra("lightning"):
     if TYPE_CHECKING or is_installed("lightning") or not is_installed("pytorch_lightning"):
@@ -34,7 +34,7 @@ class _Called(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-class LightningOffloadCallback(Training, Callback):
+class LightningOffloadCallback(OffloadedTraining, Callback):
     """`ebbtide.offload` from the beginning of a fit, after the strategy's set-up, to the end::
 
         trainer = Trainer(callbacks=[OffloadCallback(budget="40GiB")], ...)

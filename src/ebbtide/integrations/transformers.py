@@ -8,7 +8,7 @@ from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
 from ebbtide.integrations._arguments import OffloadArguments
 from ebbtide.integrations._conflicts import check_compiled, check_deepspeed, check_modules
-from ebbtide.integrations._results import Training
+from ebbtide.integrations._results import OffloadedTraining
 
 with extra("transformers"):
     from accelerate.state import AcceleratorState, is_initialized
@@ -20,7 +20,7 @@ __all__ = ["ActivationOffloadingMixin", "OffloadArguments", "OffloadCallback"]
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # as of transformers 5.2x, and earlier
 
 
-class OffloadCallback(Training, TrainerCallback):
+class OffloadCallback(OffloadedTraining, TrainerCallback):
     """`ebbtide.offload` from the beginning of a training to the end::
 
         trainer = Trainer(model, args, callbacks=[OffloadCallback(budget="40GiB")], ...)

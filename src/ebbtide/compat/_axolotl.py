@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._utils.torch_private import modules_of
-from ebbtide.compat._context import OffloadActivations
+from ebbtide.compat._context import OffloadActivations, warn_not_followed
 from ebbtide.compat._heads import opt_out
 from ebbtide.compat._stand_in import StandIn
 
@@ -98,12 +98,7 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
         max_cpu_buffer_pool_size: int = 64,
     ) -> None:
         if max_cpu_buffer_pool_size != 64:
-            warnings.warn(
-                f"max_cpu_buffer_pool_size={max_cpu_buffer_pool_size} is not followed: ebbtide pins host memory once "
-                "and uses it again; host_limit of ebbtide.offload_activations bounds it",
-                EbbtideWarning,
-                stacklevel=2,
-            )
+            warn_not_followed(f"max_cpu_buffer_pool_size={max_cpu_buffer_pool_size}")
         super().__init__(OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size))
         self._answer(use_streams, min_offload_size, max_fwd_stash_size)
         self._seen: set[Module] = set()

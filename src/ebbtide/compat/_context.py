@@ -66,12 +66,7 @@ class TrlOffloadActivations(StandIn, contextlib.ContextDecorator, name="OffloadA
         if max_fwd_stash_size < 1:
             raise ConfigError(f"max_fwd_stash_size={max_fwd_stash_size}: expected at least 1")
         if not use_pin_memory:
-            warnings.warn(
-                "use_pin_memory=False is not followed: ebbtide pins host memory once and uses it again; "
-                "host_limit of ebbtide.offload_activations bounds it",
-                EbbtideWarning,
-                stacklevel=2,
-            )
+            warn_not_followed("use_pin_memory=False")
         self._answer(use_streams, min_offload_size, max_fwd_stash_size)
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
         self._has_warned = self.moves_here()
@@ -128,6 +123,15 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(_keep, _kept)
+
+
+def warn_not_followed(argument: str) -> None:
+    warnings.warn(
+        f"{argument} is not followed: ebbtide pins host memory once and uses it again; host_limit of "
+        "ebbtide.offload_activations bounds it",
+        EbbtideWarning,
+        stacklevel=3,
+    )
 
 
 def start_keeping(*_: object) -> None:

@@ -11,6 +11,16 @@ from ebbtide._errors import ConfigError
 from ebbtide._utils.torch_private import modules_of
 
 
+def both_move(theirs: str, ours: str, more: str = "") -> ConfigError:
+    """The error for two settings that offload."""
+    return ConfigError(f"{theirs} and {ours} move the same: leave one of them out{more}")
+
+
+def both_recompute(theirs: str) -> ConfigError:
+    """The error for a setting that checkpoints, beside a budget."""
+    return ConfigError(f"a budget decides what is recomputed, and {theirs} does too: leave one of them out")
+
+
 def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: str) -> None:
     """Raises ConfigError if blocks of `module` offload, or checkpoint while `settings` have a budget.
 
@@ -37,9 +47,8 @@ def check_deepspeed(plugin: Any, caller: str) -> None:
     config: Any = getattr(plugin, "deepspeed_config", None)
     section: Any = cast("Mapping[str, Any]", config).get("activation_checkpointing") if config else None
     if isinstance(section, Mapping) and cast("Mapping[str, Any]", section).get("cpu_checkpointing"):
-        raise ConfigError(
-            '"cpu_checkpointing": true in the activation_checkpointing of the DeepSpeed configuration and '
-            f"{caller} move the same: leave one of them out"
+        raise both_move(
+            '"cpu_checkpointing": true in the activation_checkpointing of the DeepSpeed configuration', caller
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
 from ebbtide.integrations._arguments import OffloadArguments
-from ebbtide.integrations._conflicts import check_compiled, check_deepspeed, check_modules
+from ebbtide.integrations._conflicts import both_move, check_compiled, check_deepspeed, check_modules
 from ebbtide.integrations._results import OffloadedTraining
 
 with extra("transformers"):
@@ -65,7 +65,7 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
 
     def _check_conflicts(self, args: TrainingArguments, model: Any) -> None:
         if getattr(args, "activation_offloading", False):
-            raise ConfigError("activation_offloading= and OffloadCallback move the same: leave one of them out")
+            raise both_move("activation_offloading=", "OffloadCallback")
         check_deepspeed(getattr(args, "deepspeed_plugin", None), "OffloadCallback")
         check_compiled(
             AcceleratorState() if is_initialized() else None,  # a launcher can compile without the arguments
@@ -89,10 +89,8 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
                 _without_checkpointing(model)
         elif checkpoints and kwargs.get("offload"):
             if not self._takes_over:
-                raise ConfigError(
-                    "activation_checkpointing_kwargs={'offload': True} and OffloadCallback move the same: leave one of "
-                    "them out, or write takes_over=True here"
-                )
+                theirs = "activation_checkpointing_kwargs={'offload': True}"
+                raise both_move(theirs, "OffloadCallback", ", or write takes_over=True here")
             _without_offload(model, kwargs)
         check_modules(model, self._settings, "OffloadCallback")  # switched on without the arguments
 

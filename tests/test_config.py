@@ -80,7 +80,7 @@ def test_arguments_of_parsers_agree():
 
 
 @pytest.mark.parametrize(
-    ("file", "class_name"), [("axolotl.py", "_EbbtideSettings"), ("_torchtitan.py", "Config")], ids=["axolotl", "titan"]
+    ("file", "class_name"), [("axolotl.py", "_EbbtideSettings"), ("torchtitan.py", "Config")], ids=["axolotl", "titan"]
 )
 def test_fields_of_trainers_agree(file, class_name):
     fields = fields_in(INTEGRATIONS / file, class_name)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._utils.torch_private import modules_of
-from ebbtide.compat._context import OffloadActivations
+from ebbtide.compat._context import OffloadActivations, warn_not_followed
 from ebbtide.compat._heads import opt_out
 from ebbtide.compat._stand_in import StandIn
 
@@ -35,27 +35,20 @@ class _CheckpointedInputs(contextlib.ContextDecorator):
 
     def __init__(self, context: OffloadActivations) -> None:
         self._context = context
-        self._originals: list[tuple[Module, Any]] = []
+        self._undo = contextlib.ExitStack()
         self._depth = 0
 
     def __enter__(self) -> "_CheckpointedInputs":
+        if self._depth == 0:
+            self._begin()
         self._depth += 1
-        if self._depth == 1:
-            try:
-                self._begin()
-            except BaseException:
-                self._depth = 0
-                raise
         return self
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._end()
-        while self._originals:
-            module, original = self._originals.pop()
-            module.__dict__["_gradient_checkpointing_func"] = original
+        self._undo.close()
         if error is None:
             with self._context:  # an exit warns, once, if nothing has moved in any layer
                 pass
@@ -64,21 +57,18 @@ class _CheckpointedInputs(contextlib.ContextDecorator):
         """Totals, as of `OffloadActivations.stats`."""
         return self._context.stats()
 
-    def _begin(self) -> None: ...
-
-    def _end(self) -> None: ...
+    def _begin(self) -> None:
+        raise NotImplementedError
 
     def _offload_inputs_of(self, module: Module) -> None:
-        original: Any = module.__dict__["_gradient_checkpointing_func"]
-        self._originals.append((module, original))
-        module.__dict__["_gradient_checkpointing_func"] = functools.partial(_in_context, self._context, original)
+        attributes = vars(module)
+        original: Any = attributes["_gradient_checkpointing_func"]
+        attributes["_gradient_checkpointing_func"] = functools.partial(_in_context, self._context, original)
+        self._undo.callback(attributes.__setitem__, "_gradient_checkpointing_func", original)
 
 
 class HiddenStates(_CheckpointedInputs):
-    """A context in which the inputs of the checkpointed layers of `model` go out until the layers are recomputed.
-
-    Raises ConfigError at the entry if no layer is checkpointed.
-    """
+    """The context for the checkpointed layers of `model`. Without any, an entry raises ConfigError."""
 
     def __init__(self, model: Module) -> None:
         super().__init__(OffloadActivations())
@@ -97,15 +87,7 @@ class HiddenStates(_CheckpointedInputs):
 
 
 class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
-    """A context in which the inputs of checkpointed layers go out, of every model called inside.
-
-    Args:
-        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: as of `OffloadActivations`.
-        max_cpu_buffer_pool_size: a number of buffers; other values than the default warn and are not followed.
-
-    Raises:
-        ConfigError: as `OffloadActivations` does.
-    """
+    """The context for every model called inside. The arguments are those of `OffloadActivations`, but for the last."""
 
     def __init__(
         self,
@@ -116,27 +98,14 @@ class CheckpointHiddenStatesOffload(StandIn, _CheckpointedInputs):
         max_cpu_buffer_pool_size: int = 64,
     ) -> None:
         if max_cpu_buffer_pool_size != 64:
-            warnings.warn(
-                f"max_cpu_buffer_pool_size={max_cpu_buffer_pool_size} is not followed: ebbtide pins host memory once "
-                "and uses it again; host_limit of ebbtide.offload_activations bounds it",
-                EbbtideWarning,
-                stacklevel=2,
-            )
+            warn_not_followed(f"max_cpu_buffer_pool_size={max_cpu_buffer_pool_size}")
         super().__init__(OffloadActivations(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size))
+        self._answer(use_streams, min_offload_size, max_fwd_stash_size)
         self._seen: set[Module] = set()
-        self._answer(
-            use_pin_memory=True,
-            use_streams=use_streams,
-            min_tensor_size_bytes=min_offload_size,
-            max_fwd_stash_size=max_fwd_stash_size,
-        )
 
     def _begin(self) -> None:
-        self._handle = register_module_forward_pre_hook(self._see)
-
-    def _end(self) -> None:
-        self._handle.remove()
-        self._seen.clear()
+        self._undo.callback(self._seen.clear)
+        self._undo.callback(register_module_forward_pre_hook(self._see).remove)
 
     def _see(self, called: Module, _: object) -> None:
         # With all modules inside: a hook of a layer would run too late if the checkpoint is around the call.
@@ -222,16 +191,7 @@ def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def context_for(model: Module, mode: bool | str) -> OffloadActivations | HiddenStates:
-    """The context around a training step.
-
-    Args:
-        model: the trained model.
-        mode: True: saved tensors go to host memory. "legacy": to host memory, without copies beside compute. "disk":
-            to files in EBBTIDE_DISK_FOLDER. "hidden_states": inputs of checkpointed layers go to host memory.
-
-    Raises:
-        ConfigError: another mode.
-    """
+    """The context around a training step; `legacy`: no copies beside compute. Other modes raise ConfigError."""
     if mode not in _MODES:
         raise ConfigError(f"activation_offloading: {mode!r}: expected true, legacy, disk, hidden_states or false")
     if mode == "hidden_states":

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import warnings
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -14,31 +13,27 @@ from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._events import Listener
 from ebbtide._utils.sizes import MIB
-from ebbtide._utils.torch_private import hidden_from_compiler
+from ebbtide._utils.torch_private import hidden_from_compiler, is_inside_checkpoint
 from ebbtide.compat._stand_in import StandIn
 
 DEFAULT_STASH = 5
 _WINDOW_BYTES = 512 * MIB  # of the default stash
 
-
 WITHOUT_DEVICE = "this machine has no accelerator. To move from the CPU all the same, write {'store': 'disk'} to"
 
 
 class _ThreadState(threading.local):
-    """Contexts that a thread is inside of: forward hooks of modules, without a handle, ask for them.
-
-    `open`: contexts of `start_keeping`. `depths`: for each entered `OffloadActivations`, the length of `open` before.
-    """
+    """`open`: a context or None for each `start_keeping`. `depths`: length of `open` at each entry of a context."""
 
     def __init__(self) -> None:
         self.depths: list[int] = []
-        self.open: list[NoOpManager] = []
+        self.open: list[NoOpManager | None] = []
 
 
 _thread = _ThreadState()
 
 
-class OffloadActivations(StandIn, contextlib.ContextDecorator):
+class TrlOffloadActivations(StandIn, contextlib.ContextDecorator, name="OffloadActivations"):
     """A context for forward, or for forward and backward, whose saved tensors go to host memory and come back.
 
     Enter the context in every step. On a machine without an accelerator, and without a store in `settings`, the
@@ -71,18 +66,8 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         if max_fwd_stash_size < 1:
             raise ConfigError(f"max_fwd_stash_size={max_fwd_stash_size}: expected at least 1")
         if not use_pin_memory:
-            warnings.warn(
-                "use_pin_memory=False is not followed: ebbtide pins host memory once and uses it again; "
-                "host_limit of ebbtide.offload_activations bounds it",
-                EbbtideWarning,
-                stacklevel=2,
-            )
-        self._answer(
-            use_pin_memory=True,
-            use_streams=use_streams,
-            min_tensor_size_bytes=min_offload_size,
-            max_fwd_stash_size=max_fwd_stash_size,
-        )
+            warn_not_followed("use_pin_memory=False")
+        self._answer(use_streams, min_offload_size, max_fwd_stash_size)
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
         self._has_warned = self.moves_here()
         self._context = offload_activations(
@@ -105,12 +90,7 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         """Whether this machine has an accelerator, or `settings` a store for the CPU."""
         return "store" in cls.settings or torch.accelerator.is_available()
 
-    @staticmethod
-    def is_entered() -> bool:
-        """Whether the calling thread is inside of a context."""
-        return bool(_thread.depths)
-
-    def __enter__(self) -> "OffloadActivations":
+    def __enter__(self) -> "TrlOffloadActivations":
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -120,12 +100,7 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         _thread.depths.append(len(_thread.open))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         before = _thread.depths.pop()
         while len(_thread.open) > before:  # an interrupt (not an Exception) ends a forward without its hooks
             stop_keeping()
@@ -140,6 +115,9 @@ class OffloadActivations(StandIn, contextlib.ContextDecorator):
         return self._context.subscribe(listener)
 
 
+OffloadActivations = TrlOffloadActivations
+
+
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """A context inside `OffloadActivations` whose saved tensors stay on the device. In-place changes raise too."""
 
@@ -147,15 +125,29 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(_keep, _kept)
 
 
-def start_keeping() -> None:
-    """Keep the saved tensors of the calling thread until `stop_keeping`, or the end of the context around."""
-    kept = NoOpManager()
-    kept.__enter__()
+def warn_not_followed(argument: str) -> None:
+    warnings.warn(
+        f"{argument} is not followed: ebbtide pins host memory once and uses it again; host_limit of "
+        "ebbtide.offload_activations bounds it",
+        EbbtideWarning,
+        stacklevel=3,
+    )
+
+
+def start_keeping(*_: object) -> None:
+    """Keep tensors saved inside of a context, until `stop_keeping` or the context's end; a hook before a forward."""
+    # A checkpoint drops the tensors saved in a checkpointed call, and must see as many in the recomputation, which
+    # may be outside of the context or in another thread.
+    kept = NoOpManager() if _thread.depths and not is_inside_checkpoint() else None
+    if kept is not None:
+        kept.__enter__()
     _thread.open.append(kept)
 
 
-def stop_keeping() -> None:
-    _thread.open.pop().__exit__()
+def stop_keeping(*_: object) -> None:
+    kept = _thread.open.pop()
+    if kept is not None:
+        kept.__exit__()
 
 
 @hidden_from_compiler

@@ -4,9 +4,10 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ebbtide._errors import ConfigError, EbbtideWarning, MissingPackageError
 from ebbtide._utils.packages import is_installed, version_of
@@ -14,14 +15,9 @@ from ebbtide.compat import _axolotl as axolotl
 from ebbtide.compat import _context, _heads, torchtune
 
 
-class _MadeFrom(NamedTuple):
-    """A replacement made from the trainer's own class."""
-
-    make: Callable[[Any], Any]
-
-
-class _Target(NamedTuple):
-    """Names of a trainer's module or class, with their replacements.
+@dataclass(eq=False)
+class _Target:
+    """Names of a trainer's module or class, with their replacements. Installs of several trainers may share a target.
 
     Attributes:
         module: path of the trainer's module.
@@ -29,6 +25,8 @@ class _Target(NamedTuple):
         owner: class with the names, if not the module.
         end: called after the trainer's own are back.
         is_optional: no switch of the trainer uses the names, which only scripts import, in versions with the names.
+        are_made: replacements are made, by the values of `names`, from the trainer's own.
+        installs: how many are not removed yet; `undo` puts the trainer's own back.
     """
 
     module: str
@@ -36,10 +34,9 @@ class _Target(NamedTuple):
     owner: str = ""
     end: Callable[[], None] | None = None
     is_optional: bool = False
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.module, self.owner, *self.names
+    are_made: bool = False
+    installs: int = 0
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 def _own(package: ModuleType, *names: str) -> dict[str, Any]:
@@ -83,25 +80,15 @@ _TARGETS: Mapping[str, tuple[_Target, ...]] = {
         ),
         _Target(
             "axolotl.monkeypatch.selective_checkpointing_offload",
-            {"SacOffloadEngine": _MadeFrom(axolotl.warning_engine)},
+            {"SacOffloadEngine": axolotl.warning_engine},
             is_optional=True,
+            are_made=True,
         ),
     ),
 }
 
 
-@dataclass
-class _Replaced:
-    """State of one target: the number of installs, and functions that put the trainer's own back."""
-
-    count: int = 0
-    undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-
-
-_replaced: dict[tuple[str, ...], _Replaced] = {}  # several installs of one trainer share a target
-
-
-class Installed:
+class Installed(AbstractContextManager["Installed"]):
     """A replacement of a trainer's names, undone by `remove` or, as a context, at the end."""
 
     def __init__(self, targets: Sequence[_Target]) -> None:
@@ -110,16 +97,10 @@ class Installed:
     def remove(self) -> None:
         """Put the trainer's own back after the last install is removed. Objects made meanwhile stay ebbtide's."""
         while self._targets:
-            key = self._targets.pop().key
-            replaced = _replaced[key]
-            replaced.count -= 1
-            if replaced.count == 0:
-                del _replaced[key]
-                while replaced.undo:
-                    replaced.undo.pop()()
-
-    def __enter__(self) -> "Installed":
-        return self
+            target = self._targets.pop()
+            target.installs -= 1
+            if target.installs == 0:
+                target.undo.close()
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -141,46 +122,33 @@ def install(trainer: str) -> Installed:
     targets = _TARGETS.get(trainer)
     if targets is None:
         raise ConfigError(f"install({trainer!r}): expected one of {', '.join(map(repr, _TARGETS))}")
-    places = [(target, place) for target in targets if (place := _found(target)) is not None]
-    for target, place in places:
-        replaced = _replaced.setdefault(target.key, _Replaced())
-        if target.end is not None and replaced.count == 0:
-            replaced.undo.append(target.end)
-        for name, thing in target.names.items():
-            if not isinstance(thing, _MadeFrom):
-                replaced.undo.append(_replace(place, name, thing))
-            elif replaced.count == 0:  # else an earlier install has made the replacement
-                replaced.undo.append(_replace(place, name, thing.make(getattr(place, name))))
-        replaced.count += 1
-    _warn_without_device(trainer, [target for target, _ in places])
-    return Installed([target for target, _ in places])
-
-
-def _found(target: _Target) -> Any:
-    """The module or class of `target`; None if `target` is optional and no script can import the names."""
-    try:
-        return _imported(target)
-    except (ImportError, ConfigError):
-        if target.is_optional:
-            return None
-        raise
-
-
-def _warn_without_device(trainer: str, targets: Sequence[_Target]) -> None:
-    things = [thing for target in targets for thing in target.names.values()]
-    contexts = [thing for thing in things if isinstance(thing, type) and issubclass(thing, _context.OffloadActivations)]
-    still = [context for context in contexts if not context.moves_here()]
-    if still:
-        place = f"{still[0].__module__.replace('._context', '')}.{still[0].__name__}.settings"
+    found: list[tuple[_Target, Any]] = []
+    for target in targets:
+        with suppress(ImportError, ConfigError) if target.is_optional else nullcontext():
+            found.append((target, _imported(target)))
+    for target, place in found:
+        if target.end is not None and target.installs == 0:
+            target.undo.callback(target.end)
+        for name, ours in target.names.items():
+            if not target.are_made:
+                _replace(target.undo, place, name, ours)
+            elif target.installs == 0:  # else an earlier install has made the replacement
+                _replace(target.undo, place, name, ours(getattr(place, name)))
+        target.installs += 1
+    context = targets[0].names["OffloadActivations"]
+    if not context.moves_here():
+        place = f"{context.__module__.replace('._context', '')}.{context.__name__}.settings"
         warnings.warn(
             f"install({trainer!r}): what {trainer} is to offload stays where it is: {_context.WITHOUT_DEVICE} {place} "
             "before",
             EbbtideWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
+    return Installed([target for target, _ in found])
 
 
 def _imported(target: _Target) -> Any:
+    """The module or class of `target`."""
     package = target.module.partition(".")[0]
     if not is_installed(package):
         raise MissingPackageError(f"{package} is not installed. Write: pip install {package}")
@@ -206,27 +174,27 @@ def _unknown(package: str, what: str) -> ConfigError:
     )
 
 
-def _replace(owner: ModuleType | type, name: str, ours: object) -> Callable[[], None]:
-    """Replace `name` of `owner` in all modules, under all names; the returned function undoes the replacement.
+def _replace(undo: ExitStack, owner: ModuleType | type, name: str, ours: object) -> None:
+    """Replace `name` of `owner` in all modules, under all names, until `undo`.
 
     The trainer's own modules may import `ours` in between: there too.
     """
     theirs = getattr(owner, name)
     if theirs is ours:
-        return lambda: None
+        return
     if isinstance(owner, type):
+        undo.callback(setattr, owner, name, theirs)
         setattr(owner, name, ours)
-        return lambda: setattr(owner, name, theirs)
+        return
     places = list(_places_of(theirs))
     for namespace, key in places:
         namespace[key] = ours
 
-    def put_back() -> None:
+    @undo.callback
+    def _put_back() -> None:
         for namespace, key in [*places, *_places_of(ours, owner.__name__.partition(".")[0])]:
             if namespace.get(key) is ours:
                 namespace[key] = theirs
-
-    return put_back
 
 
 def _places_of(thing: object, package: str | None = None) -> Iterator[tuple[dict[str, Any], str]]:

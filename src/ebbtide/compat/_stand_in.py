@@ -40,11 +40,16 @@ class _StandInType(type):
 
 
 class StandIn(metaclass=_StandInType):
-    """A context instead of a trainer's: every attribute of the trainer's class answers or raises.
+    """A context instead of a trainer's, shown under `name`: every attribute of the trainer's class answers or raises.
 
     Arguments can be read. Further attributes raise ForeignAttributeError, an AttributeError: hasattr() is false, and
     getattr() returns the default. Setting an attribute raises too.
     """
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        super().__init_subclass__()
+        if name:
+            cls.__name__ = cls.__qualname__ = name
 
     if not TYPE_CHECKING:
 
@@ -58,9 +63,10 @@ class StandIn(metaclass=_StandInType):
         _refuse_to_set(type(self), name)
         super().__setattr__(name, value)
 
-    def _answer(self, **settings: object) -> None:
-        """Make `settings` readable."""
-        vars(self).update(settings)
+    def _answer(self, use_streams: bool, min_offload_size: int, max_fwd_stash_size: int) -> None:
+        """Make the arguments readable, under the trainer's names."""
+        answers = {"use_pin_memory": True, "use_streams": use_streams, "min_tensor_size_bytes": min_offload_size}
+        vars(self).update(answers, max_fwd_stash_size=max_fwd_stash_size)
 
 
 def _refuse_to_set(cls: type, name: str) -> None:

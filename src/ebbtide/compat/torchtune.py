@@ -10,7 +10,7 @@ from ebbtide.compat._context import DEFAULT_STASH, NoOpManager
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]
 
 
-class OffloadActivations(_context.OffloadActivations):
+class TorchtuneOffloadActivations(_context.OffloadActivations, name="OffloadActivations"):
     """`ebbtide.compat.OffloadActivations` with the last two arguments exchanged."""
 
     def __init__(
@@ -23,9 +23,12 @@ class OffloadActivations(_context.OffloadActivations):
         super().__init__(use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
 
 
+OffloadActivations = TorchtuneOffloadActivations
+
+
 def get_act_offloading_ctx_manager(
     model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
-) -> "OffloadActivations | contextlib.nullcontext[None]":
+) -> OffloadActivations | contextlib.nullcontext[None]:
     """`OffloadActivations` for `model`, without the output head; a context that does nothing if not enabled."""
     if not enable_activation_offloading:
         return contextlib.nullcontext()

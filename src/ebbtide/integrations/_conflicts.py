@@ -11,6 +11,16 @@ from ebbtide._errors import ConfigError
 from ebbtide._utils.torch_private import modules_of
 
 
+def both_move(theirs: str, ours: str, more: str = "") -> ConfigError:
+    """The error for two settings that offload."""
+    return ConfigError(f"{theirs} and {ours} move the same: leave one of them out{more}")
+
+
+def both_recompute(theirs: str) -> ConfigError:
+    """The error for a setting that checkpoints, beside a budget."""
+    return ConfigError(f"a budget decides what is recomputed, and {theirs} does too: leave one of them out")
+
+
 def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: str) -> None:
     """Raises ConfigError if blocks of `module` offload, or checkpoint while `settings` have a budget.
 
@@ -22,7 +32,9 @@ def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: 
             f"the blocks are in offload_wrapper, as activation_checkpointing_offload=True puts them, and {caller} "
             "moves the same: leave one of them out"
         )
-    if settings.get("budget") is not None and any(map(_is_checkpointed, inner)):
+    if settings.get("budget") is not None and any(
+        isinstance(each, CheckpointWrapper) or getattr(each, "gradient_checkpointing", False) is True for each in inner
+    ):
         raise ConfigError(
             f"a budget decides what is recomputed, and the blocks of {type(module).__name__} are checkpointed: leave "
             "activation_checkpointing= of the FSDP plugin or strategy, activation_checkpointing_enable(), "
@@ -35,9 +47,8 @@ def check_deepspeed(plugin: Any, caller: str) -> None:
     config: Any = getattr(plugin, "deepspeed_config", None)
     section: Any = cast("Mapping[str, Any]", config).get("activation_checkpointing") if config else None
     if isinstance(section, Mapping) and cast("Mapping[str, Any]", section).get("cpu_checkpointing"):
-        raise ConfigError(
-            '"cpu_checkpointing": true in the activation_checkpointing of the DeepSpeed configuration and '
-            f"{caller} move the same: leave one of them out"
+        raise both_move(
+            '"cpu_checkpointing": true in the activation_checkpointing of the DeepSpeed configuration', caller
         )
 
 
@@ -56,7 +67,3 @@ def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, A
     inside = modules_of(module) if is_regional else [module]
     if not any(isinstance(each, optimized) for each in inside):
         raise ConfigError(advice)
-
-
-def _is_checkpointed(module: torch.nn.Module) -> bool:
-    return isinstance(module, CheckpointWrapper) or getattr(module, "gradient_checkpointing", False) is True

@@ -1,10 +1,13 @@
-"""Results of a training: metrics for loggers on the way, and plan, profile and stats after the end."""
+"""`offload` over a training: metrics for loggers on the way, and plan, profile and stats after the end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ebbtide._engine.stats import TOTALS, Stats
-from ebbtide._offload import OffloadHandle
+from ebbtide._offload import OffloadHandle, offload
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 from ebbtide._reports.stats_text import stats_text
@@ -66,3 +69,31 @@ class Result:
 
     def __str__(self) -> str:
         return f"{self.plan}\n{self.report()}"
+
+
+class OffloadedTraining:
+    """Base of callbacks for trainers of one model: a handle from the beginning of a training to the end."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.handle: OffloadHandle | None = None
+        """Of the present training; None between trainings."""
+        self._settings = settings
+        self._metrics = Metrics([])
+        self._result: Result | None = None
+
+    @property
+    def result(self) -> Result | None:
+        """Plan, report and stats of the present or the last training; None before the first."""
+        return self._result if self.handle is None else Result.of(self.handle)
+
+    def _begin(self, module: torch.nn.Module) -> None:
+        self.handle = offload(module, **self._settings)
+        self._metrics = Metrics([self.handle])
+
+    def _end(self) -> None:
+        """End the present training, if any."""
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
+            self._metrics = Metrics([])
+            handle.remove()  # before the result: reading a failed device raises
+            self._result = Result.of(handle)

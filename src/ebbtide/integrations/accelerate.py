@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 import ebbtide
-from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
-from ebbtide.integrations._conflicts import check_compiled, check_deepspeed, check_modules
+from ebbtide.integrations._conflicts import both_move, both_recompute, check_compiled, check_deepspeed, check_modules
 
 with extra("transformers"):  # accelerate comes with the extra of transformers
     import accelerate as _  # noqa: F401 (an error now if the package is missing)
@@ -27,9 +26,6 @@ def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtid
         model: as `prepare` takes or returns it.
         settings: of `ebbtide.offload`.
 
-    Returns:
-        A handle with `stats()`, `report()` and `remove()`.
-
     Raises:
         ConfigError: the FSDP plugin or the DeepSpeed configuration offloads activations; the FSDP plugin checkpoints
             beside a budget; `prepare` has yet to compile `model`. Offloaded parameters and optimizers are no error.
@@ -37,14 +33,9 @@ def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtid
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if getattr(plugin, "activation_checkpointing_offload", False):
-        raise ConfigError(
-            "activation_checkpointing_offload=True of the FSDP plugin and ebbtide move the same: leave one of them out"
-        )
+        raise both_move("activation_checkpointing_offload=True of the FSDP plugin", "ebbtide")
     if getattr(plugin, "activation_checkpointing", False) and settings.get("budget") is not None:
-        raise ConfigError(
-            "a budget decides what is recomputed, and activation_checkpointing=True of the FSDP plugin does too: leave "
-            "one of them out"
-        )
+        raise both_recompute("activation_checkpointing=True of the FSDP plugin")
     check_deepspeed(getattr(accelerator.state, "deepspeed_plugin", None), "ebbtide")
     inner: torch.nn.Module = accelerator.unwrap_model(model)
     check_compiled(

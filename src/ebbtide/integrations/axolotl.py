@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide import compat
 from ebbtide._config import with_settings
-from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
+from ebbtide.integrations._conflicts import both_move, both_recompute
 from ebbtide.integrations._results import Result
 from ebbtide.integrations.transformers import OffloadCallback
 
@@ -59,14 +59,10 @@ class _EbbtideArgs(BaseModel):
         if self.ebbtide is None:
             return self
         if mode or checkpoints in ("offload", "offload_disk"):  # older words for activation_offloading
-            raise ConfigError(
-                f"activation_offloading: {mode or checkpoints} and the block ebbtide: move the same: leave one of them "
-                "out. Without the block the plugin does what activation_offloading says"
-            )
+            more = ". Without the block the plugin does what activation_offloading says"
+            raise both_move(f"activation_offloading: {mode or checkpoints}", "the block ebbtide:", more)
         if checkpoints and self.ebbtide.budget is not None:
-            raise ConfigError(
-                "a budget decides what is recomputed, and gradient_checkpointing does too: leave one of them out"
-            )
+            raise both_recompute("gradient_checkpointing")
         return self
 
 

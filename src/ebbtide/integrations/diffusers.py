@@ -46,8 +46,7 @@ class OffloadedTransformers:
         No transformer is measured if the settings (`mode`, `recipe`, ...) leave nothing to the planner: call
         `ebbtide.measure(model, batch)` then.
         """
-        profiles = {name: handle.profile for name, handle in self.handles.items()}
-        return {name: profile for name, profile in profiles.items() if profile is not None}
+        return {name: profile for name, handle in self.handles.items() if (profile := handle.profile) is not None}
 
     def memory_profile(self) -> str:
         """Tables of the bytes that blocks save and need, and of the plans with predicted peaks; see `profiles`."""
@@ -76,9 +75,6 @@ def offload_transformers(*transformers: Any, **settings: Any) -> OffloadedTransf
         transformers: transformers, modules that only contain some (a ModuleDict, FastVideo's TrainingMethod), or
             pipelines of diffusers or FastVideo.
         settings: of `ebbtide.offload`, for each transformer.
-
-    Returns:
-        The handles, by name.
 
     Raises:
         ConfigError: an argument of another type, a budget beside checkpointed blocks, blocks in torch's
@@ -118,8 +114,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: settings without the flag.
     """
-    names = [each.name for each in fields(OffloadArguments)]
-    settings = OffloadArguments(**{name: getattr(args, name) for name in names}).settings()
+    settings = OffloadArguments(**{each.name: getattr(args, each.name) for each in fields(OffloadArguments)}).settings()
     if args.activation_offloading:
         return settings
     if settings:

@@ -1,25 +1,22 @@
 """FastVideo's Trainer (fastvideo.train): a callback that the YAML of a run names."""
 
-import importlib
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ebbtide._utils.packages import extra
 from ebbtide.integrations._results import Metrics, Result
 from ebbtide.integrations.diffusers import OffloadedTransformers, offload_transformers
 
-if TYPE_CHECKING:
-    _Callback = object
-else:
-    with extra("fastvideo"):
-        _Callback = importlib.import_module("fastvideo.train.callbacks.callback").Callback
+with extra("fastvideo"):
+    _Callback = object if TYPE_CHECKING else import_module("fastvideo.train.callbacks.callback").Callback
 
 __all__ = ["OffloadCallback"]
 
 _log = logging.getLogger("fastvideo.ebbtide")  # FastVideo shows the logs below its own name
 
 
-class OffloadCallback(_Callback):
+class FastVideoOffloadCallback(_Callback):
     """`offload_transformers` from the beginning of a training to its end, on the transformers of all roles that train::
 
         callbacks:
@@ -57,3 +54,6 @@ class OffloadCallback(_Callback):
         _log.info("%s\n%s", self.offloaded.report(), self.offloaded.memory_profile())
         self.result = {name: Result.of(handle) for name, handle in self.offloaded.handles.items()}
         self.offloaded.remove()
+
+
+OffloadCallback = FastVideoOffloadCallback

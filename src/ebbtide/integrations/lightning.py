@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import ebbtide
 from ebbtide._errors import ModuleError
 from ebbtide._utils.packages import extra, is_installed
 from ebbtide._utils.torch_private import named_children
 from ebbtide.integrations._conflicts import check_modules
-from ebbtide.integrations._results import Metrics, Result
+from ebbtide.integrations._results import OffloadedTraining
 
 with extra("lightning"):
     if TYPE_CHECKING or is_installed("lightning") or not is_installed("pytorch_lightning"):
@@ -35,7 +34,7 @@ class _Called(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-class OffloadCallback(Callback):
+class LightningOffloadCallback(OffloadedTraining, Callback):
     """`ebbtide.offload` from the beginning of a fit, after the strategy's set-up, to the end::
 
         trainer = Trainer(callbacks=[OffloadCallback(budget="40GiB")], ...)
@@ -54,27 +53,17 @@ class OffloadCallback(Callback):
     """
 
     def __init__(self, module: str = "", *, logs: bool = True, **settings: Any) -> None:
-        self.handle: ebbtide.OffloadHandle | None = None
-        """Of the present fit; None between fits."""
+        super().__init__(settings)
         self._name = module
         self._logs = logs
-        self._settings = settings
-        self._metrics = Metrics([])
-        self._result: Result | None = None
         self._called: _Called | None = None
         self._forward: object = None  # set on the LightningModule itself, before Lightning sets its own
-
-    @property
-    def result(self) -> Result | None:
-        """Plan, report and stats of the present or the last fit; None before the first."""
-        return self._result if self.handle is None else Result.of(self.handle)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove(trainer, pl_module)  # of a fit that raised without on_exception
         module = _submodule(pl_module, self._name)
         check_modules(module, self._settings, "OffloadCallback")
-        self.handle = ebbtide.offload(module, **self._settings)
-        self._metrics = Metrics([self.handle])
+        self._begin(module)
         if not self._name and trainer.strategy.model is pl_module:
             trainer.strategy.model = self._called = _Called(pl_module)
             self._forward = vars(pl_module).get("forward")
@@ -101,11 +90,10 @@ class OffloadCallback(Callback):
             if self._forward is not None:
                 vars(pl_module)["forward"] = self._forward
         self._called = None
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            self._metrics = Metrics([])
-            handle.remove()  # before the result: reading a failed device raises
-            self._result = Result.of(handle)
+        self._end()
+
+
+OffloadCallback = LightningOffloadCallback
 
 
 def _submodule(pl_module: LightningModule, name: str) -> torch.nn.Module:

@@ -4,12 +4,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
-import ebbtide
 from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
 from ebbtide.integrations._arguments import OffloadArguments
-from ebbtide.integrations._conflicts import check_compiled, check_deepspeed, check_modules
-from ebbtide.integrations._results import Metrics, Result
+from ebbtide.integrations._conflicts import both_move, check_compiled, check_deepspeed, check_modules
+from ebbtide.integrations._results import OffloadedTraining
 
 with extra("transformers"):
     from accelerate.state import AcceleratorState, is_initialized
@@ -21,7 +20,7 @@ __all__ = ["ActivationOffloadingMixin", "OffloadArguments", "OffloadCallback"]
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # as of transformers 5.2x, and earlier
 
 
-class OffloadCallback(TrainerCallback):
+class OffloadCallback(OffloadedTraining, TrainerCallback):
     """`ebbtide.offload` from the beginning of a training to the end::
 
         trainer = Trainer(model, args, callbacks=[OffloadCallback(budget="40GiB")], ...)
@@ -43,53 +42,30 @@ class OffloadCallback(TrainerCallback):
     """
 
     def __init__(self, *, takes_over: bool = False, **settings: Any) -> None:
-        self.handle: ebbtide.OffloadHandle | None = None
-        """Of the present training; None between trainings."""
+        super().__init__(settings)
         self._takes_over = takes_over
-        self._settings = settings
-        self._metrics = Metrics([])
-        self._result: Result | None = None
-
-    @property
-    def result(self) -> Result | None:
-        """Plan, report and stats of the present or the last training; None before the first."""
-        return self._result if self.handle is None else Result.of(self.handle)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Any
     ) -> None:
-        self._remove()  # of a training that failed
+        self._end()  # of a training that failed
         self._check_conflicts(args, event["model"])
-        self.handle = ebbtide.offload(event["model"], **self._settings)
-        self._metrics = Metrics([self.handle])
+        self._begin(event["model"])
         _come_first(self)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._remove()
+        self._end()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Any) -> None:
+        logs: dict[str, float] | None = event.get("logs")
         if logs is not None and self.handle is not None:
             metrics = self._metrics.read()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
-    def _remove(self) -> None:
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            self._metrics = Metrics([])
-            handle.remove()  # before the result: reading a failed device raises
-            self._result = Result.of(handle)
-
     def _check_conflicts(self, args: TrainingArguments, model: Any) -> None:
         if getattr(args, "activation_offloading", False):
-            raise ConfigError("activation_offloading= and OffloadCallback move the same: leave one of them out")
+            raise both_move("activation_offloading=", "OffloadCallback")
         check_deepspeed(getattr(args, "deepspeed_plugin", None), "OffloadCallback")
         check_compiled(
             AcceleratorState() if is_initialized() else None,  # a launcher can compile without the arguments
@@ -113,10 +89,8 @@ class OffloadCallback(TrainerCallback):
                 _without_checkpointing(model)
         elif checkpoints and kwargs.get("offload"):
             if not self._takes_over:
-                raise ConfigError(
-                    "activation_checkpointing_kwargs={'offload': True} and OffloadCallback move the same: leave one of "
-                    "them out, or write takes_over=True here"
-                )
+                theirs = "activation_checkpointing_kwargs={'offload': True}"
+                raise both_move(theirs, "OffloadCallback", ", or write takes_over=True here")
             _without_offload(model, kwargs)
         check_modules(model, self._settings, "OffloadCallback")  # switched on without the arguments
 

@@ -50,7 +50,7 @@ def profile_of(
     memory = _MemoryCurve(details, names, sum(map(_saved_bytes, records)))
     if not timed.regions == memory.regions == [record.region for record in records]:
         return None
-    recomputed = by_forward(((record.region, record) for record in details.recomputed), timed.regions)
+    recomputed = by_forward(details.recomputed, timed.regions)
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
     builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +22,11 @@ class ProfileWritten(SystemExit):
     """Ends a run under EBBTIDE_PROFILE_END once the profile is written."""
 
 
+@dataclass(eq=False)
 class Profiles:
     """Source and destination of a handle's profile.
 
-    Args:
+    Attributes:
         profile: the user's setting: a profile, the path of a file that is there or will be, or None.
         made_for: circumstances that a profile in a file has to match.
         settings: returns the current settings that influence a profile, by name. A profile without a setting counts as
@@ -35,21 +37,18 @@ class Profiles:
         ConfigError: `profile` is something else, or EBBTIDE_PROFILE is no path.
     """
 
-    def __init__(
-        self,
-        profile: Profile | str | Path | None,
-        made_for: Mapping[str, str],
-        settings: Callable[[], Mapping[str, str]],
-        group: "torch.distributed.ProcessGroup | None",
-    ) -> None:
+    profile: Profile | str | Path | None
+    made_for: Mapping[str, str]
+    settings: Callable[[], Mapping[str, str]]
+    group: "torch.distributed.ProcessGroup | None"
+
+    def __post_init__(self) -> None:
+        profile = self.profile
         if profile is not None and not isinstance(profile, Profile | str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"profile={profile!r}: expected a profile (handle.profile), or a path for its file")
         self._known = profile if isinstance(profile, Profile) else None
         self._path = Path(profile) if isinstance(profile, str | Path) else None
         self._requested = env.profile_path()
-        self._made_for = made_for
-        self._settings = settings
-        self._group = group
 
     @property
     def are_for_any_budget(self) -> bool:
@@ -79,7 +78,7 @@ class Profiles:
                 raise ProfileWritten(0)
 
     def _in_file(self, path: Path, regions: Collection[str], needs_recomputation: bool) -> Profile | None:
-        found = self._of_all(_load(path) if is_first(self._group) else None)[0]
+        found = self._of_all(_load(path) if is_first(self.group) else None)[0]
         if isinstance(found, EbbtideError):
             raise found
         why_not = "no file yet" if found is None else self._why_not(found, regions, needs_recomputation)
@@ -89,11 +88,11 @@ class Profiles:
         return None
 
     def _of_all(self, mine: Value) -> list[Value]:
-        return gather(mine, self._group, "the file of a profile")
+        return gather(mine, self.group, "the file of a profile")
 
     def _why_not(self, profile: Profile, regions: Collection[str], needs_recomputation: bool) -> str:
         """Why the profile cannot be used; empty if it can."""
-        differences = profile.what_differs({**self._made_for, **self._settings()})
+        differences = profile.what_differs({**self.made_for, **self.settings()})
         if differences:
             return f"the profile in the file is of the {differences[0]}"
         if not {region.name for region in profile.regions} <= set(regions):
@@ -104,9 +103,9 @@ class Profiles:
 
     def _write(self, profile: Profile, path: Path) -> None:
         """Write the profile on the first rank. A failure is a warning: training continues without the file."""
-        if is_first(self._group):
+        if is_first(self.group):
             try:
-                dataclasses.replace(profile, made_for={**profile.made_for, **self._settings()}).save(path)
+                dataclasses.replace(profile, made_for={**profile.made_for, **self.settings()}).save(path)
             except OSError as error:
                 warnings.warn(f"the profile was not written to {path}: {error}", EbbtideWarning, stacklevel=2)
 

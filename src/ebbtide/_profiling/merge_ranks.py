@@ -68,11 +68,9 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
 def _agreed(own: RegionProfile, regions: Sequence[RegionProfile]) -> Iterator[ExpensiveOp]:
     """Downstream tensors of a call count only if equal on all ranks with the call."""
     for op in own.expensive_ops:
-        matching = (other for region in regions for other in region.expensive_ops if other.index == op.index)
-        if all((other.downstream, other.users) == (op.downstream, op.users) for other in matching):
-            yield op
-        else:
-            yield dataclasses.replace(op, downstream=(), downstream_s=0.0, downstream_ops=0, users=())
+        alike = (other for region in regions for other in region.expensive_ops if other.index == op.index)
+        is_agreed = all((other.downstream, other.users) == (op.downstream, op.users) for other in alike)
+        yield op if is_agreed else dataclasses.replace(op, downstream=(), downstream_s=0.0, downstream_ops=0, users=())
 
 
 def _slowest_outside(parts: Sequence[Outside]) -> Outside:
@@ -94,7 +92,7 @@ def _slowest_host(hosts: Sequence[Host]) -> Host | None:
     """The steady launch-ahead follows from the merged profile, by `with_host`."""
     if not hosts:
         return None
-    regions = tuple(_largest(times) for times in zip(*(host.regions for host in hosts), strict=True))
+    regions = tuple(map(_largest, zip(*(host.regions for host in hosts), strict=True)))
     ahead_s = min(host.launch_ahead_s for host in hosts)
     return dataclasses.replace(_largest(hosts), regions=regions, launch_ahead_s=ahead_s)
 

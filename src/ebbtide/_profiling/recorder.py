@@ -52,6 +52,7 @@ class StepEventKind(enum.Enum):
     RECOMPUTE_BEGAN = "a region's recomputation begins"
     RECOMPUTE_ENDED = "a region's recomputation has ended"
     TENSOR_READ = "backward reads a tensor saved during recomputation"
+    TENSOR_SAVED = "forward saves a tensor outside of all regions"
     SPIN_BEGAN = "compute begins to spin"
     SPIN_ENDED = "compute goes on"
     STEP_ENDED = "backward has ended"
@@ -66,7 +67,7 @@ class StepEvent(NamedTuple):
     memory: Memory  # allocated now, and the peak since the previous event
     cpu_s: float = 0.0  # on a clock that stands still while the recorder works
     passed: int = 0  # earlier events passed by compute, to relate the CPU clock and the stream
-    tensor: int = -1  # index of the saved tensor for TENSOR_READ
+    tensor: int = -1  # index of the saved tensor for TENSOR_READ and TENSOR_SAVED
     at_s: float = 0.0  # on the plain CPU clock
 
 
@@ -113,14 +114,6 @@ class SeenTensor:
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
 
-class OutsideTensor(NamedTuple):
-    """A tensor saved outside of all regions, with the memory since the previous event."""
-
-    tensor: int
-    event: StreamEvent
-    memory: Memory
-
-
 @dataclass
 class RegionRecord:
     """Records of one pass through a region."""
@@ -160,7 +153,7 @@ class ProfilingRecorder(BackwardObserver):
         cpu_forward_s: CPU time of forward in an earlier step; 0: unknown.
 
     Attributes:
-        outside: tensors saved outside of all regions after the last region.
+        outside: a TENSOR_SAVED for each tensor saved after the last region, with the peak since the previous event.
         recomputed: records of recomputations, in order of backward.
         graphs: most graphs in flight at once during the step. Set by the owner of the recorder.
         waiting_bytes: parcels on their way out and still allocated when forward left the last region, without inputs
@@ -185,7 +178,7 @@ class ProfilingRecorder(BackwardObserver):
         self.device = engine.device
         self.events: list[StepEvent] = []
         self.records: list[RegionRecord] = []
-        self.outside: list[OutsideTensor] = []
+        self.outside: list[StepEvent] = []
         self.recomputed: list[RegionRecord] = []
         self.graphs = 1
         self.waiting_bytes = 0
@@ -289,7 +282,8 @@ class ProfilingRecorder(BackwardObserver):
             if self.records and _has_storage(t) and why_never(t, self._context) not in _NO_ACTIVATION:
                 self._after.setdefault(t.untyped_storage(), self.records[-1])
             event = self.device.record(self.device.current_stream())
-            self.outside.append(OutsideTensor(index, event, self.device.memory()))
+            memory = self.device.memory()
+            self.outside.append(StepEvent(StepEventKind.TENSOR_SAVED, "", event, memory, tensor=index))
             self.device.reset_peak_stats()
         elif self.records and self.records[-1].region == region:
             record = self.records[-1]

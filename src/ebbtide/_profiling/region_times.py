@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from ebbtide._profiling.recorder import StepEvent, StepEventKind
+from ebbtide._profiling.recorder import RegionRecord, StepEvent, StepEventKind
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", "RegionRecord", "BackwardInterval")
 
 Clock = Callable[[StepEvent, StepEvent], float]
 """Seconds from the first event to the second; negative if the second came first."""
@@ -34,7 +34,7 @@ class StepParts:
         self.forward_end = indices_of(self.events, StepEventKind.FORWARD_ENDED)[0]
         self.regions = [self.events[k].region for k in self.entered]
         self.intervals = list(backward_intervals(self.events))
-        self.own = by_forward(((each.region, each) for each in self.intervals), self.regions)
+        self.own = by_forward(self.intervals, self.regions)
 
 
 class RegionTimes(StepParts):
@@ -59,10 +59,8 @@ class RegionTimes(StepParts):
         backward_before_s = self._between(forward_end, self.intervals[0].begin) if self.intervals else 0.0
         self.backward_before_s = max(0.0, backward_before_s - self._spun(self.events[self.forward_end :]))
         self.backward_after_s = self._between(self.intervals[-1].end, self.events[-1]) if self.intervals else 0.0
-        self.recompute_s = [
-            0.0 if i is None or i.recomputed is None else self._between(i.begin, i.recomputed) for i in self.own
-        ]
-        self.backward_s = [0.0 if i is None else self._between(i.recomputed or i.begin, i.end) for i in self.own]
+        self.recompute_s = [self._between(i.begin, i.recomputed) if i and i.recomputed else 0.0 for i in self.own]
+        self.backward_s = [self._between(i.recomputed or i.begin, i.end) if i else 0.0 for i in self.own]
 
     def _preparation(self, events: Sequence[StepEvent]) -> float:
         """Time of one pass before and after the region's own code."""
@@ -135,12 +133,12 @@ def indices_of(events: Sequence[StepEvent], kind: StepEventKind) -> list[int]:
     return [k for k, each in enumerate(events) if each.kind is kind]
 
 
-def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
-    """Items of `backward`, pairs of region and item, in the order of forward; None for a pass without an item.
+def by_forward(backward: Iterable[Item], regions: Sequence[str]) -> list[Item | None]:
+    """Items in the order of forward instead of backward, with None for a pass without an item.
 
     Backward visits the last pass of a region first.
     """
     left: dict[str, list[Item]] = {}
-    for region, item in backward:
-        left.setdefault(region, []).append(item)
+    for item in backward:
+        left.setdefault(item.region, []).append(item)
     return [left[region].pop() if left.get(region) else None for region in regions]

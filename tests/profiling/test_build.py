@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide._profiling.build import _MemoryCurve, _slowdown
 from ebbtide._profiling.profile import SavedTensor
-from ebbtide._profiling.recorder import OutsideTensor, RegionRecord, SeenTensor, StepEvent
+from ebbtide._profiling.recorder import RegionRecord, SeenTensor, StepEvent
 from ebbtide._profiling.recorder import StepEventKind as Kind
 from ebbtide._profiling.region_times import RegionTimes
 from ebbtide._types import Memory
@@ -170,7 +170,10 @@ def test_memory_after_the_regions_excludes_what_plans_decide():
             (Kind.STEP_ENDED, "", 40, 900, -1),
         ]
     )
-    outside = [OutsideTensor(3, 0, Memory(490, 510)), OutsideTensor(5, 0, Memory(600, 650))]
+    outside = [
+        StepEvent(Kind.TENSOR_SAVED, "", 0, Memory(490, 510), tensor=3),
+        StepEvent(Kind.TENSOR_SAVED, "", 0, Memory(600, 650), tensor=5),
+    ]
     curve = _MemoryCurve(recorder_of(recorded, (), outside, 70, 20), ("a", "b"), 300)
     assert [(turn.tensor_index, turn.peak_bytes) for turn in curve.points] == [(-1, 60), (3, 200), (5, 350)]
     assert curve.held_bytes == 30

@@ -1,8 +1,7 @@
 """Makes a profile of the events of two recorded steps. Reads passed events, and changes nothing."""
 
-import dataclasses
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from ebbtide._profiling.profile import (
     SavedTensor,
 )
 from ebbtide._profiling.recorder import ProfilingRecorder, RegionRecord, SeenTensor, StepEvent, StepEventKind
-from ebbtide._profiling.region_times import BackwardInterval, RegionTimes, backward_intervals, by_forward, indices_of
+from ebbtide._profiling.region_times import RegionTimes, StepParts, by_forward
 from ebbtide._types import Device, StreamEvent
 
 
@@ -42,24 +41,22 @@ class ProfileInputs(NamedTuple):
 def profile_of(
     times: ProfilingRecorder, details: ProfilingRecorder, names: Collection[str], inputs: ProfileInputs
 ) -> Profile | None:
-    """Profile of a timed and a detailed step; None if the two entered different regions, or if regions were nested."""
-    if not any(each.kind is StepEventKind.REGION_ENTERED and each.region in names for each in times.events):
-        return None
+    """Profile of a timed and a detailed step; None if the two entered different regions or none, or nested regions."""
     if not (_is_sequential(times, names) and _is_sequential(details, names)):
         return None
     seconds_between = times.device.seconds_between
     timed = RegionTimes(times.events, names, lambda a, b: inputs.time_scale * seconds_between(a.event, b.event))
     records = [record for record in details.records if record.region in names]
     memory = _MemoryCurve(details, names, sum(map(_saved_bytes, records)))
-    if not records or timed.regions != [record.region for record in records] or memory.regions != timed.regions:
+    if not timed.regions == memory.regions == [record.region for record in records]:
         return None
-    recomputed = by_forward(((record.region, record) for record in details.recomputed), timed.regions)
+    recomputed = by_forward(details.recomputed, timed.regions)
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
     builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     ops = [0 if record is None else record.ops for record in recomputed]
-    profile = Profile(
+    return Profile(
         made_for=dict(inputs.made_for),
         regions=regions,
         outside=Outside(
@@ -69,7 +66,7 @@ def profile_of(
             backward_after_s=timed.backward_after_s,
             kept_bytes=memory.kept_bytes,
             held_bytes=memory.held_bytes,
-            post_region_points=tuple(memory.points),
+            post_region_points=memory.points,
         ),
         link=inputs.link,
         base_bytes=memory.base_bytes,
@@ -78,8 +75,8 @@ def profile_of(
         tokens=inputs.tokens,
         device_bytes=inputs.device_bytes,
         graphs=inputs.graphs,
+        host=host_of(times, names, regions, ops),
     )
-    return dataclasses.replace(profile, host=host_of(times, names, regions, ops))
 
 
 def _saved_bytes(record: RegionRecord) -> int:
@@ -89,10 +86,11 @@ def _saved_bytes(record: RegionRecord) -> int:
 
 
 def _is_sequential(recorder: ProfilingRecorder, names: Collection[str]) -> bool:
-    """Whether forward left each region before entering the next: a module may call itself, or another region."""
+    """Whether forward entered regions, and left each before entering the next: a module may call itself, or another
+    region."""
     entered, left = StepEventKind.REGION_ENTERED, StepEventKind.REGION_LEFT
     kinds = [each.kind for each in recorder.events if each.region in names and each.kind in (entered, left)]
-    return kinds == [entered, left] * (len(kinds) // 2)
+    return kinds == [entered, left] * max(1, len(kinds) // 2)
 
 
 class _ProfileBuilder(NamedTuple):
@@ -125,7 +123,7 @@ class _ProfileBuilder(NamedTuple):
             inputs=inputs,
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
-            forward_work_bytes=max(0, self._forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
+            forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
             backward_work_bytes=self.memory.backward_work[k] + present_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
             moved_work_bytes=0 if recomputed is None else self.memory.moved_work(k, saved, present_bytes),
@@ -133,14 +131,6 @@ class _ProfileBuilder(NamedTuple):
             after_bytes=record.after_bytes,
             has_dead_tensors=source.has_dead_tensors,
         )
-
-    def _forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:
-        """Working memory of forward, including work after the region, with the last saved tensor still on its way."""
-        if record.after_peak_bytes <= self.memory.when_left_bytes[k]:
-            return self.memory.forward_work[k]
-        newest_bytes = next((each.nbytes for each in reversed(saved) if each.nbytes > 0), 0)
-        after_bytes = record.after_peak_bytes - record.after_bytes - self.memory.when_entered_bytes[k]
-        return max(self.memory.forward_work[k], after_bytes + newest_bytes)
 
     def _saved_tensor(self, seen: SeenTensor, record: RegionRecord, stays: bool = False) -> SavedTensor:
         """`stays`: an input that is saved outside of all regions too, and stays on the device."""
@@ -153,7 +143,7 @@ class _ProfileBuilder(NamedTuple):
         at_s, op_s = self._between(record.began, seen.event), self._between(seen.before, seen.event)
         call = 1 << seen.index
         downstream = _downstream(record, call)
-        seconds = [self._between(before, after) for calls, before, after in record.between if calls == call]
+        seconds = [self._between(before, after) for before, after in seen.between]
         return ExpensiveOp(
             index=seen.index,
             nbytes=seen.nbytes,
@@ -163,7 +153,7 @@ class _ProfileBuilder(NamedTuple):
             downstream=downstream,
             downstream_s=sum(seconds) * self.slowdown if downstream else 0.0,
             downstream_ops=len(seconds) if downstream else 0,
-            users=tuple(sorted(record.users[seen.index])) if downstream else (),
+            users=tuple(each.index for each in record.expensive_ops if each.calls & call) if downstream else (),
         )
 
     def _between(self, start: StreamEvent, end: StreamEvent) -> float:
@@ -173,10 +163,9 @@ class _ProfileBuilder(NamedTuple):
 def _downstream(record: RegionRecord, call: int) -> tuple[int, ...]:
     """Indices of saved tensors derived from an expensive call (a bit). Empty if a derived tensor was read by a kernel
     hidden from dispatch modes: such a kernel needs the bytes."""
-    derived = [(each.index, each.origin) for each in record.saved_tensors if each.origin is not None]
-    derived = [(index, origin) for index, origin in derived if origin.calls & call]
+    derived = {each.index: each.origin for each in record.saved_tensors if each.origin and each.origin.calls & call}
     is_needed = record.provenance is None or record.provenance.unprunable & call != 0
-    return tuple(index for index, _ in derived) if not is_needed and all(o.is_used for _, o in derived) else ()
+    return tuple(derived) if not is_needed and all(origin.is_used for origin in derived.values()) else ()
 
 
 def _slowdown(timed: RegionTimes, detailed: RegionTimes) -> float:
@@ -198,55 +187,51 @@ def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:
     return [*found[:-1], found[-1] + sum(left.values())]
 
 
-class _MemoryCurve:
-    """Bytes of each region in a detailed step, in order of forward.
-
-    Args:
-        recorder: recorder of the step.
-        names: names of the regions.
-        regions_bytes: bytes that the regions kept on the device in the step.
-    """
+class _MemoryCurve(StepParts):
+    """Bytes of each region in a detailed step, in which the regions kept `regions_bytes` on the device."""
 
     def __init__(self, recorder: ProfilingRecorder, names: Collection[str], regions_bytes: int) -> None:
-        events = [each for each in recorder.events if not each.region or each.region in names]
+        super().__init__(recorder.events, names)
+        events, left = self.events, self.left[-1]
         self.base_bytes = events[0].memory.allocated_bytes
-        entered, left = (indices_of(events, kind) for kind in (StepEventKind.REGION_ENTERED, StepEventKind.REGION_LEFT))
-        self.regions = [events[k].region for k in entered]
-        self.kept_bytes = max(0, events[entered[0]].memory.allocated_bytes - self.base_bytes) if entered else 0
-        self.forward_work = [_peak(events[a + 1 : b + 1], events[a]) for a, b in zip(entered, left, strict=True)]
-        self.when_entered_bytes = [events[k].memory.allocated_bytes for k in entered]
-        self.when_left_bytes = [events[k].memory.allocated_bytes for k in left]
-        forward_end = events[indices_of(events, StepEventKind.FORWARD_ENDED)[0]]
+        self.kept_bytes = max(0, events[self.entered[0]].memory.allocated_bytes - self.base_bytes)
         # Allocated in every simulated step, plus allocations of the measured step that a simulation replaces.
         known_bytes = self.base_bytes + self.kept_bytes + regions_bytes
         known_bytes += recorder.waiting_bytes - recorder.freed_common_bytes
-        self.held_bytes = max(0, forward_end.memory.allocated_bytes - known_bytes)
-        intervals = list(backward_intervals(events))
-        first = intervals[0].at if intervals else len(events) - 1
-        after = [each.memory.peak_bytes for each in events[left[-1] + 1 : first + 1]] if left else []
-        last_left = events[left[-1]] if left else events[0]
-        self.points = list(_post_region_points(recorder, last_left, known_bytes, max(after, default=0)))
-        self._intervals = by_forward(((each.region, each) for each in intervals), self.regions)
-        self.backward_work = [0 if each is None else _peak(each.events, each.begin) for each in self._intervals]
-        self.left_bytes = self._left(intervals, [each for each in recorder.records if each.region in names])
+        self.held_bytes = max(0, events[self.forward_end].memory.allocated_bytes - known_bytes)
+        first = self.intervals[0].at if self.intervals else len(events) - 1
+        last_peak_bytes = max((each.memory.peak_bytes for each in events[left + 1 : first + 1]), default=0)
+        self.points = _post_region_points(recorder, events[left], known_bytes, last_peak_bytes)
+        self.backward_work = [0 if each is None else _peak(each.events, each.begin) for each in self.own]
+        self.left_bytes = self._left_bytes([each for each in recorder.records if each.region in names])
 
-    def _left(self, intervals: Sequence[BackwardInterval], records: Sequence[RegionRecord]) -> list[int]:
+    def _left_bytes(self, records: Sequence[RegionRecord]) -> list[int]:
         """Gradients of inputs common to several regions stay allocated to the end: bytes left by the backward of each
         pass, by the memory at the beginning of the next interval. Recomputation begins with the inputs allocated."""
         inputs = [sum(seen.nbytes for seen in record.inputs) for record in records]
         after = [record.after_bytes for record in records]
         most = max((record.common_bytes for record in records), default=0)
-        passes = {each.at: k for k, each in enumerate(self._intervals) if each is not None}
-        left = [0] * len(self._intervals)
-        for interval, following in pairwise(each for each in intervals if each.at in passes):
+        passes = {each.at: k for k, each in enumerate(self.own) if each is not None}
+        left = [0] * len(self.own)
+        for interval, following in pairwise(each for each in self.intervals if each.at in passes):
             own, other = passes[interval.at], passes[following.at]
             more = following.begin.memory.allocated_bytes - interval.begin.memory.allocated_bytes
             left[own] = min(max(0, more + inputs[own] - inputs[other] + after[other]), most)
         return left
 
+    def forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:
+        """Working memory of forward, including work after the region, with the last saved tensor still on its way."""
+        own = self.events[self.entered[k] : self.left[k] + 1]
+        own_bytes = _peak(own[1:], own[0])
+        if record.after_peak_bytes <= own[-1].memory.allocated_bytes:
+            return own_bytes
+        newest_bytes = next((each.nbytes for each in reversed(saved) if each.nbytes > 0), 0)
+        after_bytes = record.after_peak_bytes - record.after_bytes - own[0].memory.allocated_bytes
+        return max(own_bytes, after_bytes + newest_bytes)
+
     def unused(self, k: int, saved: Sequence[SavedTensor]) -> int:
         """Bytes of saved tensors that backward does not read; 0 if no read was recorded."""
-        read = self._read(k, saved)
+        read = {owner for _, owner in self._reads(k, saved) if owner >= 0}
         return sum(each.nbytes for each in saved if read and each.index not in read)
 
     def moved_work(self, k: int, saved: Sequence[SavedTensor], present_bytes: int) -> int:
@@ -254,33 +239,26 @@ class _MemoryCurve:
 
         Inputs, `present_bytes`, are included. 0 if no read was recorded.
         """
-        interval, read = self._intervals[k], self._read(k, saved)
+        interval, reads = self.own[k], self._reads(k, saved)
+        read = {owner for _, owner in reads if owner >= 0}
         if interval is None or not read:
             return 0
         unread = {each.index: each.nbytes for each in saved if each.index in read}  # unused tensors are freed by then
-        most = 0
-        for each in interval.after_recompute:
-            peak_bytes = each.memory.peak_bytes - interval.begin.memory.allocated_bytes + present_bytes
-            most = max(most, peak_bytes - sum(unread.values()))
-            if _is_own_read(each, interval):
-                unread.pop(_owner(saved, each.tensor), None)
+        begin_bytes, most = interval.begin.memory.allocated_bytes, 0
+        for event, owner in reads:
+            most = max(most, event.memory.peak_bytes - begin_bytes + present_bytes - sum(unread.values()))
+            unread.pop(owner, None)
         return most
 
-    def _read(self, k: int, saved: Sequence[SavedTensor]) -> set[int]:
-        """Indices of saved tensors with memory that backward reads."""
-        interval = self._intervals[k]
-        own = () if interval is None else (each for each in interval.after_recompute if _is_own_read(each, interval))
-        return {_owner(saved, each.tensor) for each in own}
-
-
-def _is_own_read(event: StepEvent, interval: BackwardInterval) -> bool:
-    """A hook may read tensors of another region during the interval."""
-    return event.kind is StepEventKind.TENSOR_READ and event.region == interval.region
-
-
-def _owner(saved: Sequence[SavedTensor], index: int) -> int:
-    """Index of the saved tensor that owns the memory of tensor `index`."""
-    return next((each.shares for each in saved if each.index == index and each.shares >= 0), index)
+    def _reads(self, k: int, saved: Sequence[SavedTensor]) -> list[tuple[StepEvent, int]]:
+        """Events after the recomputation of pass `k`, each with the index of the saved tensor that owns the memory read
+        at the event; -1 for no read, or for a read of another region by a hook."""
+        interval = self.own[k]
+        if interval is None:
+            return []
+        owners = {each.index: each.shares for each in saved if each.shares >= 0}
+        own = (each.tensor if each.region == interval.region else -1 for each in interval.after_recompute)
+        return [(each, owners.get(tensor, tensor)) for each, tensor in zip(interval.after_recompute, own, strict=True)]
 
 
 def _peak(events: Sequence[StepEvent], since: StepEvent) -> int:
@@ -290,11 +268,11 @@ def _peak(events: Sequence[StepEvent], since: StepEvent) -> int:
 
 def _post_region_points(
     recorder: ProfilingRecorder, left: StepEvent, known_bytes: int, last_peak_bytes: int
-) -> Iterator[PostRegionPoint]:
+) -> tuple[PostRegionPoint, ...]:
     """Points after the last region, left at `left`, at which parcels on their way may be released, and the peak from
     each point on, over `known_bytes`."""
+    seconds_between = recorder.device.seconds_between
+    places = [(seen.tensor, max(0.0, seconds_between(left.event, seen.event))) for seen in recorder.outside]
     peaks = [*(seen.memory.peak_bytes for seen in recorder.outside), last_peak_bytes]
-    times = [max(0.0, recorder.device.seconds_between(left.event, seen.event)) for seen in recorder.outside]
-    points = [(-1, 0.0), *zip((seen.tensor for seen in recorder.outside), times, strict=True)]
-    for (tensor, at_s), peak_bytes in zip(points, peaks, strict=True):
-        yield PostRegionPoint(tensor, at_s, max(0, peak_bytes - known_bytes))
+    points = zip([(-1, 0.0), *places], peaks, strict=True)
+    return tuple(PostRegionPoint(*place, max(0, peak_bytes - known_bytes)) for place, peak_bytes in points)

@@ -14,11 +14,12 @@ Note [Launch overhead]
    (launch-ahead). If the CPU is slower than compute over a step, the launch-ahead is used up at some point.
 """
 
+import dataclasses
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,31 +42,26 @@ _MOST_RECOMPUTE = 1.5  # times forward
 def host_of(
     recorder: ProfilingRecorder, names: Collection[str], regions: Sequence[RegionProfile], ops: Sequence[int]
 ) -> Host | None:
-    """CPU times of a recorded step; None on a device that computes synchronously.
+    """CPU times of the timed step; None on a device that computes synchronously.
 
-    Args:
-        recorder: recorder of the timed step.
-        names: names of the regions.
-        regions: regions of the step's profile, one for each pass.
-        ops: number of operators of each pass.
+    `regions` and `ops` have a profile and a number of operators for each pass through one of the regions `names`.
     """
     if not recorder.device.is_async:
         return None
     times = RegionTimes(recorder.events, names, lambda start, end: end.cpu_s - start.cpu_s)
     unit_s = _unit_s(times.prepared_s, regions)
     prepared_s, moved_s = _PREPARE_REGION * unit_s, _MOVE_PARCEL * unit_s
-    runs: list[_CpuTimes] = []
+    runs: list[HostTime] = []  # forward without preparation
     for k, region in enumerate(regions):
         # Backward prepares the next pass in backward, taken as equal to pass k.
         own_s = prepared_s + moved_s * len(region.inputs) if times.prepared_s[k] > 0 else 0.0
         first_s, backward_s = times.forward_s[k] - times.prepared_s[k], max(0.0, times.backward_s[k] - own_s)
-        runs.append(_CpuTimes(first_s, times.recompute_s[k], backward_s))
-    runs = _smoothed(runs, regions, ops)
-    graph_s = statistics.median(run.kept_s - run.first_s for run in runs)
+        runs.append(HostTime(first_s, backward_s, times.recompute_s[k], ops[k]))
+    runs = _smoothed(runs, regions)
+    kept = [dataclasses.replace(run, forward_s=_kept_s(run)) for run in runs]
+    graph_s = statistics.median(k.forward_s - run.forward_s for k, run in zip(kept, runs, strict=True))
     return Host(
-        regions=tuple(
-            HostTime(run.kept_s, run.backward_s, run.recompute_s, count) for run, count in zip(runs, ops, strict=True)
-        ),
+        regions=tuple(kept),
         before_s=times.before_s,
         after_s=times.after_s,
         backward_before_s=times.backward_before_s,
@@ -78,43 +74,31 @@ def host_of(
     )
 
 
-class _CpuTimes(NamedTuple):
-    """CPU seconds of one pass: forward without preparation, recomputation, backward."""
-
-    first_s: float
-    recompute_s: float
-    backward_s: float
-
-    @property
-    def kept_s(self) -> float:
-        """CPU time of a forward that keeps. Recomputation makes a graph and a first run does not, so the longer of the
-        two counts, unless recomputation was blocked by the device."""
-        was_blocked = self.recompute_s >= _MOST_RECOMPUTE * self.first_s
-        return self.first_s if was_blocked else max(self.first_s, self.recompute_s)
+def _kept_s(run: HostTime) -> float:
+    """CPU time of a forward that keeps. Recomputation makes a graph and a first run does not, so the longer of the two
+    counts, unless recomputation was blocked by the device."""
+    was_blocked = run.recompute_s >= _MOST_RECOMPUTE * run.forward_s
+    return run.forward_s if was_blocked else max(run.forward_s, run.recompute_s)
 
 
-def _smoothed(runs: Sequence[_CpuTimes], regions: Sequence[RegionProfile], ops: Sequence[int]) -> list[_CpuTimes]:
+def _smoothed(runs: Sequence[HostTime], regions: Sequence[RegionProfile]) -> list[HostTime]:
     """Equal regions take equal CPU time: the time of the faster passes."""
-    groups: dict[tuple[int, ...], list[_CpuTimes]] = {}
     keys = [
-        (count, len(r.saved_tensors), len(r.inputs), len(r.expensive_ops))
-        for r, count in zip(regions, ops, strict=True)
+        (run.ops, len(region.saved_tensors), len(region.inputs), len(region.expensive_ops))
+        for run, region in zip(runs, regions, strict=True)
     ]
-    for key, run in zip(keys, runs, strict=True):
-        groups.setdefault(key, []).append(run)
+    groups = {key: [run for own, run in zip(keys, runs, strict=True) if own == key] for key in set(keys)}
     smoothed = {key: _unblocked(group) for key, group in groups.items()}
     return [smoothed[key] for key in keys]
 
 
-def _unblocked(runs: Sequence[_CpuTimes]) -> _CpuTimes:
+def _unblocked(runs: Sequence[HostTime]) -> HostTime:
     """CPU times without blocking by the device: the faster quarter in forward, where blocking is rare but the speed
     varies, and the second fastest in backward. Multiples of forward bound the rest, if all passes were blocked."""
-    first_s = _quantile(len(runs) // 4, [run.first_s for run in runs])
-    return _CpuTimes(
-        first_s,
-        recompute_s=min(_MOST_RECOMPUTE * first_s, _quantile(1, [run.recompute_s for run in runs])),
-        backward_s=min(2.5 * first_s, _quantile(1, [run.backward_s for run in runs])),
-    )
+    first_s = _quantile(len(runs) // 4, [run.forward_s for run in runs])
+    backward_s = min(2.5 * first_s, _quantile(1, [run.backward_s for run in runs]))
+    recompute_s = min(_MOST_RECOMPUTE * first_s, _quantile(1, [run.recompute_s for run in runs]))
+    return HostTime(first_s, backward_s, recompute_s, runs[0].ops)
 
 
 def _quantile(rank: int, seconds: Sequence[float]) -> float:
@@ -125,11 +109,10 @@ def _quantile(rank: int, seconds: Sequence[float]) -> float:
 def _launch_ahead_s(recorder: ProfilingRecorder) -> float:
     """Lower bound of the delay of compute behind the CPU at the beginning of the step. Events not passed when the CPU
     recorded a later event bound the delay, until the first spin."""
-    first, ahead_s = recorder.events[0], 0.0
-    own = itertools.takewhile(lambda each: each.kind is not StepEventKind.SPIN_ENDED, recorder.events)
-    for event, not_passed in ((event, recorder.events[event.passed]) for event in own):
-        since_s = recorder.device.seconds_between(first.event, not_passed.event)
-        ahead_s = max(ahead_s, event.at_s - first.at_s - since_s)
+    events, ahead_s = recorder.events, 0.0
+    for event in itertools.takewhile(lambda each: each.kind is not StepEventKind.SPIN_ENDED, events):
+        since_s = recorder.device.seconds_between(events[0].event, events[event.passed].event)
+        ahead_s = max(ahead_s, event.at_s - events[0].at_s - since_s)
     return ahead_s
 
 
@@ -143,20 +126,9 @@ def _unit_s(prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> fl
 def _timed_unit_s() -> float:
     """CPU time that a dispatch mode adds to an operator."""
     calls, t = 64, torch.empty(1)
-
-    def fastest_s() -> float:
-        return min(_seconds_of_calls(t, calls) for _ in range(5))
-
     with _EmptyMode():
-        with_mode_s = fastest_s()
-    return max(0.0, with_mode_s - fastest_s()) / calls
-
-
-def _seconds_of_calls(t: torch.Tensor, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        t.detach()
-    return time.perf_counter() - start
+        with_mode_s = min(timeit.repeat(t.detach, number=calls))
+    return max(0.0, with_mode_s - min(timeit.repeat(t.detach, number=calls))) / calls
 
 
 class _EmptyMode(OperatorMode):

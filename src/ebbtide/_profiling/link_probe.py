@@ -1,10 +1,11 @@
 """Measures the copy rates of an engine's lanes with a few copies of its own, before planning."""
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ebbtide._engine.engine import Engine
-from ebbtide._types import Block, Device, Stream, StreamEvent, Wait
+from ebbtide._types import Block, Stream, StreamEvent, Wait
 from ebbtide._utils.sizes import MIB
 
 
@@ -23,14 +24,13 @@ def probe_link(engine: Engine) -> Rates | None:
     """
     with engine.lock:
         for nbytes in (64 * MIB, 16 * MIB, 4 * MIB, MIB):
-            blocks = [engine.store.reserve(nbytes) for _ in range(2)]
+            blocks = [block for block in (engine.store.reserve(nbytes) for _ in range(2)) if block is not None]
             try:
-                if None not in blocks:
-                    return _rates(engine, nbytes, *[block for block in blocks if block is not None])
+                if len(blocks) == 2:
+                    return _rates(engine, nbytes, *blocks)
             finally:
                 for block in blocks:
-                    if block is not None:
-                        engine.store.give_back(block)
+                    engine.store.give_back(block)
     return None
 
 
@@ -44,23 +44,15 @@ def _rates(engine: Engine, nbytes: int, first: Block, second: Block) -> Rates:
     for stream in (outbound, inbound):
         device.wait(stream, ready, Wait.READY)
 
-    def copy_out() -> _Copy:
-        return _Copy(device.record(outbound), store.write(first, source, outbound))
+    def rate(lane: Stream, copy: Callable[[], StreamEvent]) -> float:
+        began, ended = device.record(lane), copy()
+        device.wait(compute, ended, Wait.ABANDONED)  # the copied memory is freed in the order of `compute`
+        while not device.is_done(ended):
+            time.sleep(1e-4)
+        return nbytes / max(device.seconds_between(began, ended), 1e-9)  # a simulated clock may stand still
 
-    def copy_back() -> _Copy:
-        return _Copy(device.record(inbound), store.read(second, target, inbound))
-
-    store.write(second, source, outbound)  # fills the block that `copy_back` reads, and warms up the lane
-    return Rates(*(max(_rate(device, compute, nbytes, copy()) for _ in range(3)) for copy in (copy_out, copy_back)))
-
-
-class _Copy(NamedTuple):
-    began: StreamEvent
-    ended: StreamEvent
-
-
-def _rate(device: Device, compute: Stream, nbytes: int, copy: _Copy) -> float:
-    device.wait(compute, copy.ended, Wait.ABANDONED)  # the copied memory is freed in the order of `compute`
-    while not device.is_done(copy.ended):
-        time.sleep(1e-4)
-    return nbytes / max(device.seconds_between(copy.began, copy.ended), 1e-9)  # a simulated clock may stand still
+    store.write(second, source, outbound)  # fills the block that is read below, and warms up the lane
+    return Rates(
+        out=max(rate(outbound, lambda: store.write(first, source, outbound)) for _ in range(3)),
+        back=max(rate(inbound, lambda: store.read(second, target, inbound)) for _ in range(3)),
+    )

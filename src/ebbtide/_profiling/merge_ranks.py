@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from ebbtide._errors import PlanError
-from ebbtide._profiling.profile import ExpensiveOp, Host, Link, Outside, PostRegionPoint, Profile, RegionProfile
+from ebbtide._profiling.profile import ExpensiveOp, Host, Outside, PostRegionPoint, Profile, RegionProfile
 
 Row = TypeVar("Row")
 
@@ -30,13 +32,13 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
                 "rank its own plan=, or the recipes by hand"
             )
     fullest = max(profiles, key=lambda profile: profile.base_bytes)
-    return Profile(
+    links = [p.link for p in profiles]
+    return dataclasses.replace(
+        fullest,
         made_for=first.made_for,
-        regions=tuple(_slowest_region([p.regions[k] for p in profiles]) for k in range(len(first.regions))),
+        regions=tuple(map(_slowest_region, zip(*(p.regions for p in profiles), strict=True))),
         outside=_slowest_outside([p.outside for p in profiles]),
-        link=_slowest_link([p.link for p in profiles]),
-        base_bytes=fullest.base_bytes,
-        base=fullest.base,
+        link=dataclasses.replace(_largest(links), out=min(x.out for x in links), back=min(x.back for x in links)),
         host_limit_bytes=_least(p.host_limit_bytes for p in profiles),
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
@@ -48,9 +50,9 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
 def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
     merged = dataclasses.replace(
         _largest(regions),
-        saved_tensors=_by_number((tensor.index, tensor) for region in regions for tensor in region.saved_tensors),
-        inputs=_by_number((tensor.index, tensor) for region in regions for tensor in region.inputs),
-        expensive_ops=_by_number((op.index, op) for region in regions for op in _agreed(region, regions)),
+        saved_tensors=_merged((tensor for region in regions for tensor in region.saved_tensors), "index"),
+        inputs=_merged((tensor for region in regions for tensor in region.inputs), "index"),
+        expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
     )
     # Short-lived memory of one rank must not vanish under saved tensors of another rank.
     short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unused_bytes for each in regions)
@@ -66,20 +68,15 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
 def _agreed(own: RegionProfile, regions: Sequence[RegionProfile]) -> Iterator[ExpensiveOp]:
     """Downstream tensors of a call count only if equal on all ranks with the call."""
     for op in own.expensive_ops:
-        matching = (other for region in regions for other in region.expensive_ops if other.index == op.index)
-        if all((other.downstream, other.users) == (op.downstream, op.users) for other in matching):
-            yield op
-        else:
-            yield dataclasses.replace(op, downstream=(), downstream_s=0.0, downstream_ops=0, users=())
+        alike = (other for region in regions for other in region.expensive_ops if other.index == op.index)
+        is_agreed = all((other.downstream, other.users) == (op.downstream, op.users) for other in alike)
+        yield op if is_agreed else dataclasses.replace(op, downstream=(), downstream_s=0.0, downstream_ops=0, users=())
 
 
 def _slowest_outside(parts: Sequence[Outside]) -> Outside:
-    common = frozenset[int].intersection(
-        *(frozenset(p.tensor_index for p in part.post_region_points) for part in parts)
-    )
+    common = set[int].intersection(*({p.tensor_index for p in part.post_region_points} for part in parts))
     points = (point for part in parts for point in _at_places(part.post_region_points, common))
-    numbered = _by_number((point.tensor_index, point) for point in points)
-    return dataclasses.replace(_largest(parts), post_region_points=numbered)
+    return dataclasses.replace(_largest(parts), post_region_points=_merged(points, "tensor_index"))
 
 
 def _at_places(points: Iterable[PostRegionPoint], places: Collection[int]) -> Iterator[PostRegionPoint]:
@@ -91,20 +88,11 @@ def _at_places(points: Iterable[PostRegionPoint], places: Collection[int]) -> It
         yield dataclasses.replace(at, peak_bytes=point.peak_bytes)
 
 
-def _slowest_link(links: Sequence[Link]) -> Link:
-    return Link(
-        out=min(link.out for link in links),
-        back=min(link.back for link in links),
-        latency_s=max(link.latency_s for link in links),
-        interference=max(link.interference for link in links),
-    )
-
-
 def _slowest_host(hosts: Sequence[Host]) -> Host | None:
     """The steady launch-ahead follows from the merged profile, by `with_host`."""
     if not hosts:
         return None
-    regions = tuple(_largest(times) for times in zip(*(host.regions for host in hosts), strict=True))
+    regions = tuple(map(_largest, zip(*(host.regions for host in hosts), strict=True)))
     ahead_s = min(host.launch_ahead_s for host in hosts)
     return dataclasses.replace(_largest(hosts), regions=regions, launch_ahead_s=ahead_s)
 
@@ -113,11 +101,10 @@ def _least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _by_number(rows: Iterable[tuple[int, Row]]) -> tuple[Row, ...]:
-    alike: dict[int, list[Row]] = {}
-    for number, row in rows:
-        alike.setdefault(number, []).append(row)
-    return tuple(_largest(alike[number]) for number in sorted(alike))
+def _merged(rows: Iterable[Row], number: str) -> tuple[Row, ...]:
+    """The rows of each value of the field `number` as one row, in ascending order."""
+    by_number = attrgetter(number)
+    return tuple(_largest(list(alike)) for _, alike in groupby(sorted(rows, key=by_number), by_number))
 
 
 def _largest(rows: Sequence[Row]) -> Row:

@@ -1,7 +1,7 @@
 """Profiles as plain data: measurements of one training step, to and from JSON. Seconds and bytes."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -155,10 +155,8 @@ class Outside:
     """The step before, after and between forward and backward of the regions.
 
     Attributes:
-        before_s: forward before the first region.
-        after_s: forward after the last region.
-        backward_before_s: backward before the last region's backward (loss, logits).
-        backward_after_s: backward after the first region's backward.
+        before_s, after_s: forward before the first region and after the last region.
+        backward_before_s, backward_after_s: backward before the last region's (loss, logits) and after the first's.
         kept_bytes: saved before the first region, and on the device until backward.
         post_region_points: places after the last region, in order, beginning with the end of its forward.
         held_bytes: saved after the last region, and on the device until backward.
@@ -180,11 +178,9 @@ class Outside:
 
 @dataclass(frozen=True)
 class HostTime:
-    """CPU time to launch one pass through a region, with everything kept.
+    """CPU time to launch one pass through a region with everything kept, and its recomputation with no outputs saved.
 
     Attributes:
-        forward_s, backward_s: forward and backward.
-        recompute_s: recomputation with no outputs saved.
         ops: number of operators called.
     """
 
@@ -192,10 +188,6 @@ class HostTime:
     backward_s: float
     recompute_s: float
     ops: int
-
-    def times(self, ratio: float) -> "HostTime":
-        """All seconds multiplied by `ratio`."""
-        return HostTime(self.forward_s * ratio, self.backward_s * ratio, self.recompute_s * ratio, self.ops)
 
 
 @dataclass(frozen=True)
@@ -226,12 +218,7 @@ class Host:
 
     def times(self, ratio: float) -> "Host":
         """All launch times multiplied by `ratio`; the launch-ahead stays."""
-        seconds = ("before_s", "after_s", "backward_before_s", "frame_s", "op_s", "saved_output_s", "moved_s")
-        return dataclasses.replace(
-            self,
-            regions=tuple(region.times(ratio) for region in self.regions),
-            **{name: getattr(self, name) * ratio for name in seconds},
-        )
+        return _changed(self, lambda name, value: value if name == "ops" or "ahead" in name else value * ratio)
 
     @property
     def seconds(self) -> float:
@@ -339,8 +326,14 @@ class Profile:
         if tokens == self.tokens or self.tokens <= 0:
             return self
         k = tokens / self.tokens
-        regions = tuple(_scaled(region, k) for region in self.regions)
-        return dataclasses.replace(self, regions=regions, outside=_scaled(self.outside, k), tokens=tokens)
+
+        def scaled(name: str, value: Any) -> Any:
+            if name.endswith("bytes") and name != "grad_bytes" and value > 0:  # gradients are of parameters
+                return max(1, round(value * k))  # 0 would mean that the memory is shared
+            return value * k if name.endswith("_s") else value
+
+        regions, outside = _changed((self.regions, self.outside), scaled)
+        return dataclasses.replace(self, regions=regions, outside=outside, tokens=tokens)
 
     def with_reserved(self, nbytes: int) -> "Profile":
         """The step with `nbytes` more allocated before the begin, such as the state of an optimizer yet to come."""
@@ -351,22 +344,23 @@ class Profile:
 
     def refitted(self, forward: float, backward: float, memory: float = 1.0) -> "Profile":
         """The step with the seconds of forward and of backward, and the work bytes, multiplied by the arguments."""
-        outside = dataclasses.replace(
-            self.outside,
-            before_s=self.outside.before_s * forward,
-            after_s=self.outside.after_s * forward,
-            backward_before_s=self.outside.backward_before_s * backward,
-            backward_after_s=self.outside.backward_after_s * backward,
-            post_region_points=tuple(
-                dataclasses.replace(point, at_s=point.at_s * forward, peak_bytes=int(point.peak_bytes * memory))
-                for point in self.outside.post_region_points
-            ),
-        )
-        regions = tuple(_refitted(region, forward, backward, memory) for region in self.regions)
-        return dataclasses.replace(self, regions=regions, outside=outside)
+
+        def refitted(name: str, value: Any) -> Any:
+            if name in ("backward_work_bytes", "moved_work_bytes", "peak_bytes"):
+                return int(value * memory)
+            if not name.endswith("_s"):
+                return value
+            # Times of expensive calls too, as of the recomputation that the calls are a part of.
+            return value * (forward if name in ("before_s", "after_s", "forward_s", "at_s") else backward)
+
+        regions = tuple(dataclasses.replace(_changed(r, refitted), inputs=r.inputs) for r in self.regions)
+        return dataclasses.replace(self, regions=regions, outside=_changed(self.outside, refitted))
 
     def __str__(self) -> str:
-        return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=range(1, len(_COLUMNS)))])
+        lines = [(region.name, *_cells(region)) for region in self.regions]
+        runs = consecutive(lines, lambda one, other: one[1:] == other[1:])
+        rows = [(as_range(run[0][0], run[-1][0]), *run[0][1:]) for run in runs]
+        return "\n".join([_headline(self), plain_table([_COLUMNS, *rows], right=range(1, len(_COLUMNS)))])
 
     def what_differs(self, wanted: Mapping[str, str]) -> list[str]:
         """Describe the entries of `wanted` that differ from `made_for`. Settings missing in `made_for` are ignored."""
@@ -418,12 +412,6 @@ def _headline(profile: Profile) -> str:
     )
 
 
-def _rows(profile: Profile) -> Iterator[tuple[str, ...]]:
-    lines = [(region.name, *_cells(region)) for region in profile.regions]
-    for run in consecutive(lines, lambda one, other: one[1:] == other[1:]):
-        yield as_range(run[0][0], run[-1][0]), *run[0][1:]
-
-
 def _cells(region: RegionProfile) -> tuple[str, ...]:
     sums = (
         region.saved_bytes,
@@ -437,37 +425,11 @@ def _cells(region: RegionProfile) -> tuple[str, ...]:
     return str(len(region.saved_tensors)), *map(format_bytes, sums)
 
 
-def _refitted(region: RegionProfile, forward: float, backward: float, memory: float) -> RegionProfile:
-    return dataclasses.replace(
-        region,
-        forward_s=region.forward_s * forward,
-        backward_s=region.backward_s * backward,
-        recompute_s=region.recompute_s * backward,
-        saved_tensors=tuple(dataclasses.replace(tensor, at_s=tensor.at_s * forward) for tensor in region.saved_tensors),
-        expensive_ops=tuple(
-            dataclasses.replace(
-                op,
-                at_s=op.at_s * forward,
-                recompute_s=op.recompute_s * backward,  # as the recomputation that the call is a part of
-                downstream_s=op.downstream_s * backward,
-            )
-            for op in region.expensive_ops
-        ),
-        backward_work_bytes=int(region.backward_work_bytes * memory),
-        moved_work_bytes=int(region.moved_work_bytes * memory),
-    )
-
-
-def _scaled(row: Any, k: float) -> Any:
-    """Multiply all seconds and bytes by `k`, in rows of fields too."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(row):
-        value: Any = getattr(row, field.name)
-        if field.name.endswith("_s"):
-            changed[field.name] = value * k
-        elif field.name.endswith("bytes") and field.name != "grad_bytes" and value > 0:  # gradients are of parameters
-            changed[field.name] = max(1, round(value * k))  # 0 would mean that the memory is shared
-        elif isinstance(value, tuple):
-            rows = cast("tuple[Any, ...]", value)
-            changed[field.name] = tuple(_scaled(item, k) if dataclasses.is_dataclass(item) else item for item in rows)
-    return dataclasses.replace(row, **changed)
+def _changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A row, or a tuple of rows, with `change(name, value)` for every field. `name`: of the field that is a tuple."""
+    if isinstance(value, tuple):
+        return tuple(_changed(item, change, name) for item in cast("tuple[Any, ...]", value))
+    if not dataclasses.is_dataclass(value):
+        return change(name, value)
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.replace(cast("Any", value), **{name: _changed(v, change, name) for name, v in values.items()})

@@ -19,9 +19,9 @@ Note [How a step is measured]
 
 import contextlib
 import enum
+import itertools
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -52,6 +52,7 @@ class StepEventKind(enum.Enum):
     RECOMPUTE_BEGAN = "a region's recomputation begins"
     RECOMPUTE_ENDED = "a region's recomputation has ended"
     TENSOR_READ = "backward reads a tensor saved during recomputation"
+    TENSOR_SAVED = "forward saves a tensor outside of all regions"
     SPIN_BEGAN = "compute begins to spin"
     SPIN_ENDED = "compute goes on"
     STEP_ENDED = "backward has ended"
@@ -66,11 +67,10 @@ class StepEvent(NamedTuple):
     memory: Memory  # allocated now, and the peak since the previous event
     cpu_s: float = 0.0  # on a clock that stands still while the recorder works
     passed: int = 0  # earlier events passed by compute, to relate the CPU clock and the stream
-    tensor: int = -1  # index of the saved tensor for TENSOR_READ
+    tensor: int = -1  # index of the saved tensor for TENSOR_READ and TENSOR_SAVED
     at_s: float = 0.0  # on the plain CPU clock
 
 
-_UNKNOWN = Memory(0, 0)
 _SPIN = 0.5  # of the CPU time of forward
 
 
@@ -106,17 +106,12 @@ class SeenTensor:
     event: StreamEvent  # after the tensor was made
     op: str = ""  # name of the expensive operator
     before: StreamEvent = None  # before the expensive operator
+    calls: int = 0  # expensive calls that the arguments of the expensive operator are derived from, as a bit set
     shares: int = UNSHARED  # as `shares` of the profile's saved tensors
     input_index: int = -1  # of a recomputed tensor: the region's input with an equal storage
     origin: StorageTrace | None = None  # of a recomputed tensor: expensive calls that lead to the tensor
-
-
-class OutsideTensor(NamedTuple):
-    """A tensor saved outside of all regions, with the memory since the previous event."""
-
-    tensor: int
-    event: StreamEvent
-    memory: Memory
+    # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
+    between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
 
 @dataclass
@@ -136,18 +131,11 @@ class RegionRecord:
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
-    # Operators on derived tensors: the expensive calls as a bit set, and the events before and after.
-    between: list[tuple[int, StreamEvent, StreamEvent]] = field(
-        default_factory=list[tuple[int, StreamEvent, StreamEvent]]
-    )
-    # For each expensive call the expensive calls that read derived tensors.
-    users: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set[int]))
 
 
 class _FirstUse(NamedTuple):
     """First record of a storage, and all later records in other passes."""
 
-    storage: "weakref.ref[torch.UntypedStorage]"
     record: RegionRecord
     seen: SeenTensor
     elsewhere: list[SeenTensor]
@@ -157,17 +145,15 @@ class ProfilingRecorder(BackwardObserver):
     """Records one step.
 
     Args:
-        engine: engine of the model's device.
-        context: hook context; decides about saved tensors.
+        context: decides about saved tensors.
         is_detailed: record saved tensors, operators and memory too.
         recomputes: all regions except `kept` are recomputed; otherwise all regions keep.
         op_classes: classes of operators; None without recomputation.
         is_first: look for overwritten outputs of expensive operators.
         cpu_forward_s: CPU time of forward in an earlier step; 0: unknown.
-        kept: names of regions that keep.
 
     Attributes:
-        outside: tensors saved outside of all regions after the last region.
+        outside: a TENSOR_SAVED for each tensor saved after the last region, with the peak since the previous event.
         recomputed: records of recomputations, in order of backward.
         graphs: most graphs in flight at once during the step. Set by the owner of the recorder.
         waiting_bytes: parcels on their way out and still allocated when forward left the last region, without inputs
@@ -192,7 +178,7 @@ class ProfilingRecorder(BackwardObserver):
         self.device = engine.device
         self.events: list[StepEvent] = []
         self.records: list[RegionRecord] = []
-        self.outside: list[OutsideTensor] = []
+        self.outside: list[StepEvent] = []
         self.recomputed: list[RegionRecord] = []
         self.graphs = 1
         self.waiting_bytes = 0
@@ -207,13 +193,13 @@ class ProfilingRecorder(BackwardObserver):
         self._is_for_times = not is_detailed and not is_first
         self._earlier_s = cpu_forward_s
         self._compared: list[tuple[str, int, torch.Tensor]] = []
-        self._common: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._storages: dict[tuple[int, bool], _FirstUse] = {}
+        self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
+        self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
+        self._given_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
         self._alive_at_entry: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         # Saved outside of all regions, with the record of the region before.
-        self._after: list[tuple[RegionRecord, weakref.ref[torch.UntypedStorage]]] = []
-        self._after_peak_bytes = 0  # since forward left a region
-        self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._after: weakref.WeakKeyDictionary[torch.UntypedStorage, RegionRecord] = weakref.WeakKeyDictionary()
         self._region_read: str | None = None
         self._passed = 0
         self._cpu_clock = _CpuClock()
@@ -226,48 +212,48 @@ class ProfilingRecorder(BackwardObserver):
                 torch.empty(0).detach()  # the first operator seen by a mode triggers imports, which must not be timed
         if self._is_detailed:
             self.device.reset_peak_stats()
-        self._add(StepEventKind.STEP_BEGAN, "")
+        self.add(StepEventKind.STEP_BEGAN, "")
 
     def entered(self, region: str) -> None:
         with self._cpu_clock.stopped():
             is_first = self._is_for_times and not self.records
             if is_first and self._earlier_s > 0 and self.device.is_done(self.events[0].event):
                 self._spin_recorded(_SPIN * self._earlier_s)
-            self._add(StepEventKind.REGION_ENTERED, region)
+            self.add(StepEventKind.REGION_ENTERED, region)
             if self.records:
-                self.records[-1].after_peak_bytes = max(self._after_peak_bytes, self.events[-1].memory.peak_bytes)
+                after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
+                self.records[-1].after_peak_bytes = max(after)
             self.records.append(RegionRecord(region, self.events[-1].event))
-            known = ((first.storage, first.storage()) for first in self._storages.values())
-            self._alive_at_entry = [(ref, storage.nbytes()) for ref, storage in known if storage is not None]
+            known = itertools.chain(self._saved_first, self._given_first)
+            self._alive_at_entry = [(weakref.ref(storage), storage.nbytes()) for storage in known]
 
     def left(self, region: str) -> None:
         with self._cpu_clock.stopped():
-            self._add(StepEventKind.REGION_LEFT, region)
+            self.add(StepEventKind.REGION_LEFT, region)
             self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
             self.outside.clear()
-            self._after_peak_bytes = 0
-            self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._staying)
+            self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
 
     def forward_ended(self) -> None:
-        self._add(StepEventKind.FORWARD_ENDED, "")
+        self.add(StepEventKind.FORWARD_ENDED, "")
         self._count_after_bytes()
-        self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common if ref() is None)
+        self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common.items() if ref() is None)
 
     def read(self, region: str) -> None:
         if graph_task_id() == -1 or region == self._region_read:
             return
         self._backward_began()
         self._region_read = region
-        self._add(StepEventKind.REGION_READ, region)
+        self.add(StepEventKind.REGION_READ, region)
 
     @contextlib.contextmanager
     def running(self, region: str) -> Generator[None, None, None]:
         is_recorded = not self._is_detailed and graph_task_id() == -1  # in backward a part of a recomputation
         if is_recorded:
-            self._add(StepEventKind.REGION_RUNS, region)
+            self.add(StepEventKind.REGION_RUNS, region)
         yield
         if is_recorded:
-            self._add(StepEventKind.REGION_RAN, region)
+            self.add(StepEventKind.REGION_RAN, region)
 
     @contextlib.contextmanager
     def recomputing(self, region: str) -> "Generator[_TensorRecorder | None, None, None]":
@@ -279,7 +265,7 @@ class ProfilingRecorder(BackwardObserver):
             # A dispatch mode slows the CPU: four times the CPU time of a region's forward. The spin counts as backward
             # of the previous region, with times read from the other step.
             self._spin(4.0 * self.cpu_forward_s / max(1, len(self.records)))
-        self._add(StepEventKind.RECOMPUTE_BEGAN, region)
+        self.add(StepEventKind.RECOMPUTE_BEGAN, region)
         record = RegionRecord(region)
         self.recomputed.append(record)
         try:
@@ -287,40 +273,23 @@ class ProfilingRecorder(BackwardObserver):
                 record.began = self.device.record(self.device.current_stream())  # entering a mode takes time
                 yield _TensorRecorder(self, record) if self._is_detailed else None
         finally:
-            self._add(StepEventKind.RECOMPUTE_ENDED, region)
+            self.add(StepEventKind.RECOMPUTE_ENDED, region)
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         if not self._is_detailed or not self._context.serves(t.device):
             return
         if not region:
-            if self.records:
-                self._add_after(t)
+            if self.records and _has_storage(t) and why_never(t, self._context) not in _NO_ACTIVATION:
+                self._after.setdefault(t.untyped_storage(), self.records[-1])
             event = self.device.record(self.device.current_stream())
-            self.outside.append(OutsideTensor(index, event, self.device.memory()))
+            memory = self.device.memory()
+            self.outside.append(StepEvent(StepEventKind.TENSOR_SAVED, "", event, memory, tensor=index))
             self.device.reset_peak_stats()
         elif self.records and self.records[-1].region == region:
             record = self.records[-1]
             # A region that will be recomputed saves its inputs only.
             is_input = self._recomputes and region not in self._kept
-            self._add_tensor(record.inputs if is_input else record.saved_tensors, record, index, t)
-
-    # -- calls of _TensorRecorder ------------------------------------------------------------------------------------
-
-    def saved_again(self, record: RegionRecord, index: int, t: torch.Tensor, is_dead: bool, input_index: int) -> None:
-        if not is_dead:
-            self._add_tensor(record.saved_tensors, record, index, t, input_index)
-        else:
-            origin = _origin(record, t)
-            if record.provenance is not None and origin is not None:
-                record.provenance.unprunable |= origin.calls
-            if self._why_never(t) is None:
-                record.has_dead_tensors = True
-
-    def tensor_read(self, region: str, index: int) -> None:
-        if not self.is_over:
-            self._add(StepEventKind.TENSOR_READ, region, index)
-
-    # ----------------------------------------------------------------------------------------------------------------
+            self.add_tensor(record.inputs if is_input else record.saved_tensors, record, index, t)
 
     def _mode(self, region: str, record: RegionRecord) -> contextlib.AbstractContextManager[object]:
         if self._timed_by is not None:
@@ -333,74 +302,54 @@ class ProfilingRecorder(BackwardObserver):
         """Region and index of each overwritten output of an expensive operator. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
-    def _add_tensor(
+    def add_tensor(
         self, seen: list[SeenTensor], record: RegionRecord, index: int, t: torch.Tensor, input_index: int = -1
     ) -> None:
-        reason = self._why_never(t)
+        """Append `t` to `seen`, a list of `record`, or count the bytes if no recipe moves `t`."""
+        reason = self.why_never(t)
         if reason in _NO_ACTIVATION:
             return
-        storage = t.untyped_storage() if reason is None else None
-        nbytes = t.numel() * t.element_size() if storage is None else span_of(t, storage.nbytes()).transfer_nbytes
-        if storage is None:
-            record.not_movable_bytes += nbytes
+        if reason is not None:
+            record.not_movable_bytes += t.numel() * t.element_size()
             return
+        storage = t.untyped_storage()
+        nbytes = span_of(t, storage.nbytes()).transfer_nbytes
         event = self.device.record(self.device.current_stream())
         own = SeenTensor(index, nbytes, event, input_index=input_index, origin=_origin(record, t))
-        first = self._first_use(storage, seen is record.inputs, record, own)
-        if first == UNSHARED and seen is record.inputs:
-            record.common_bytes += nbytes
-            if all(ref() is not storage for ref, _ in self._common):
-                self._common.append((weakref.ref(storage), nbytes))
-        if first is not None:
-            own.nbytes, own.shares = 0, first
         seen.append(own)
-
-    def _add_after(self, t: torch.Tensor) -> None:
-        self._after_peak_bytes = max(self._after_peak_bytes, self.device.memory().peak_bytes)
-        if _has_storage(t) and why_never(t, self._context) not in _NO_ACTIVATION:
-            storage = t.untyped_storage()
-            if storage not in self._staying:
-                self._staying.add(storage)
-                self._after.append((self.records[-1], weakref.ref(storage)))
+        is_input = seen is record.inputs
+        first = (self._given_first if is_input else self._saved_first).setdefault(storage, _FirstUse(record, own, []))
+        if first.seen is own:
+            return
+        own.nbytes = 0
+        if first.record is record:
+            own.shares = first.seen.index
+            return
+        first.elsewhere.append(own)
+        if is_input:
+            record.common_bytes += nbytes
+            self._common.setdefault(weakref.ref(storage), nbytes)
 
     def _count_after_bytes(self) -> None:
         """Memory saved outside of regions stays under every plan: a region with the same storage cannot offload it.
 
         Freed storages belonged to an unused branch. Storages after the last region belong to no region.
         """
-        for record, ref in self._after:
-            storage = ref()
-            if storage is None or record is self.records[-1]:
+        for storage, record in self._after.items():
+            uses = self._saved_first.get(storage), self._given_first.get(storage)
+            known = [first for first in uses if first is not None]
+            # The inputs of the first region are the caller's, and allocated before the regions.
+            is_callers = any(f.record is self.records[0] and f.seen in f.record.inputs for f in known)
+            if record is self.records[-1] or is_callers:
                 continue
-            known = [self._storages.get((storage._cdata, is_input)) for is_input in (False, True)]
-            known = [first for first in known if first is not None and first.storage() is storage]
-            if any(first.record is self.records[0] and first.seen in first.record.inputs for first in known):
-                continue  # the caller's, and allocated before the regions
             record.after_bytes += storage.nbytes()
             for seen in (seen for first in known for seen in (first.seen, *first.elsewhere)):
                 seen.nbytes, seen.shares = 0, OUTSIDE
 
-    def _why_never(self, t: torch.Tensor) -> Reason | None:
+    def why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
             return why_never(t.detach() if self._recomputes and _is_detached_input(t) else t, self._context)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
-
-    def _first_use(
-        self, storage: torch.UntypedStorage, is_input: bool, record: RegionRecord, seen: SeenTensor
-    ) -> int | None:
-        """Index of an earlier tensor with the storage; None for the first one, UNSHARED for a tensor of another pass.
-
-        Inputs are told apart from saved tensors, because a region that keeps saves its input as well.
-        """
-        key = storage._cdata, is_input
-        known = self._storages.get(key)
-        if known is not None and known.storage() is storage:
-            if known.record is record:
-                return known.seen.index
-            known.elsewhere.append(seen)
-            return UNSHARED
-        self._storages[key] = _FirstUse(weakref.ref(storage), record, seen, [])
-        return None
 
     def _backward_began(self) -> None:
         has_forward_ended = any(each.kind is StepEventKind.FORWARD_ENDED for each in self.events)
@@ -409,9 +358,9 @@ class ProfilingRecorder(BackwardObserver):
         super()._backward_began()
 
     def _spin_recorded(self, seconds: float) -> None:
-        self._add(StepEventKind.SPIN_BEGAN, "")
+        self.add(StepEventKind.SPIN_BEGAN, "")
         self._spin(seconds)
-        self._add(StepEventKind.SPIN_ENDED, "")
+        self.add(StepEventKind.SPIN_ENDED, "")
 
     def _spin(self, seconds: float) -> None:
         self.device.spin(self.device.current_stream(), min(seconds, 0.1))  # training must not stop noticeably
@@ -423,11 +372,11 @@ class ProfilingRecorder(BackwardObserver):
         return next(ends, self.events[-1].cpu_s) - self.events[0].cpu_s
 
     def _conclude(self) -> None:
-        self._add(StepEventKind.STEP_ENDED, "")
+        self.add(StepEventKind.STEP_ENDED, "")
 
-    def _add(self, kind: StepEventKind, region: str, tensor: int = -1) -> None:
+    def add(self, kind: StepEventKind, region: str, tensor: int = -1) -> None:
         with self._cpu_clock.stopped():
-            memory = _UNKNOWN
+            memory = Memory(0, 0)
             if self._is_detailed:
                 memory = self.device.memory()
                 self.device.reset_peak_stats()
@@ -457,11 +406,20 @@ class _TensorRecorder:
             self._inputs.setdefault(t.untyped_storage(), index)
 
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
-        input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
-        self._recorder.saved_again(self._record, index, t, is_dead, input_index)
+        record = self._record
+        if not is_dead:
+            input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
+            self._recorder.add_tensor(record.saved_tensors, record, index, t, input_index)
+            return
+        origin = _origin(record, t)
+        if record.provenance is not None and origin is not None:
+            record.provenance.unprunable |= origin.calls
+        if self._recorder.why_never(t) is None:
+            record.has_dead_tensors = True
 
     def asked(self, index: int) -> None:
-        self._recorder.tensor_read(self._record.region, index)
+        if not self._recorder.is_over:
+            self._recorder.add(StepEventKind.TENSOR_READ, self._record.region, index)
 
 
 # Saved tensors that no recipe moves, keeps or spares.
@@ -494,13 +452,12 @@ class _ExpensiveOpTimer(OperatorMode):
         after = device.record(device.current_stream())
         if not is_expensive:
             self._calls_of.follow(op, args, kwargs, out)
-            record.between.append((calls, before, after))
+            if calls.bit_count() == 1:
+                record.expensive_ops[calls.bit_length() - 1].between.append((before, after))
             return out
         number = len(record.expensive_ops)
-        record.expensive_ops.append(SeenTensor(number, _nbytes_of(out), after, str(op), before))
-        for call in range(number):
-            if calls >> call & 1:
-                record.users[call].add(number)
+        nbytes = sum(t.numel() * t.element_size() for t in _tensors_of(out))
+        record.expensive_ops.append(SeenTensor(number, nbytes, after, str(op), before, calls))
         self._calls_of.begin(number, op, args, kwargs, out)
         device.memory()  # a device that does not track peaks learns of allocations by this call only
         return out
@@ -509,10 +466,7 @@ class _ExpensiveOpTimer(OperatorMode):
 class _OverwriteCheck(OperatorMode):
     """Compares outputs of expensive operators, if still alive at the end of a recomputation, with their first bytes.
 
-    Args:
-        region: recomputed region.
-        op_classes: classes of operators.
-        compared: receives region, index and whether the output differs; nothing if the recomputation raises.
+    `compared` receives region, index and whether the output differs; nothing if the recomputation raises.
     """
 
     def __init__(self, region: str, op_classes: OpClasses, compared: list[tuple[str, int, torch.Tensor]]) -> None:
@@ -558,10 +512,6 @@ def _is_detached_input(t: torch.Tensor) -> bool:
     """Whether `t` is an input of a recomputed region, or a view: a leaf during recomputation."""
     base = t if t._base is None else t._base
     return base.is_leaf and type(base) is torch.Tensor
-
-
-def _nbytes_of(out: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors_of(out))
 
 
 def _tensors_of(out: Any) -> list[torch.Tensor]:

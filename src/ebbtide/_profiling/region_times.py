@@ -8,24 +8,39 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from ebbtide._profiling.recorder import StepEvent, StepEventKind
+from ebbtide._profiling.recorder import RegionRecord, StepEvent, StepEventKind
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", "RegionRecord", "BackwardInterval")
 
 Clock = Callable[[StepEvent, StepEvent], float]
 """Seconds from the first event to the second; negative if the second came first."""
 
 
-class RegionTimes:
-    """Seconds of each region in one step, in order of forward.
-
-    Args:
-        events: all events of the step, also of regions without a name in `names`.
-        names: names of the regions.
-        clock: measures the time between two events.
+class StepParts:
+    """Passes through the regions `names` in one step, at least one.
 
     Attributes:
-        regions: names, one for each pass.
+        events: those of the named regions and outside of all regions.
+        entered, left, forward_end: indices of the events at which forward enters and leaves regions, and ends.
+        regions: names, one for each pass, in order of forward.
+        intervals: parts of backward, in order.
+        own: interval of each pass, in order of forward; None without backward.
+    """
+
+    def __init__(self, events: Sequence[StepEvent], names: Collection[str]) -> None:
+        self.events = [each for each in events if not each.region or each.region in names]
+        self.entered = indices_of(self.events, StepEventKind.REGION_ENTERED)
+        self.left = indices_of(self.events, StepEventKind.REGION_LEFT)
+        self.forward_end = indices_of(self.events, StepEventKind.FORWARD_ENDED)[0]
+        self.regions = [self.events[k].region for k in self.entered]
+        self.intervals = list(backward_intervals(self.events))
+        self.own = by_forward(self.intervals, self.regions)
+
+
+class RegionTimes(StepParts):
+    """Seconds of each region in one step, in order of forward.
+
+    Attributes:
         forward_s, recompute_s, backward_s: forward, recomputation and backward of each pass.
         prepared_s: part of `forward_s` that prepares the recomputation; 0 if unknown.
         before_s, after_s: before and after the regions in forward.
@@ -33,26 +48,19 @@ class RegionTimes:
     """
 
     def __init__(self, events: Sequence[StepEvent], names: Collection[str], clock: Clock) -> None:
+        super().__init__(events, names)
         self._clock = clock
-        events = [each for each in events if not each.region or each.region in names]
-        entered = indices_of(events, StepEventKind.REGION_ENTERED)
-        ends = [*entered[1:], max(indices_of(events, StepEventKind.REGION_LEFT), default=0)]
-        forward_end = indices_of(events, StepEventKind.FORWARD_ENDED)[0]
-        self.regions = [events[k].region for k in entered]
-        self.forward_s = [self._between(events[a], events[b]) for a, b in zip(entered, ends, strict=True)]
-        self.prepared_s = [self._preparation(events[a : b + 1]) for a, b in zip(entered, ends, strict=True)]
-        first = entered[0] if entered else 0
-        self.before_s = max(0.0, self._between(events[0], events[first]) - self._spun(events[:first]))
-        self.after_s = self._between(events[ends[-1]], events[forward_end])
-        intervals = list(backward_intervals(events))
-        backward_before_s = self._between(events[forward_end], intervals[0].begin) if intervals else 0.0
-        self.backward_before_s = max(0.0, backward_before_s - self._spun(events[forward_end:]))
-        self.backward_after_s = self._between(intervals[-1].end, events[-1]) if intervals else 0.0
-        own = by_forward(((each.region, each) for each in intervals), self.regions)
-        self.recompute_s = [
-            0.0 if i is None or i.recomputed is None else self._between(i.begin, i.recomputed) for i in own
-        ]
-        self.backward_s = [0.0 if i is None else self._between(i.recomputed or i.begin, i.end) for i in own]
+        passes = [self.events[a : b + 1] for a, b in pairwise([*self.entered, self.left[-1]])]
+        self.forward_s = [self._between(each[0], each[-1]) for each in passes]
+        self.prepared_s = [self._preparation(each) for each in passes]
+        before, forward_end = self.events[: self.entered[0] + 1], self.events[self.forward_end]
+        self.before_s = max(0.0, self._between(before[0], before[-1]) - self._spun(before))
+        self.after_s = self._between(self.events[self.left[-1]], forward_end)
+        backward_before_s = self._between(forward_end, self.intervals[0].begin) if self.intervals else 0.0
+        self.backward_before_s = max(0.0, backward_before_s - self._spun(self.events[self.forward_end :]))
+        self.backward_after_s = self._between(self.intervals[-1].end, self.events[-1]) if self.intervals else 0.0
+        self.recompute_s = [self._between(i.begin, i.recomputed) if i and i.recomputed else 0.0 for i in self.own]
+        self.backward_s = [self._between(i.recomputed or i.begin, i.end) if i else 0.0 for i in self.own]
 
     def _preparation(self, events: Sequence[StepEvent]) -> float:
         """Time of one pass before and after the region's own code."""
@@ -125,12 +133,12 @@ def indices_of(events: Sequence[StepEvent], kind: StepEventKind) -> list[int]:
     return [k for k, each in enumerate(events) if each.kind is kind]
 
 
-def by_forward(backward: Iterable[tuple[str, Item]], regions: Sequence[str]) -> list[Item | None]:
-    """Items of `backward`, pairs of region and item, in the order of forward; None for a pass without an item.
+def by_forward(backward: Iterable[Item], regions: Sequence[str]) -> list[Item | None]:
+    """Items in the order of forward instead of backward, with None for a pass without an item.
 
     Backward visits the last pass of a region first.
     """
     left: dict[str, list[Item]] = {}
-    for region, item in backward:
-        left.setdefault(region, []).append(item)
+    for item in backward:
+        left.setdefault(item.region, []).append(item)
     return [left[region].pop() if left.get(region) else None for region in regions]

@@ -85,8 +85,7 @@ class LaunchTimes:
     """How the CPU queued one step. Captured parts of a step are not recorded.
 
     Attributes:
-        forward: region entries of forward.
-        backward: region entries of backward: the first read of a tensor saved in the region, or recomputation.
+        forward, backward: region entries; in backward the first read of a saved tensor of the region, or recomputation.
         seconds: CPU time of forward, from entering the first region to leaving the last region. The device queues about
             a thousand kernels, so a CPU far ahead is blocked by compute, and a region of more kernels looks as if
             compute waited for the CPU.
@@ -131,11 +130,8 @@ class LaunchTimes:
 class StepMonitor(BackwardObserver):
     """Measures a planned step for two events, and two more for each region.
 
-    Args:
-        device: device of the model's compute.
-        reads_peak: measure peak memory too, which resets the peak statistics of the device.
-
     Attributes:
+        reads_peak: measure peak memory too, which resets the peak statistics of the device.
         is_alone: no other step overlapped. Set by the owner of the monitor.
         launch_times: None on a device that computes synchronously.
         peak_bytes: largest peak seen; 0 without `reads_peak`.

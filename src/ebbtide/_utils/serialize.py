@@ -109,13 +109,11 @@ def from_json(kind: Any, data: Any, at: str = "", least: int = 0) -> Any:
         return data
     if dataclasses.is_dataclass(kind):
         return _dataclass_from(kind, data, at)
-    if issubclass(kind, tuple):  # a NamedTuple
-        items, types = _checked(list, data, at), get_type_hints(cast("Any", kind))
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        items, types = _checked(list, data, at), get_type_hints(kind)
         if len(items) != len(types):
             raise PlanError(f"{at} is {items!r}: expected {', '.join(types)}")
-        return cast("Any", kind)(
-            *(from_json(types[name], item, f"{at}.{name}") for name, item in zip(types, items, strict=True))
-        )
+        return kind(*(from_json(types[name], item, f"{at}.{name}") for name, item in zip(types, items, strict=True)))
     return _checked(kind, data, at, least)
 
 

@@ -18,7 +18,6 @@ from ebbtide._config import (
     check_without_keep_last,
     make_config,
     planner_decides,
-    written,
 )
 from ebbtide._devices import device_for
 from ebbtide._engine.process import PROCESS
@@ -304,18 +303,16 @@ def offload(
             for a larger batch later).
         DeviceError: the module is on a device without streams.
     """
-    says_how = written(
+    check_recipe_or_plan(recipe, plan, keep_last)
+    is_planned = planner_decides(
+        mode, budget, profile, regions, on_oom, process_group,
         include=include, exclude=exclude, keep_last=keep_last, window=window, prefetch=prefetch,
         recipe=recipe, plan=plan,
     )  # fmt: skip
-    check_recipe_or_plan(recipe, plan, keep_last)
-    is_planned = planner_decides(mode, budget, profile, regions, on_oom, process_group, says_how)
+    mode = mode or ("auto" if is_planned else "all")
     config = make_config(
-        mode=mode or ("auto" if is_planned else "all"),
-        include=include, exclude=exclude, keep_last=keep_last, store=store, min_bytes=min_bytes, host_limit=host_limit,
-        window=window,
-        prefetch=prefetch,
-        verify=verify,
+        mode=mode, include=include, exclude=exclude, keep_last=keep_last, store=store, window=window,
+        prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit, verify=verify,
     )  # fmt: skip
     peak = None if budget is None else Budget(budget)
     check_group(process_group)

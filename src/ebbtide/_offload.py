@@ -187,10 +187,6 @@ class OffloadHandle:
     def __reduce__(self) -> NoReturn:
         self._attachment.__reduce__()
 
-    def _install(self) -> None:
-        self._attachment.install()
-        vars(self._attachment.module)[HANDLE] = self  # wrappers may forward attribute writes
-
     def _check_installed(self, call: str) -> None:
         if not self._attachment.is_installed:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
@@ -198,21 +194,6 @@ class OffloadHandle:
     def _end_planning(self) -> None:
         self._planning = self._attachment.planner = self._attachment.start_when_placed = None
         self._attachment.optimizers.stop()
-
-    def _start(self, planning: Planning | None) -> None:
-        """Check the device and plan: now, or in the first forward that finds parameters off the meta device."""
-        attachment = self._attachment
-
-        def start() -> None:
-            _check_device(attachment.module, attachment.config)
-            if planning is not None:
-                planning.start()
-
-        self._planning = planning
-        if is_on_meta(attachment.module):
-            attachment.start_when_placed = start
-        else:
-            start()
 
 
 def offload(
@@ -318,15 +299,25 @@ def offload(
     check_group(process_group)
     _check_module(module)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_context(config))
-    planning = None
-    if is_planned:
-        planning = Planning(handle._attachment, peak, regions, profile, on_oom == "replan", process_group)
+    attachment = handle._attachment
+    planning = Planning(attachment, peak, regions, profile, on_oom == "replan", process_group) if is_planned else None
+
+    def start() -> None:
+        _check_device(module, config)
+        if planning is not None:
+            planning.start()
+
     with contextlib.ExitStack() as undo:
         undo.callback(handle.remove)  # after an error no hook stays behind
         if config.mode != "off":
-            handle._install()
+            attachment.install()
+            vars(module)[HANDLE] = handle  # wrappers may forward attribute writes
             handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
-        handle._start(planning)
+        handle._planning = planning
+        if is_on_meta(module):
+            attachment.start_when_placed = start
+        else:
+            start()
         undo.pop_all()
     return handle
 

@@ -187,6 +187,10 @@ class OffloadHandle:
     def __reduce__(self) -> NoReturn:
         self._attachment.__reduce__()
 
+    def _install(self) -> None:
+        self._attachment.install()
+        vars(self._attachment.module)[HANDLE] = self  # wrappers may forward attribute writes
+
     def _check_installed(self, call: str) -> None:
         if not self._attachment.is_installed:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
@@ -310,8 +314,7 @@ def offload(
     with contextlib.ExitStack() as undo:
         undo.callback(handle.remove)  # after an error no hook stays behind
         if config.mode != "off":
-            attachment.install()
-            vars(module)[HANDLE] = handle  # wrappers may forward attribute writes
+            handle._install()
             handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
         handle._planning = planning
         if is_on_meta(module):

@@ -93,7 +93,13 @@ class Attachment:
         choices: dict[torch.nn.Module, Reason | bool] = dict.fromkeys(self.regions.values(), False)
         choices.update(dict.fromkeys(find_named(self.module, config.include, "include"), True))
         choices.update(dict.fromkeys(find_named(self.module, config.exclude, "exclude"), Reason.OUTSIDE))
-        choices.update(dict.fromkeys(_last(self.regions, config.keep_last), Reason.KEEP_LAST))
+        if config.keep_last > len(self.regions):
+            raise ModuleError(
+                f"keep_last={config.keep_last}, but only {len(self.regions)} repeated blocks were found: "
+                "write a smaller number, or name what should stay with exclude="
+            )
+        last = list(self.regions.values())[len(self.regions) - config.keep_last :]
+        choices.update(dict.fromkeys(last, Reason.KEEP_LAST))
         names = {block: name for name, block in self.regions.items()}
         if choices.pop(self.module, False):
             raise ModuleError(
@@ -116,34 +122,25 @@ class Attachment:
 
     def follow_plan(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         """Follow `plan` from the next forward on; backward follows the plan of its forward."""
-        scopes = self._find_scopes(plan, regions)
+        recipes = {name: region.recipe for name, region in plan.regions.items()}
+        ops = {name: self.expensive_ops(r) for name, r in recipes.items() if r.action == "selective"}
+        # The modules that operator classes of recipes are limited to, by region and pattern.
+        inside = {
+            name: {p: find_named(regions[name], (p,), f"the recipe of {name}: @") for p in chosen.modules}
+            for name, chosen in ops.items()
+        }
         former, self.regions = self.regions, regions
         for hook in self._scope_hooks:
             hook.remove()
-        self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in scopes]
+        pairs = [(module, p) for found in inside.values() for p, modules in found.items() for module in modules]
+        self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in dict.fromkeys(pairs)]
         has_regions = bool(plan.regions or self.plan.regions)
         self.plan = plan
-        if has_regions:
-            for name, module in {**former, **regions}.items():
-                self._wrap(name, module, plan.recipe_of(name))
-
-    def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
-        ops = None if recipe is None or recipe.action != "selective" else self.expensive_ops(recipe)
-        patterns = () if ops is None else ops.modules
-        modules = {p: frozenset(map(compiler_id, find_named(module, (p,), "@"))) for p in patterns}
-        if module not in self._region_hooks:
-            self._region_hooks[module] = RegionHook(self, module, None, False)
-        self._region_hooks[module].wrap_forward(name, recipe, ops, modules)
-
-    def _find_scopes(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
-        """The modules that operator classes of recipes are limited to, with the pattern; each pair once."""
-        scopes: dict[tuple[torch.nn.Module, str], None] = {}
-        for name, region in plan.regions.items():
-            recipe = region.recipe
-            for pattern in self.expensive_ops(recipe).modules if recipe.action == "selective" else ():
-                modules = find_named(regions[name], (pattern,), f"the recipe of {name}: @")
-                scopes.update(dict.fromkeys((module, pattern) for module in modules))
-        return list(scopes)
+        for name, module in {**former, **regions}.items() if has_regions else ():
+            if module not in self._region_hooks:
+                self._region_hooks[module] = RegionHook(self, module, None, False)
+            ids = {p: frozenset(map(compiler_id, modules)) for p, modules in inside.get(name, {}).items()}
+            self._region_hooks[module].wrap_forward(name, recipes.get(name), ops.get(name), ids)
 
     def _all_hooks(self) -> list[ModuleHook]:
         root = [] if self._root_hook is None else [self._root_hook]
@@ -290,30 +287,27 @@ class Attachment:
 
     def on_trace(self, is_wrapped: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`. `is_wrapped`: a hook wraps the compiled call from now on."""
+        # A norm is a region where possible, and goes unplanned inside a larger graph.
+        is_wanted_region = module in self.regions.values() and module not in self.norm.values()
         if is_wrapped:
             return
-        if module is self.module:
-            if self.session() is None:
-                self._warn_of_compiler(
-                    f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
-                    "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
-                    "(block.compile()): inside a single graph nothing can leave before forward ends"
-                )
-        elif self._is_wanted_region(module) and not self._region_hooks[module].is_compiled and not self._has_warned:
-            self._warn_of_compiler(
+        if module is self.module and self.session() is None:
+            text = (
+                f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
+                "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
+                "(block.compile()): inside a single graph nothing can leave before forward ends"
+            )
+        elif is_wanted_region and not self._region_hooks[module].is_compiled and not self._has_warned:
+            text = (
                 f"{type(self.module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
                 "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
                 "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
                 "(block.compile())"
             )
-
-    def _is_wanted_region(self, module: torch.nn.Module) -> bool:
-        """Without norms: a norm is a region where possible, and goes unplanned inside a larger graph."""
-        return module in self.regions.values() and module not in self.norm.values()
-
-    def _warn_of_compiler(self, text: str) -> None:
+        else:
+            return
         self._has_warned = True
-        warnings.warn(text, EbbtideWarning, stacklevel=3)
+        warnings.warn(text, EbbtideWarning, stacklevel=2)
 
     def _warn_if_nothing_moved(self, plan: Plan) -> None:
         """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
@@ -343,30 +337,14 @@ class Attachment:
             b.untyped_storage()._cdata
             for owner in modules_of(self.module)
             for b in owner._buffers.values()
-            if b is not None and _has_storage(b)
+            if type(b) is torch.Tensor and b.layout is torch.strided
         }
 
     def _stack(self) -> list[Session | None]:
-        stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
-        if stack is None:
-            stack = self._sessions.stack = []
-        return stack
+        return vars(self._sessions).setdefault("stack", [])
 
     def __reduce__(self) -> NoReturn:
         raise ModuleError(
             "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
             "handle.remove() first, or save the module's state_dict()"
         )
-
-
-def _last(regions: dict[str, torch.nn.Module], count: int) -> list[torch.nn.Module]:
-    if count > len(regions):
-        raise ModuleError(
-            f"keep_last={count}, but only {len(regions)} repeated blocks were found: "
-            "write a smaller number, or name what should stay with exclude="
-        )
-    return list(regions.values())[len(regions) - count :]
-
-
-def _has_storage(buffer: torch.Tensor) -> bool:
-    return type(buffer) is torch.Tensor and buffer.layout is torch.strided

@@ -72,7 +72,7 @@ class OffloadHandle:
         """Totals since `offload`; budget, prediction and measurement of the current plan."""
         attachment = self._attachment
         stats = attachment.context.recorder.read(attachment.engines)
-        plan, controller = attachment.plan, None if self._planning is None else self._planning.controller
+        plan, controller = attachment.plan, attachment.controller
         stats.budget_bytes = plan.budget_bytes if controller is None else controller.user_budget_bytes
         if plan.predicted is not None:
             stats.predicted_step_s, stats.predicted_peak_bytes = plan.predicted.step_s, plan.predicted.peak_bytes
@@ -163,7 +163,7 @@ class OffloadHandle:
 
         None before the measurement, and without a planner.
         """
-        controller = None if self._planning is None else self._planning.controller
+        controller = self._attachment.controller
         return None if controller is None else controller.profile
 
     def __repr__(self) -> str:
@@ -196,8 +196,9 @@ class OffloadHandle:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
 
     def _end_planning(self) -> None:
-        self._planning = self._attachment.planner = self._attachment.start_when_placed = None
-        self._attachment.optimizers.stop()
+        attachment = self._attachment
+        self._planning = attachment.controller = attachment.plan_step = attachment.start_when_placed = None
+        attachment.optimizers.stop()
 
 
 def offload(

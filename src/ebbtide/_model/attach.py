@@ -4,11 +4,12 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from ebbtide._config import OffloadConfig
+from ebbtide._control.controller import PlanController
 from ebbtide._control.tuner import bucket_of
 from ebbtide._engine.context import HookContext, RegionCall
 from ebbtide._engine.engine import Engine
@@ -30,21 +31,10 @@ from ebbtide._utils import env
 from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of
 
 
-class StepPlanner(Protocol):
-    """A planner, as a forward sees it: see `Planning`."""
-
-    @property
-    def status(self) -> str: ...
-
-    def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]: ...
-
-    def forward_failed(self) -> None: ...
-
-
 class Attachment:
     """The hooks of one root module, the plan in force, and everything a forward or a planner asks about the model.
 
-    Implements `HookOwner` for the hooks and `Planned` for a controller.
+    Implements `HookOwner` for the hooks and `PlannedModel` for a controller.
 
     Args:
         module: the root.
@@ -62,7 +52,9 @@ class Attachment:
         self.norm = find_norm(module, self.blocks)
         self.regions = dict(self.blocks)
         self.plan = Plan({})
-        self.planner: StepPlanner | None = None
+        self.controller: PlanController | None = None
+        self.plan_step: Callable[[int, bool], tuple[StepRecorder | None, bool]] | None = None
+        """Sets the plan of a forward; see `Planning.step_begins`. None without a controller."""
         self.optimizers = Optimizers()
         self.tokens = 0
         self.start_when_placed: Callable[[], None] | None = None
@@ -146,7 +138,7 @@ class Attachment:
         root = [] if self._root_hook is None else [self._root_hook]
         return [*self._region_hooks.values(), *self._scope_hooks, *root]
 
-    # -- for the controller (see Planned) --------------------------------------------------------------------------
+    # -- for the controller (see PlannedModel) ---------------------------------------------------------------------
 
     def apply_plan(self, plan: Plan, size: int = 0) -> None:
         """Follow `plan`, unchecked. Plans for batches of another `size` learn an order of their own."""
@@ -196,7 +188,7 @@ class Attachment:
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        if self.planner is not None or not self._schedule.is_off:
+        if self.controller is not None or not self._schedule.is_off:
             self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
@@ -219,8 +211,8 @@ class Attachment:
         recorder, verifies = None, False
         if torch.is_grad_enabled():
             verifies = self._schedule.is_due((bucket_of(max(1, self.tokens)), self.module.training))
-            if self.planner is not None:
-                recorder, verifies = self.planner.step_begins(self.tokens, verifies)
+            if self.plan_step is not None:
+                recorder, verifies = self.plan_step(self.tokens, verifies)
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -243,8 +235,8 @@ class Attachment:
             return
         assert session.pushed is not None
         session.pushed.__exit__()
-        if self.planner is not None and session.hooks.step_recorder is not None:
-            session.hooks.step_recorder.forward_ended() if is_complete else self.planner.forward_failed()
+        if self.controller is not None and session.hooks.step_recorder is not None:
+            session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
         if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:
             self._warn_if_nothing_moved(session.plan)
@@ -311,7 +303,8 @@ class Attachment:
 
     def _warn_if_nothing_moved(self, plan: Plan) -> None:
         """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
-        if (self.planner is not None and self.planner.status) or (plan.keeps_all and plan.budget_bytes is not None):
+        has_no_plan = self.controller is not None and self.controller.status
+        if has_no_plan or (plan.keeps_all and plan.budget_bytes is not None):
             return
         entry_point = f"offload({type(self.module).__name__})"
         if plan.predicted is None:

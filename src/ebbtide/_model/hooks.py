@@ -96,12 +96,6 @@ class Session:
             return None
         return Unable.USER_CHECKPOINT if is_inside_checkpoint() else Unable.OTHER_HOOKS
 
-    def pack_input(self, stays: Reason | None) -> Pack:
-        """The pack function for inputs of a region. A recomputing region around can make the inputs again."""
-        if self.packs_directly:
-            return functools.partial(self.hooks.pack_as, stays=stays)
-        return cast(Pack, self.pack_hook)
-
     @contextlib.contextmanager
     def recording(
         self, pack_hook: object, mode: SaveOutputsMode | None, recorded: contextlib.AbstractContextManager[None]
@@ -421,7 +415,10 @@ class RegionHook(ModuleHook):
             ops = self._owner.expensive_ops(recipe)
             stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
             outputs_mode = SaveOutputsMode(hooks, ops, stays, recipe.sites, recipe.prune, self._prune_cache)
-        pack_input = session.pack_input(Reason.RECIPE if recipe.inputs == "keep" else hooks.stays)
+        pack_input = cast(Pack, session.pack_hook)  # a recomputing region around can make the inputs again
+        if session.packs_directly:
+            stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
+            pack_input = functools.partial(hooks.pack_as, stays=stays)
         # Later regions change the session; backward follows the forward of this region.
         plan, unable, recorder = session.plan, session.unable, hooks.step_recorder
 
@@ -450,25 +447,19 @@ class RegionHook(ModuleHook):
             raise sites_error()  # a policy would raise in the middle of a trace
         if not session.packs_directly:
             return call(*args, **kwargs)
-        pack = _PackPartitioned(session.hooks, recipe, Arguments(args, kwargs)).pack
-        with torch.autograd.graph.saved_tensors_hooks(pack, session.hooks.unpack):
+        hooks = session.hooks
+        tensors = (t for t in Arguments(args, kwargs).take_tensors() if type(t) is torch.Tensor)
+        inputs = {t.untyped_storage()._cdata for t in tensors}
+        input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
+        output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
+
+        @hidden_from_compiler
+        def pack(t: torch.Tensor) -> Any:
+            is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in inputs
+            return hooks.pack_as(t, input_stays if is_input else output_stays)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, hooks.unpack):
             return call(*args, **kwargs)
-
-
-class _PackPartitioned:
-    """Pack hook for the node of a partitioned graph: inputs and outputs of the region may stay for separate reasons."""
-
-    def __init__(self, hooks: SavedTensorHooks, recipe: Recipe, arguments: Arguments) -> None:
-        tensors = (t for t in arguments.take_tensors() if type(t) is torch.Tensor)
-        self._inputs = {t.untyped_storage()._cdata for t in tensors}
-        self._hooks = hooks
-        self._input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
-        self._output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
-
-    @hidden_from_compiler
-    def pack(self, t: torch.Tensor) -> Any:
-        is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in self._inputs
-        return self._hooks.pack_as(t, self._input_stays if is_input else self._output_stays)
 
 
 class OpScopeHook(ModuleHook):

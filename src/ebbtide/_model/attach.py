@@ -1,6 +1,7 @@
 """An attachment puts hooks on the modules of a model, and opens a session for each forward."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Generator
@@ -21,7 +22,7 @@ from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook, 
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
-from ebbtide._plans import Plan, Recipe
+from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
 from ebbtide._recompute.ops import ExpensiveOps
@@ -35,12 +36,6 @@ class Attachment:
     """The hooks of one root module, the plan in force, and everything a forward or a planner asks about the model.
 
     Implements `HookOwner` for the hooks and `PlannedModel` for a controller.
-
-    Args:
-        module: the root.
-        config: the settings of `offload`.
-        engines: one per device.
-        context: limits and statistics of all saved tensors of the model.
     """
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Engines, context: HookContext) -> None:
@@ -66,7 +61,7 @@ class Attachment:
         self._sessions = threading.local()
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
-        self._expensive_ops: dict[tuple[object, ...], ExpensiveOps] = {}
+        self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
         self._was_entered = False
@@ -115,7 +110,7 @@ class Attachment:
     def follow_plan(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         """Follow `plan` from the next forward on; backward follows the plan of its forward."""
         recipes = {name: region.recipe for name, region in plan.regions.items()}
-        ops = {name: self.expensive_ops(r) for name, r in recipes.items() if r.action == "selective"}
+        ops = {name: self.expensive_ops(r.ops) for name, r in recipes.items() if r.action == "selective"}
         # The modules that operator classes of recipes are limited to, by region and pattern.
         inside = {
             name: {p: find_named(regions[name], (p,), f"the recipe of {name}: @") for p in chosen.modules}
@@ -257,12 +252,6 @@ class Attachment:
             finally:
                 self._stack().pop()
 
-    def expensive_ops(self, recipe: Recipe) -> ExpensiveOps:
-        """The operators chosen by `recipe.ops`, resolved once."""
-        if recipe.ops not in self._expensive_ops:
-            self._expensive_ops[recipe.ops] = ExpensiveOps(recipe.ops)
-        return self._expensive_ops[recipe.ops]
-
     def warn_if_root_is_bypassed(self) -> None:
         """Warn once if a part of the model saves tensors for backward and the root was never called."""
         if self._was_entered or not torch.is_grad_enabled() or graph_task_id() != -1 or env.is_disabled():
@@ -279,10 +268,10 @@ class Attachment:
 
     def on_trace(self, is_wrapped: bool, module: torch.nn.Module) -> None:
         """A compiler has inlined the hooks of `module`. `is_wrapped`: a hook wraps the compiled call from now on."""
-        # A norm is a region where possible, and goes unplanned inside a larger graph.
-        is_wanted_region = module in self.regions.values() and module not in self.norm.values()
         if is_wrapped:
             return
+        # A norm is a region where possible, and goes unplanned inside a larger graph.
+        is_wanted_region = module in self.regions.values() and module not in self.norm.values()
         if module is self.module and self.session() is None:
             text = (
                 f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "

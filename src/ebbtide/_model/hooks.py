@@ -25,7 +25,7 @@ import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide._plans import Plan, Recipe
+from ebbtide._plans import OpChoice, Plan, Recipe
 from ebbtide._recompute.arguments import Arguments
 from ebbtide._recompute.compiled import CompiledRecipe, Modules, sites_error
 from ebbtide._recompute.frame import Frame, Pack
@@ -123,7 +123,7 @@ class HookOwner(Protocol):
         self, call: RegionCall, plan: Plan, pack_hook: object, recorder: StepRecorder | None, unable: UnableRegions
     ) -> contextlib.AbstractContextManager[RecomputeRecorder | None]: ...
 
-    def expensive_ops(self, recipe: Recipe) -> ExpensiveOps: ...
+    def expensive_ops(self, choices: tuple[OpChoice, ...], /) -> ExpensiveOps: ...
 
     def warn_if_root_is_bypassed(self) -> None: ...
 
@@ -412,7 +412,7 @@ class RegionHook(ModuleHook):
         region_call.recomputes = session.packs_directly
         outputs_mode = None
         if recipe.action == "selective" and not session.is_recomputation:
-            ops = self._owner.expensive_ops(recipe)
+            ops = self._owner.expensive_ops(recipe.ops)
             stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
             outputs_mode = SaveOutputsMode(hooks, ops, stays, recipe.sites, recipe.prune, self._prune_cache)
         pack_input = cast(Pack, session.pack_hook)  # a recomputing region around can make the inputs again

@@ -142,7 +142,7 @@ def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> li
     """All modules that match one of `names`. Raises ModuleError for a name without a match, with near names."""
     found: dict[torch.nn.Module, None] = {}
     for name in names:
-        matches = list(_matches(root, name))
+        matches = [module for fqn, module in named_modules(root) if _is_meant(name, fqn, module)]
         if not matches:
             raise ModuleError(_no_match(root, name, option))
         found.update(dict.fromkeys(matches))
@@ -204,13 +204,10 @@ def find_planned(
     return dict(regions) | {name: modules[name] for name in plan.regions}
 
 
-def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
-    for fqn, module in named_modules(root):
-        if isinstance(name, str):
-            if _is_match(name, clean_name(fqn)) or _is_match(name, fqn):
-                yield module
-        elif isinstance(module, name):
-            yield module
+def _is_meant(name: Names, fqn: str, module: torch.nn.Module) -> bool:
+    if not isinstance(name, str):
+        return isinstance(module, name)
+    return _is_match(name, clean_name(fqn)) or _is_match(name, fqn)
 
 
 def _is_match(pattern: str, fqn: str) -> bool:

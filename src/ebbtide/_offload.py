@@ -51,7 +51,7 @@ class OffloadHandle:
     well if the copy trains. A handle cannot be copied.
     """
 
-    # Internal accessors, also for tests: `_attachment` has the hooks and sessions, `_planning` has the controller.
+    # Internal accessors, also for tests: `_attachment` has the hooks, the sessions and the controller of `_planning`.
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Any, context: Any) -> None:
         self._attachment = Attachment(module, config, engines, context)

@@ -202,7 +202,13 @@ class Budget:
         else:
             _check_not_quoted_share(value)
             self._nbytes = parse_bytes(value, "budget")
-            _check_unit(value)
+            # Text passes: the user wrote bytes.
+            if self._nbytes < MIN_BUDGET_BYTES and not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                whole = ", or 1.0 for all of the device's memory" if value == 1 else ""
+                raise ConfigError(
+                    f"budget={self._nbytes}: an int is bytes, and {self._nbytes} bytes hold nothing: write "
+                    f"{_with_unit(self._nbytes)!r}{whole}"
+                )
             text = f"{value}".strip()
             self._text = f"{text} bytes ({format_bytes(self._nbytes)})" if text.isdigit() else text
 
@@ -234,16 +240,6 @@ def _check_share(share: float) -> None:
     raise ConfigError(found)
 
 
-def _check_unit(value: int | str) -> None:
-    """Refuse a count of GiB or MiB without its unit. Text passes: the user wrote bytes."""
-    if not isinstance(value, str) and int(value) < MIN_BUDGET_BYTES:
-        whole = ", or 1.0 for all of the device's memory" if value == 1 else ""
-        raise ConfigError(
-            f"budget={int(value)}: an int is bytes, and {int(value)} bytes hold nothing: write "
-            f"{_with_unit(int(value))!r}{whole}"
-        )
-
-
 def _with_unit(count: float) -> str:
     if count >= 1e15:
         return "40GiB"
@@ -266,11 +262,6 @@ def _check_not_quoted_share(value: int | str) -> None:
 # -- settings that exclude each other ----------------------------------------------------------------------------------
 
 
-def written(**settings: object) -> list[str]:
-    """Names of the settings with a value."""
-    return [name for name, value in settings.items() if value]
-
-
 def planner_decides(
     mode: Mode | None,
     budget: object,
@@ -278,39 +269,30 @@ def planner_decides(
     regions: object,
     on_oom: object,
     process_group: object,
-    manual: list[str],
+    **by_hand: object,
 ) -> bool:
     """Whether a planner decides what moves.
 
     Args:
         mode, budget, profile, regions, on_oom, process_group: values as written by a user.
-        manual: names of the written settings for moving tensors by hand.
+        by_hand: settings for moving tensors by hand, as written by a user.
 
     Raises:
         ConfigError: contradictory settings, or settings of a planner without a planner.
     """
-    wanted = written(budget=budget is not None, profile=profile is not None)
+    manual = [f"{name}=" for name, value in by_hand.items() if value]
+    wanted = [f"{name}=" for name, value in (("budget", budget), ("profile", profile)) if value is not None]
     if mode in ("all", "off") and wanted:
-        raise ConfigError(f"mode={mode!r} plans nothing, and {wanted[0]}= asks for a plan: leave one of them out")
-    if (wanted or mode == "auto") and manual:
-        planned = f"{wanted[0]}=" if wanted else "mode='auto'"
+        raise ConfigError(f"mode={mode!r} plans nothing, and {wanted[0]} asks for a plan: leave one of them out")
+    if mode == "auto":
+        wanted.append("mode='auto'")
+    if wanted and manual:
         raise ConfigError(
-            f"{planned} leaves it to the planner what is moved and when, and {manual[0]}= says it: leave one of them "
+            f"{wanted[0]} leaves it to the planner what is moved and when, and {manual[0]} says it: leave one of them "
             "out"
         )
-    is_planned = mode == "auto" or bool(wanted) or (mode is None and not manual)
-    _check_planner_settings(
-        regions, on_oom, budget, "" if is_planned else f"mode={mode!r}" if mode else f"{manual[0]}="
-    )
-    if process_group is not None and budget is None and not isinstance(profile, str | Path):
-        raise ConfigError(
-            "process_group= names the ranks that agree on a plan for a budget, or share the file of a profile, and "
-            "there is neither: write one, such as budget='40GiB', or leave process_group= out"
-        )
-    return is_planned
-
-
-def _check_planner_settings(regions: object, on_oom: object, budget: object, unplanned_by: str) -> None:
+    is_planned = bool(wanted) or (mode is None and not manual)
+    unplanned_by = "" if is_planned else f"mode={mode!r}" if mode else manual[0]
     if on_oom not in ("raise", "replan"):
         raise ConfigError(f"on_oom={on_oom!r}: write 'raise' or 'replan'")
     if unplanned_by and regions not in ((), [], None):
@@ -329,6 +311,12 @@ def _check_planner_settings(regions: object, on_oom: object, budget: object, unp
             "on_oom='replan' plans for less than the budget, and there is none: write one, such as budget='40GiB', or "
             "leave on_oom= out"
         )
+    if process_group is not None and budget is None and not isinstance(profile, str | Path):
+        raise ConfigError(
+            "process_group= names the ranks that agree on a plan for a budget, or share the file of a profile, and "
+            "there is neither: write one, such as budget='40GiB', or leave process_group= out"
+        )
+    return is_planned
 
 
 def check_recipe_or_plan(recipe: object, plan: object, keep_last: int) -> None:

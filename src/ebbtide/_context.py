@@ -74,10 +74,7 @@ class OffloadActivations:
         return self._context.recorder.listeners.add(listener)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
-        stack: list[torch.autograd.graph.saved_tensors_hooks | None] | None = getattr(self._entered, "stack", None)
-        if stack is None:
-            stack = self._entered.stack = []
-        return stack
+        return vars(self._entered).setdefault("stack", [])
 
 
 def offload_activations(

@@ -18,7 +18,6 @@ from ebbtide._config import (
     check_without_keep_last,
     make_config,
     planner_decides,
-    written,
 )
 from ebbtide._devices import device_for
 from ebbtide._engine.process import PROCESS
@@ -52,7 +51,7 @@ class OffloadHandle:
     well if the copy trains. A handle cannot be copied.
     """
 
-    # Internal accessors, also for tests: `_attachment` has the hooks and sessions, `_planning` has the controller.
+    # Internal accessors, also for tests: `_attachment` has the hooks, the sessions and the controller of `_planning`.
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Any, context: Any) -> None:
         self._attachment = Attachment(module, config, engines, context)
@@ -73,7 +72,7 @@ class OffloadHandle:
         """Totals since `offload`; budget, prediction and measurement of the current plan."""
         attachment = self._attachment
         stats = attachment.context.recorder.read(attachment.engines)
-        plan, controller = attachment.plan, None if self._planning is None else self._planning.controller
+        plan, controller = attachment.plan, attachment.controller
         stats.budget_bytes = plan.budget_bytes if controller is None else controller.user_budget_bytes
         if plan.predicted is not None:
             stats.predicted_step_s, stats.predicted_peak_bytes = plan.predicted.step_s, plan.predicted.peak_bytes
@@ -164,7 +163,7 @@ class OffloadHandle:
 
         None before the measurement, and without a planner.
         """
-        controller = None if self._planning is None else self._planning.controller
+        controller = self._attachment.controller
         return None if controller is None else controller.profile
 
     def __repr__(self) -> str:
@@ -197,23 +196,9 @@ class OffloadHandle:
             raise ModuleError(f"{call} on a handle that was removed, or has mode='off': apply offload() again")
 
     def _end_planning(self) -> None:
-        self._planning = self._attachment.planner = self._attachment.start_when_placed = None
-        self._attachment.optimizers.stop()
-
-    def _start(self, planning: Planning | None) -> None:
-        """Check the device and plan: now, or in the first forward that finds parameters off the meta device."""
         attachment = self._attachment
-
-        def start() -> None:
-            _check_device(attachment.module, attachment.config)
-            if planning is not None:
-                planning.start()
-
-        self._planning = planning
-        if is_on_meta(attachment.module):
-            attachment.start_when_placed = start
-        else:
-            start()
+        self._planning = attachment.controller = attachment.plan_step = attachment.start_when_placed = None
+        attachment.optimizers.stop()
 
 
 def offload(
@@ -304,32 +289,39 @@ def offload(
             for a larger batch later).
         DeviceError: the module is on a device without streams.
     """
-    says_how = written(
+    check_recipe_or_plan(recipe, plan, keep_last)
+    is_planned = planner_decides(
+        mode, budget, profile, regions, on_oom, process_group,
         include=include, exclude=exclude, keep_last=keep_last, window=window, prefetch=prefetch,
         recipe=recipe, plan=plan,
     )  # fmt: skip
-    check_recipe_or_plan(recipe, plan, keep_last)
-    is_planned = planner_decides(mode, budget, profile, regions, on_oom, process_group, says_how)
+    mode = mode or ("auto" if is_planned else "all")
     config = make_config(
-        mode=mode or ("auto" if is_planned else "all"),
-        include=include, exclude=exclude, keep_last=keep_last, store=store, min_bytes=min_bytes, host_limit=host_limit,
-        window=window,
-        prefetch=prefetch,
-        verify=verify,
+        mode=mode, include=include, exclude=exclude, keep_last=keep_last, store=store, window=window,
+        prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit, verify=verify,
     )  # fmt: skip
     peak = None if budget is None else Budget(budget)
     check_group(process_group)
     _check_module(module)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_context(config))
-    planning = None
-    if is_planned:
-        planning = Planning(handle._attachment, peak, regions, profile, on_oom == "replan", process_group)
+    attachment = handle._attachment
+    planning = Planning(attachment, peak, regions, profile, on_oom == "replan", process_group) if is_planned else None
+
+    def start() -> None:
+        _check_device(module, config)
+        if planning is not None:
+            planning.start()
+
     with contextlib.ExitStack() as undo:
         undo.callback(handle.remove)  # after an error no hook stays behind
         if config.mode != "off":
             handle._install()
             handle.set_recipe(recipe) if plan is None else handle.set_plan(plan)
-        handle._start(planning)
+        handle._planning = planning
+        if is_on_meta(module):
+            attachment.start_when_placed = start
+        else:
+            start()
         undo.pop_all()
     return handle
 

@@ -69,17 +69,29 @@ class Recipe:
     prune: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_word("action", self.action, get_args(Action))
-        _check_word("inputs", self.inputs, get_args(Place))
-        _check_word("outputs", self.outputs, get_args(Place))
-        object.__setattr__(self, "ops", _as_tuple(self.ops))
+        for option, kind in (("action", Action), ("inputs", Place), ("outputs", Place)):
+            words = get_args(kind)
+            if getattr(self, option) not in words:
+                raise ConfigError(f"{option}={getattr(self, option)!r}: write one of {_words(words)}")
+        ops: Any = self.ops
+        object.__setattr__(self, "ops", (ops,) if isinstance(ops, str) or callable(ops) else _listed("ops", ops))
         for choice in self.ops:
             _check_op_choice(choice)
         if not self.ops:
             raise ConfigError("ops=() makes a selective recipe save nothing: write Recipe('recompute')")
-        self._check_action_has_all()
+        for option in {"selective": (), "recompute": ("outputs", "ops")}.get(self.action, ("inputs", "outputs", "ops")):
+            if getattr(self, option) != getattr(Recipe, option):
+                found = f"{option}={getattr(self, option)!r}"
+                raise ConfigError(f"{found} means nothing to the recipe {self.action!r}: omit it")
         if self.sites is not None:
-            self._check_sites()
+            if self.action not in ("offload", "selective"):
+                raise ConfigError(f"sites= belongs to an 'offload' or 'selective' recipe: {self.action!r} has none")
+            sites = _listed("sites", self.sites)
+            if not all(map(_is_count, sites)):
+                raise ConfigError(
+                    f"sites={self.sites!r}: expected the indices of saved tensors in the region, such as (0, 3)"
+                )
+            object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "prune", _listed("prune", self.prune))
         if self.prune and (self.action != "selective" or not set(self.prune) <= set(self.sites or ())):
             raise ConfigError(
@@ -105,24 +117,6 @@ class Recipe:
             ops = ", ".join(op if isinstance(op, str) else getattr(op, "__name__", "a predicate") for op in self.ops)
             return f"selective ({ops}) {_past(self.outputs)}, inputs {_past(self.inputs)}"
         return self.action
-
-    def _check_action_has_all(self) -> None:
-        has = {"inputs": self.recomputes, "outputs": self.action == "selective", "ops": self.action == "selective"}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not has.get(field.name, True) and value != field.default:
-                raise ConfigError(f"{field.name}={value!r} means nothing to the recipe {self.action!r}: omit it")
-
-    def _check_sites(self) -> None:
-        assert self.sites is not None
-        if self.action not in ("offload", "selective"):
-            raise ConfigError(f"sites= belongs to an 'offload' or 'selective' recipe: {self.action!r} has none")
-        sites = _listed("sites", self.sites)
-        if not all(map(_is_count, sites)):
-            raise ConfigError(
-                f"sites={self.sites!r}: expected the indices of saved tensors in the region, such as (0, 3)"
-            )
-        object.__setattr__(self, "sites", sites)
 
 
 _BEYOND = "Recipe's `beyond` is deprecated and will be removed in the next release: write `prune`"
@@ -279,8 +273,8 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """Whether all saved tensors stay on the device."""
-        recipes = [region.recipe for region in (*self.regions.values(), self.outside) if region is not None]
-        return self.outside is not None and all(recipe.action == "keep" for recipe in recipes)
+        outside = self.outside
+        return outside is not None and all(r.recipe.action == "keep" for r in (*self.regions.values(), outside))
 
     def recipe_of(self, region: str | None) -> Recipe | None:
         """The recipe of the region of this name, if the plan has one."""
@@ -361,11 +355,6 @@ def _check_region(option: str, found: object) -> None:
         raise ConfigError(f"{option}={found!r}: expected a RegionPlan, such as RegionPlan(Recipe('offload'))")
 
 
-def _check_word(option: str, found: object, words: tuple[str, ...]) -> None:
-    if found not in words:
-        raise ConfigError(f"{option}={found!r}: write one of {_words(words)}")
-
-
 def _check_op_choice(choice: object) -> None:
     if isinstance(choice, str):
         name, _ = op_class_of(choice)
@@ -377,10 +366,6 @@ def _check_op_choice(choice: object) -> None:
             )
     elif not callable(choice):
         raise ConfigError(f"ops: {choice!r} is neither a class of operators nor a predicate")
-
-
-def _as_tuple(ops: Any) -> tuple[OpChoice, ...]:
-    return cast("tuple[OpChoice, ...]", (ops,) if isinstance(ops, str) or callable(ops) else _listed("ops", ops))
 
 
 def _listed(option: str, found: Any) -> tuple[Any, ...]:
@@ -403,12 +388,8 @@ _FIGURE = re.compile(r"[0-9][0-9.]* \w+")
 _COLUMNS = ("regions", "recipe", "kept", "moved", "recompute", "window", "prefetch", "why")
 
 
-class _Line(NamedTuple):
-    """A region with the window that holds at its end, set by its own release points or by an earlier region."""
-
-    name: str
-    plan: RegionPlan
-    window_bytes: int | None
+_Line: TypeAlias = "tuple[str, RegionPlan, str]"
+"""A region: name, plan, and the window that holds at the end, set by own release points or by an earlier region."""
 
 
 def _headline(plan: Plan) -> str:
@@ -424,30 +405,30 @@ def _headline(plan: Plan) -> str:
 def _rows(plan: Plan) -> Iterator[Sequence[str]]:
     """Consecutive regions share a row if their names count up and nothing but figures differs."""
     lines: list[_Line] = []
-    window_bytes: int | None = None
-    outside = () if plan.outside is None else (("outside", plan.outside),)
-    for name, region in (*plan.regions.items(), *outside):
-        window_bytes = region.release[-1].window_bytes if region.release else window_bytes
-        lines.append(_Line(name, region, window_bytes))
-    return (_row(run) for run in consecutive(lines, _are_alike))
+    window = ""
+    for name, region in (*plan.regions.items(), *([] if plan.outside is None else [("outside", plan.outside)])):
+        window = format_bytes(region.release[-1].window_bytes) if region.release else window
+        lines.append((name, region, window))
+    return map(_row, consecutive(lines, _are_alike))
 
 
 def _are_alike(one: _Line, other: _Line) -> bool:
-    reasons = [_FIGURE.sub("", line.plan.reason) for line in (one, other)]
-    return one.plan.recipe == other.plan.recipe and reasons[0] == reasons[1]
+    (_, first, _), (_, second, _) = one, other
+    return first.recipe == second.recipe and _FIGURE.sub("", first.reason) == _FIGURE.sub("", second.reason)
 
 
 def _row(lines: Sequence[_Line]) -> Sequence[str]:
-    costs = [line.plan.cost for line in lines if line.plan.cost is not None]
+    names, regions, windows = zip(*lines, strict=True)
+    costs = [region.cost for region in regions if region.cost is not None]
     return (
-        as_range(lines[0].name, lines[-1].name),
-        _recipe_text(lines[0].plan.recipe),
+        as_range(names[0], names[-1]),
+        _recipe_text(regions[0].recipe),
         _span([format_bytes(cost.kept_bytes) for cost in costs]),
         _span([format_bytes(cost.moved_bytes) for cost in costs]),
         _span([_ms(cost.recompute_s) for cost in costs]),
-        _span(["" if line.window_bytes is None else format_bytes(line.window_bytes) for line in lines]),
-        _span([format_bytes(line.plan.prefetch_bytes) for line in lines if line.plan.prefetch_bytes]),
-        lines[0].plan.reason,
+        _span(windows),
+        _span([format_bytes(region.prefetch_bytes) for region in regions if region.prefetch_bytes]),
+        regions[0].reason,
     )
 
 

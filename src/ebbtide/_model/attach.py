@@ -1,14 +1,16 @@
 """An attachment puts hooks on the modules of a model, and opens a session for each forward."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from ebbtide._config import OffloadConfig
+from ebbtide._control.controller import PlanController
 from ebbtide._control.tuner import bucket_of
 from ebbtide._engine.context import HookContext, RegionCall
 from ebbtide._engine.engine import Engine
@@ -20,7 +22,7 @@ from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook, 
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
-from ebbtide._plans import Plan, Recipe
+from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
 from ebbtide._recompute.ops import ExpensiveOps
@@ -30,27 +32,10 @@ from ebbtide._utils import env
 from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of
 
 
-class StepPlanner(Protocol):
-    """A planner, as a forward sees it: see `Planning`."""
-
-    @property
-    def status(self) -> str: ...
-
-    def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]: ...
-
-    def forward_failed(self) -> None: ...
-
-
 class Attachment:
     """The hooks of one root module, the plan in force, and everything a forward or a planner asks about the model.
 
-    Implements `HookOwner` for the hooks and `Planned` for a controller.
-
-    Args:
-        module: the root.
-        config: the settings of `offload`.
-        engines: one per device.
-        context: limits and statistics of all saved tensors of the model.
+    Implements `HookOwner` for the hooks and `PlannedModel` for a controller.
     """
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Engines, context: HookContext) -> None:
@@ -62,7 +47,9 @@ class Attachment:
         self.norm = find_norm(module, self.blocks)
         self.regions = dict(self.blocks)
         self.plan = Plan({})
-        self.planner: StepPlanner | None = None
+        self.controller: PlanController | None = None
+        self.plan_step: Callable[[int, bool], tuple[StepRecorder | None, bool]] | None = None
+        """Sets the plan of a forward; see `Planning.step_begins`. None without a controller."""
         self.optimizers = Optimizers()
         self.tokens = 0
         self.start_when_placed: Callable[[], None] | None = None
@@ -74,7 +61,7 @@ class Attachment:
         self._sessions = threading.local()
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
-        self._expensive_ops: dict[tuple[object, ...], ExpensiveOps] = {}
+        self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
         self._was_entered = False
@@ -93,7 +80,13 @@ class Attachment:
         choices: dict[torch.nn.Module, Reason | bool] = dict.fromkeys(self.regions.values(), False)
         choices.update(dict.fromkeys(find_named(self.module, config.include, "include"), True))
         choices.update(dict.fromkeys(find_named(self.module, config.exclude, "exclude"), Reason.OUTSIDE))
-        choices.update(dict.fromkeys(_last(self.regions, config.keep_last), Reason.KEEP_LAST))
+        if config.keep_last > len(self.regions):
+            raise ModuleError(
+                f"keep_last={config.keep_last}, but only {len(self.regions)} repeated blocks were found: "
+                "write a smaller number, or name what should stay with exclude="
+            )
+        last = list(self.regions.values())[len(self.regions) - config.keep_last :]
+        choices.update(dict.fromkeys(last, Reason.KEEP_LAST))
         names = {block: name for name, block in self.regions.items()}
         if choices.pop(self.module, False):
             raise ModuleError(
@@ -116,40 +109,31 @@ class Attachment:
 
     def follow_plan(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> None:
         """Follow `plan` from the next forward on; backward follows the plan of its forward."""
-        scopes = self._find_scopes(plan, regions)
+        recipes = {name: region.recipe for name, region in plan.regions.items()}
+        ops = {name: self.expensive_ops(r.ops) for name, r in recipes.items() if r.action == "selective"}
+        # The modules that operator classes of recipes are limited to, by region and pattern.
+        inside = {
+            name: {p: find_named(regions[name], (p,), f"the recipe of {name}: @") for p in chosen.modules}
+            for name, chosen in ops.items()
+        }
         former, self.regions = self.regions, regions
         for hook in self._scope_hooks:
             hook.remove()
-        self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in scopes]
+        pairs = [(module, p) for found in inside.values() for p, modules in found.items() for module in modules]
+        self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in dict.fromkeys(pairs)]
         has_regions = bool(plan.regions or self.plan.regions)
         self.plan = plan
-        if has_regions:
-            for name, module in {**former, **regions}.items():
-                self._wrap(name, module, plan.recipe_of(name))
-
-    def _wrap(self, name: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
-        ops = None if recipe is None or recipe.action != "selective" else self.expensive_ops(recipe)
-        patterns = () if ops is None else ops.modules
-        modules = {p: frozenset(map(compiler_id, find_named(module, (p,), "@"))) for p in patterns}
-        if module not in self._region_hooks:
-            self._region_hooks[module] = RegionHook(self, module, None, False)
-        self._region_hooks[module].wrap_forward(name, recipe, ops, modules)
-
-    def _find_scopes(self, plan: Plan, regions: dict[str, torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
-        """The modules that operator classes of recipes are limited to, with the pattern; each pair once."""
-        scopes: dict[tuple[torch.nn.Module, str], None] = {}
-        for name, region in plan.regions.items():
-            recipe = region.recipe
-            for pattern in self.expensive_ops(recipe).modules if recipe.action == "selective" else ():
-                modules = find_named(regions[name], (pattern,), f"the recipe of {name}: @")
-                scopes.update(dict.fromkeys((module, pattern) for module in modules))
-        return list(scopes)
+        for name, module in {**former, **regions}.items() if has_regions else ():
+            if module not in self._region_hooks:
+                self._region_hooks[module] = RegionHook(self, module, None, False)
+            ids = {p: frozenset(map(compiler_id, modules)) for p, modules in inside.get(name, {}).items()}
+            self._region_hooks[module].wrap_forward(name, recipes.get(name), ops.get(name), ids)
 
     def _all_hooks(self) -> list[ModuleHook]:
         root = [] if self._root_hook is None else [self._root_hook]
         return [*self._region_hooks.values(), *self._scope_hooks, *root]
 
-    # -- for the controller (see Planned) --------------------------------------------------------------------------
+    # -- for the controller (see PlannedModel) ---------------------------------------------------------------------
 
     def apply_plan(self, plan: Plan, size: int = 0) -> None:
         """Follow `plan`, unchecked. Plans for batches of another `size` learn an order of their own."""
@@ -199,7 +183,7 @@ class Attachment:
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        if self.planner is not None or not self._schedule.is_off:
+        if self.controller is not None or not self._schedule.is_off:
             self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
@@ -222,8 +206,8 @@ class Attachment:
         recorder, verifies = None, False
         if torch.is_grad_enabled():
             verifies = self._schedule.is_due((bucket_of(max(1, self.tokens)), self.module.training))
-            if self.planner is not None:
-                recorder, verifies = self.planner.step_begins(self.tokens, verifies)
+            if self.plan_step is not None:
+                recorder, verifies = self.plan_step(self.tokens, verifies)
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -246,8 +230,8 @@ class Attachment:
             return
         assert session.pushed is not None
         session.pushed.__exit__()
-        if self.planner is not None and session.hooks.step_recorder is not None:
-            session.hooks.step_recorder.forward_ended() if is_complete else self.planner.forward_failed()
+        if self.controller is not None and session.hooks.step_recorder is not None:
+            session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
         if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:
             self._warn_if_nothing_moved(session.plan)
@@ -268,12 +252,6 @@ class Attachment:
             finally:
                 self._stack().pop()
 
-    def expensive_ops(self, recipe: Recipe) -> ExpensiveOps:
-        """The operators chosen by `recipe.ops`, resolved once."""
-        if recipe.ops not in self._expensive_ops:
-            self._expensive_ops[recipe.ops] = ExpensiveOps(recipe.ops)
-        return self._expensive_ops[recipe.ops]
-
     def warn_if_root_is_bypassed(self) -> None:
         """Warn once if a part of the model saves tensors for backward and the root was never called."""
         if self._was_entered or not torch.is_grad_enabled() or graph_task_id() != -1 or env.is_disabled():
@@ -292,32 +270,30 @@ class Attachment:
         """A compiler has inlined the hooks of `module`. `is_wrapped`: a hook wraps the compiled call from now on."""
         if is_wrapped:
             return
-        if module is self.module:
-            if self.session() is None:
-                self._warn_of_compiler(
-                    f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
-                    "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
-                    "(block.compile()): inside a single graph nothing can leave before forward ends"
-                )
-        elif self._is_wanted_region(module) and not self._region_hooks[module].is_compiled and not self._has_warned:
-            self._warn_of_compiler(
+        # A norm is a region where possible, and goes unplanned inside a larger graph.
+        is_wanted_region = module in self.regions.values() and module not in self.norm.values()
+        if module is self.module and self.session() is None:
+            text = (
+                f"{type(module).__name__} was compiled as a whole with offloading inside, where it cannot work: "
+                "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
+                "(block.compile()): inside a single graph nothing can leave before forward ends"
+            )
+        elif is_wanted_region and not self._region_hooks[module].is_compiled and not self._has_warned:
+            text = (
                 f"{type(self.module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
                 "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
                 "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
                 "(block.compile())"
             )
-
-    def _is_wanted_region(self, module: torch.nn.Module) -> bool:
-        """Without norms: a norm is a region where possible, and goes unplanned inside a larger graph."""
-        return module in self.regions.values() and module not in self.norm.values()
-
-    def _warn_of_compiler(self, text: str) -> None:
+        else:
+            return
         self._has_warned = True
-        warnings.warn(text, EbbtideWarning, stacklevel=3)
+        warnings.warn(text, EbbtideWarning, stacklevel=2)
 
     def _warn_if_nothing_moved(self, plan: Plan) -> None:
         """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
-        if (self.planner is not None and self.planner.status) or (plan.keeps_all and plan.budget_bytes is not None):
+        has_no_plan = self.controller is not None and self.controller.status
+        if has_no_plan or (plan.keeps_all and plan.budget_bytes is not None):
             return
         entry_point = f"offload({type(self.module).__name__})"
         if plan.predicted is None:
@@ -343,30 +319,14 @@ class Attachment:
             b.untyped_storage()._cdata
             for owner in modules_of(self.module)
             for b in owner._buffers.values()
-            if b is not None and _has_storage(b)
+            if type(b) is torch.Tensor and b.layout is torch.strided
         }
 
     def _stack(self) -> list[Session | None]:
-        stack: list[Session | None] | None = getattr(self._sessions, "stack", None)
-        if stack is None:
-            stack = self._sessions.stack = []
-        return stack
+        return vars(self._sessions).setdefault("stack", [])
 
     def __reduce__(self) -> NoReturn:
         raise ModuleError(
             "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
             "handle.remove() first, or save the module's state_dict()"
         )
-
-
-def _last(regions: dict[str, torch.nn.Module], count: int) -> list[torch.nn.Module]:
-    if count > len(regions):
-        raise ModuleError(
-            f"keep_last={count}, but only {len(regions)} repeated blocks were found: "
-            "write a smaller number, or name what should stay with exclude="
-        )
-    return list(regions.values())[len(regions) - count :]
-
-
-def _has_storage(buffer: torch.Tensor) -> bool:
-    return type(buffer) is torch.Tensor and buffer.layout is torch.strided

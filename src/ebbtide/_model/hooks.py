@@ -25,7 +25,7 @@ import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide._plans import Plan, Recipe
+from ebbtide._plans import OpChoice, Plan, Recipe
 from ebbtide._recompute.arguments import Arguments
 from ebbtide._recompute.compiled import CompiledRecipe, Modules, sites_error
 from ebbtide._recompute.frame import Frame, Pack
@@ -51,7 +51,7 @@ class Enclosing(NamedTuple):
 
     region_call: RegionCall
     stays: Reason | None
-    is_region: bool  # the module is a region, and has a region call of its own
+    region: str | None  # name of the module if the module is a region, with a region call of its own
 
 
 @dataclass(eq=False)
@@ -96,12 +96,6 @@ class Session:
             return None
         return Unable.USER_CHECKPOINT if is_inside_checkpoint() else Unable.OTHER_HOOKS
 
-    def pack_input(self, stays: Reason | None) -> Pack:
-        """The pack function for inputs of a region. A recomputing region around can make the inputs again."""
-        if self.packs_directly:
-            return functools.partial(self.hooks.pack_as, stays=stays)
-        return cast(Pack, self.pack_hook)
-
     @contextlib.contextmanager
     def recording(
         self, pack_hook: object, mode: SaveOutputsMode | None, recorded: contextlib.AbstractContextManager[None]
@@ -129,7 +123,7 @@ class HookOwner(Protocol):
         self, call: RegionCall, plan: Plan, pack_hook: object, recorder: StepRecorder | None, unable: UnableRegions
     ) -> contextlib.AbstractContextManager[RecomputeRecorder | None]: ...
 
-    def expensive_ops(self, recipe: Recipe) -> ExpensiveOps: ...
+    def expensive_ops(self, choices: tuple[OpChoice, ...], /) -> ExpensiveOps: ...
 
     def warn_if_root_is_bypassed(self) -> None: ...
 
@@ -287,7 +281,7 @@ class RegionHook(ModuleHook):
         self._region = region
         self._is_block = region is not None
         self._choice = choice
-        self._forward: _RegionForward | None = None
+        self._forward: Callable[..., Any] | None = None
         self._traced = CompiledRecipe()
         super().__init__(owner, module)
 
@@ -297,14 +291,13 @@ class RegionHook(ModuleHook):
             self._owner.warn_if_root_is_bypassed()
             return
         hooks = session.hooks
-        is_region = self._is_region(session.plan)
-        session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, is_region))
-        if is_region:
-            assert self._region is not None
+        region = self._region_of(session.plan)
+        session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region))
+        if region is not None:
             if hooks.step_recorder is not None:
-                hooks.step_recorder.entered(self._region)
+                hooks.step_recorder.entered(region)
             window_bytes = hooks.region_call.limits.window_bytes
-            hooks.region_call = hooks.region_call.context.new_call(self._region)
+            hooks.region_call = hooks.region_call.context.new_call(region)
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
 
@@ -314,11 +307,10 @@ class RegionHook(ModuleHook):
             return
         hooks = session.hooks
         window_bytes = hooks.region_call.limits.window_bytes
-        hooks.region_call, hooks.stays, was_region = session.enclosing.pop()
+        hooks.region_call, hooks.stays, region = session.enclosing.pop()
         hooks.region_call.keep_window(window_bytes)
-        if was_region and hooks.step_recorder is not None:
-            assert self._region is not None
-            hooks.step_recorder.left(self._region)
+        if region is not None and hooks.step_recorder is not None:
+            hooks.step_recorder.left(region)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._owner.session()
@@ -345,7 +337,8 @@ class RegionHook(ModuleHook):
         if self._forward is None:
             self._state = RegionState(self._name, self._module)
             self._prune_cache = PruneCache()
-            self._forward = _RegionForward(self, self._module, self._traced)
+            self._former_forward = cast("Callable[..., Any] | None", vars(self._module).get("forward"))
+            self._module.forward = self._forward = self._forward_around(self._module.forward)
 
     @property
     def unable(self) -> Unable | None:
@@ -355,20 +348,48 @@ class RegionHook(ModuleHook):
     def restore_calls(self, attributes: dict[str, Any]) -> None:
         super().restore_calls(attributes)
         if self._forward is not None:
-            self._forward.restore(attributes)
+            # Below a later wrapper ours stays: without a session ours does nothing.
+            _restore(attributes, "forward", self._forward, self._former_forward)
 
-    def reinstalled(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def reinstalled(self) -> Generator[None, None, None]:
         """After `remove`: the region forward as in the forward of a graph in flight, while the graph recomputes."""
-        return contextlib.nullcontext() if self._forward is None else self._forward.installed()
+        if self._forward is None:
+            yield
+            return
+        current = cast("Callable[..., Any] | None", vars(self._module).get("forward"))
+        self._module.forward = self._forward
+        try:
+            yield
+        finally:
+            if current is None:
+                vars(self._module).pop("forward", None)
+            else:
+                self._module.forward = current
 
     @property
     def _name(self) -> str:
         return self._region or type(self._module).__name__
 
-    def _is_region(self, plan: Plan) -> bool:
-        """False for a region of a former plan only, and for a block missing from a plan that also covers `outside`:
+    def _forward_around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        traced = self._traced
+
+        # A function, not an object with attributes: wrappers of others copy the attributes of a forward, and copies of
+        # a model copy the function as it is.
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return traced.call(original, self.is_compiled, args, kwargs)
+            if self.is_compiled:
+                return original(*args, **kwargs)  # code of the block that the compiler leaves to Python
+            return self.run(original, args, kwargs)
+
+        return forward
+
+    def _region_of(self, plan: Plan) -> str | None:
+        """None for a region of a former plan only, and for a block missing from a plan that also covers `outside`:
         tensors saved inside belong to the region around."""
-        return self._region in plan.regions or (self._is_block and plan.outside is None)
+        return self._region if self._region in plan.regions or (self._is_block and plan.outside is None) else None
 
     def _apply_plan(self, session: Session) -> None:
         """Choose the saved tensors to move from here on: `include` first, then the plan, `exclude` last."""
@@ -391,14 +412,27 @@ class RegionHook(ModuleHook):
         region_call.recomputes = session.packs_directly
         outputs_mode = None
         if recipe.action == "selective" and not session.is_recomputation:
-            ops = self._owner.expensive_ops(recipe)
+            ops = self._owner.expensive_ops(recipe.ops)
             stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
             outputs_mode = SaveOutputsMode(hooks, ops, stays, recipe.sites, recipe.prune, self._prune_cache)
-        pack_input = session.pack_input(Reason.RECIPE if recipe.inputs == "keep" else hooks.stays)
-        around = _AroundRegion(self._owner, session, outputs_mode)
-        evidence = (
-            Evidence(hooks.for_call(region_call.context.new_call(region_call.region))) if session.verifies else None
-        )
+        pack_input = cast(Pack, session.pack_hook)  # a recomputing region around can make the inputs again
+        if session.packs_directly:
+            stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
+            pack_input = functools.partial(hooks.pack_as, stays=stays)
+        # Later regions change the session; backward follows the forward of this region.
+        plan, unable, recorder = session.plan, session.unable, hooks.step_recorder
+
+        def around(
+            pack_hook: Pack, is_recomputation: bool
+        ) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
+            if is_recomputation:
+                return self._owner.recomputation(region_call, plan, pack_hook, recorder, unable)
+            recorded = contextlib.nullcontext() if recorder is None else recorder.running(region_call.region)
+            return session.recording(pack_hook, outputs_mode, recorded)
+
+        evidence = None
+        if session.verifies:
+            evidence = Evidence(hooks.for_call(region_call.context.new_call(region_call.region)))
         frame = Frame(self._name, call, hooks, around, evidence)
         output = frame.run(args, kwargs, pack_input, outputs_mode, self._state)
         if frame.ends_early:
@@ -413,48 +447,19 @@ class RegionHook(ModuleHook):
             raise sites_error()  # a policy would raise in the middle of a trace
         if not session.packs_directly:
             return call(*args, **kwargs)
-        pack = _PackPartitioned(session.hooks, recipe, Arguments(args, kwargs)).pack
-        with torch.autograd.graph.saved_tensors_hooks(pack, session.hooks.unpack):
+        hooks = session.hooks
+        tensors = (t for t in Arguments(args, kwargs).take_tensors() if type(t) is torch.Tensor)
+        inputs = {t.untyped_storage()._cdata for t in tensors}
+        input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
+        output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
+
+        @hidden_from_compiler
+        def pack(t: torch.Tensor) -> Any:
+            is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in inputs
+            return hooks.pack_as(t, input_stays if is_input else output_stays)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, hooks.unpack):
             return call(*args, **kwargs)
-
-
-class _AroundRegion:
-    """The context of the forward or the recomputation of a region, for `Frame`."""
-
-    def __init__(self, owner: HookOwner, session: Session, outputs_mode: SaveOutputsMode | None) -> None:
-        self._owner = owner
-        self._session = session
-        self._outputs_mode = outputs_mode
-        # Later regions change the session; backward follows the forward of this region.
-        self._region_call = session.hooks.region_call
-        self._plan = session.plan
-        self._unable = session.unable
-        self._recorder = session.hooks.step_recorder
-
-    def __call__(
-        self, pack_hook: Pack, is_recomputation: bool
-    ) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
-        recorder = self._recorder
-        if is_recomputation:
-            return self._owner.recomputation(self._region_call, self._plan, pack_hook, recorder, self._unable)
-        recorded = contextlib.nullcontext() if recorder is None else recorder.running(self._region_call.region)
-        return self._session.recording(pack_hook, self._outputs_mode, recorded)
-
-
-class _PackPartitioned:
-    """Pack hook for the node of a partitioned graph: inputs and outputs of the region may stay for separate reasons."""
-
-    def __init__(self, hooks: SavedTensorHooks, recipe: Recipe, arguments: Arguments) -> None:
-        tensors = (t for t in arguments.take_tensors() if type(t) is torch.Tensor)
-        self._inputs = {t.untyped_storage()._cdata for t in tensors}
-        self._hooks = hooks
-        self._input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
-        self._output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
-
-    @hidden_from_compiler
-    def pack(self, t: torch.Tensor) -> Any:
-        is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in self._inputs
-        return self._hooks.pack_as(t, self._input_stays if is_input else self._output_stays)
 
 
 class OpScopeHook(ModuleHook):
@@ -474,44 +479,6 @@ class OpScopeHook(ModuleHook):
         session = self._owner.session()
         if session is not None and session.outputs_mode is not None:
             session.outputs_mode.inside[self._pattern] += step
-
-
-class _RegionForward:
-    """Replaces `forward` on the instance of a region."""
-
-    def __init__(self, hook: RegionHook, module: torch.nn.Module, traced: CompiledRecipe) -> None:
-        self._module = module
-        self._former = cast("Callable[..., Any] | None", module.__dict__.get("forward"))
-        original = module.forward
-
-        # A function, not an object with attributes: wrappers of others copy the attributes of a forward, and copies of
-        # a model copy the function as it is.
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return traced.call(original, hook.is_compiled, args, kwargs)
-            if hook.is_compiled:
-                return original(*args, **kwargs)  # code of the block that the compiler leaves to Python
-            return hook.run(original, args, kwargs)
-
-        self._forward = forward
-        module.forward = forward
-
-    def restore(self, attributes: dict[str, Any]) -> None:
-        """Put the former forward back. Below a later wrapper ours stays: without a session ours does nothing."""
-        _restore(attributes, "forward", self._forward, self._former)
-
-    @contextlib.contextmanager
-    def installed(self) -> Generator[None, None, None]:
-        current = cast("Callable[..., Any] | None", self._module.__dict__.get("forward"))
-        self._module.forward = self._forward
-        try:
-            yield
-        finally:
-            if current is None:
-                self._module.__dict__.pop("forward", None)
-            else:
-                self._module.forward = current
 
 
 def _restore(attributes: dict[str, Any], name: str, ours: object, former: object) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -44,24 +44,13 @@ class Optimizers:
 
     def state_bytes(self, parameters: Collection[torch.nn.Parameter], device: torch.device | None) -> int:
         """Bytes of optimizer state on `device` for `parameters`: each storage once, the local part of shards."""
-        nbytes = {
-            storage._cdata: storage.nbytes()
-            for t in self._states({id(p) for p in parameters})
-            for storage in (part.untyped_storage() for part in plain_tensors(t) if _is_on(part, device))
-        }
-        return sum(nbytes.values())
-
-    def _states(self, parameter_ids: Collection[int]) -> Iterator[torch.Tensor]:
-        for optimizer in self._found:
-            for p, state in optimizer.state.items():
-                if id(p) in parameter_ids:
-                    yield from first_tensors((state,))
+        ids = {id(p) for p in parameters}
+        states = (state for optimizer in self._found for p, state in optimizer.state.items() if id(p) in ids)
+        parts = (part for state in states for t in first_tensors((state,)) for part in plain_tensors(t))
+        storages = (t.untyped_storage() for t in parts if t.layout is torch.strided and t.device == device)
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _add(sets: "Iterable[weakref.WeakSet[Optimizer]]", optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for optimizers in sets:
         optimizers.add(optimizer)
-
-
-def _is_on(t: torch.Tensor, device: torch.device | None) -> bool:
-    return t.layout is torch.strided and t.device == device

@@ -2,8 +2,7 @@
 
 import heapq
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,7 +17,7 @@ def device_of(module: torch.nn.Module) -> torch.device | None:
     for p in parameters_of(module):
         if not is_lazy(p):  # no size before the first forward
             nbytes[p.device] = nbytes.get(p.device, 0) + p.numel() * p.element_size()
-    return max(nbytes, key=lambda device: nbytes[device]) if nbytes else None
+    return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
 def is_on_meta(module: torch.nn.Module) -> bool:
@@ -36,7 +35,7 @@ class PlacementCache:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._device: torch.device | None = None
-        self._largest: list[_LargeParameter] = []
+        self._largest: list[tuple[weakref.ref[torch.nn.Module], str, torch.device]] = []  # owner, name, last device
 
     def device(self) -> torch.device | None:
         """The device; None without parameters."""
@@ -49,55 +48,42 @@ class PlacementCache:
         if storages is None:
             self._device = device_of(self._module)
             largest = heapq.nlargest(8, _owned(self._module), key=lambda owned: owned[2].numel())
-            self._largest = [_LargeParameter(weakref.ref(owner), name, p.device) for owner, name, p in largest]
+            self._largest = [(weakref.ref(owner), name, p.device) for owner, name, p in largest]
             storages = self._read()
         return storages or ()
 
     def _read(self) -> tuple[int, ...] | None:
         """None if a parameter is gone or has moved, or before the first walk. One pass: compute waits meanwhile."""
         storages: list[int] = []
-        for known in self._largest:
-            owner = known.owner()
-            p = None if owner is None else owner._parameters.get(known.name)
-            if p is None or p.device != known.device:
+        for owner_ref, name, device in self._largest:
+            owner = owner_ref()
+            p = None if owner is None else owner._parameters.get(name)
+            if p is None or p.device != device:
                 return None
             parts = (p,) if type(p) is torch.nn.Parameter else plain_tensors(p)
             storages += [t.untyped_storage()._cdata for t in parts if t.layout is torch.strided]
         return tuple(storages) if self._largest else None
 
 
-class _LargeParameter(NamedTuple):
-    owner: "weakref.ref[torch.nn.Module]"
-    name: str
-    device: torch.device
-
-
 def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     for owner in modules_of(module):
-        if isinstance(owner, torch.jit.ScriptModule):  # has no dict of parameters
-            continue
-        for name, p in owner._parameters.items():
-            if p is not None and not is_lazy(p):
-                yield owner, name, p
+        if not isinstance(owner, torch.jit.ScriptModule):  # has no dict of parameters
+            yield from ((owner, name, p) for name, p in owner._parameters.items() if p is not None and not is_lazy(p))
 
 
 def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
     """Model, device and version of torch: a profile with other values is of no use for `module`."""
     parameters = list(parameters_of(module))
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-    count = _count(parameters)
-    trained = _count([p for p in parameters if p.requires_grad])
+    # Parameters under ZeRO-3 of DeepSpeed are empty, and have the number of elements in `ds_numel`.
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in parameters]
+    count, trained = sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)
     training = "" if trained == count else f", {trained} of them trained"
     return {
         "model": f"{type(module).__name__}, {count} parameters in {', '.join(dtypes)}{training}",
         "device": "cpu" if device is None else name_of(device),
         "torch": torch.__version__.partition("+")[0],
     }
-
-
-def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Number of elements. Parameters under ZeRO-3 of DeepSpeed are empty, and have the number in `ds_numel`."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def memory_of(

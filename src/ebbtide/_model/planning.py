@@ -1,8 +1,6 @@
 """Planning for a model: the choice of regions, profile and ranks."""
 
-import contextlib
 import dataclasses
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ class Planning:
     profile: Profile | str | Path | None
     replans_on_oom: bool
     process_group: "torch.distributed.ProcessGroup | None"
-    controller: PlanController | None = None
     may_be_stage: bool = False
     may_have_peers: bool = False
 
@@ -76,13 +73,17 @@ class Planning:
             nested=() if named else tuple(attachment.norm),
         )  # fmt: skip
         controller.start()
-        self.controller = controller
-        attachment.planner = self
+        attachment.controller, attachment.plan_step = controller, self.step_begins
         self.may_have_peers = budget is not None and agree is None and group is None
         if known is not None:
             profiles.keep(known)
         else:
             attachment.optimizers.start()
+
+    @property
+    def controller(self) -> PlanController | None:
+        """None before `start`."""
+        return self.attachment.controller
 
     @property
     def status(self) -> str:
@@ -91,13 +92,13 @@ class Planning:
 
     def describe(self, plan: Plan) -> Plan:
         """`plan` with the status, and the budget as written."""
-        if self.controller is None:
-            return dataclasses.replace(plan, status=self.status)
-        return dataclasses.replace(plan, budget="" if self.budget is None else str(self.budget), status=self.status)
+        budget = "" if self.controller is None or self.budget is None else str(self.budget)
+        return dataclasses.replace(plan, budget=budget, status=self.status)
 
     def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]:
         """Set the plan of the forward about to begin. Returns a recorder, and whether to verify the forward."""
-        with self._while_measuring():
+        is_measuring = False
+        try:
             if self.may_be_stage:
                 refuse_pipeline(self.attachment.module)
                 self.may_be_stage = False
@@ -105,33 +106,20 @@ class Planning:
                 self.start()  # the process group was made after `offload`: all ranks come by in the same forward
             assert self.controller is not None
             recorder = self.controller.step_begins(tokens, verifies)
-        if self.controller.is_measuring:  # verification would hold up a timed forward
+            is_measuring = self.controller.is_measuring
+        finally:
+            if not is_measuring:  # look for optimizers only until there is a profile, or an error instead
+                self.attachment.optimizers.stop()
+        if is_measuring:  # verification would hold up a timed forward
             verifies = self.controller.is_warming_up and self.attachment.config.verify != 0
         if not self.controller.status:
             self.attachment.context.recorder.first_step_begins()
         return recorder, verifies
 
-    def forward_failed(self) -> None:
-        """An exception leaves the forward."""
-        assert self.controller is not None
-        self.controller.forward_failed()
-
     def conclude(self) -> Profile | None:
         """The profile, if the past steps suffice, without another step."""
-        with self._while_measuring():
-            return None if self.controller is None else self.controller.conclude()
+        return None if self.controller is None else self.controller.conclude()
 
     def _profile_settings(self) -> dict[str, str]:  # as of now: blocks may be compiled after `offload`
         config, blocks = self.attachment.config, self.attachment.blocks
         return {"store": store_name(config.store), "compiled": count_compiled(blocks)}
-
-    @contextlib.contextmanager
-    def _while_measuring(self) -> Generator[None, None, None]:
-        """Look for optimizers only until there is a profile, or an error instead."""
-        is_measuring = False
-        try:
-            yield
-            is_measuring = self.controller is not None and self.controller.is_measuring
-        finally:
-            if not is_measuring:
-                self.attachment.optimizers.stop()

@@ -162,15 +162,11 @@ def _has_bytes(t: torch.Tensor, content: torch.Tensor) -> bool:
 def _restore_generators(module: Module, undo: contextlib.ExitStack) -> None:
     devices = {t.device for t in (*parameters_of(module), *buffers_of(module)) if t.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
-    held = map(generators.state_of, _generators_in(module))
+    # In attributes of modules, directly or in a container.
+    values: list[Any] = [value for inner in modules_of(module) for value in vars(inner).values()]
+    values += [item for value in values if _is_container(value) for item in items_of(value)]
+    held = [generators.state_of(value) for value in values if generators.is_generator(value)]
     for state in [*generators.process_wide(with_trackers=True), *held]:
         undo.callback(state.put_back)
     indices = sorted(device.index for device in devices)
     undo.enter_context(cast(Any, torch.random.fork_rng)(indices, device_type=kind))
-
-
-def _generators_in(module: Module) -> list[Any]:
-    """Generators in attributes of modules, directly or in a container."""
-    values: list[Any] = [value for inner in modules_of(module) for value in vars(inner).values()]
-    values += [item for value in values if _is_container(value) for item in items_of(value)]
-    return [value for value in values if generators.is_generator(value)]

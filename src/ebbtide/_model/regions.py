@@ -16,6 +16,7 @@ from ebbtide._utils.torch_private import modules_of, named_children, named_modul
 # Parts of names added by wrappers: DDP, FSDP, compile, checkpoint, Fabric. Users do not write them.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _LIST = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict
+_NORM = torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm
 _TOO_SMALL = torch.nn.Linear | torch.nn.Identity
 
 
@@ -119,15 +120,10 @@ def _norms_after(module: torch.nn.Module, fqn: str, is_list: _IsList) -> list[tu
         norms = _norms_after(child, _joined(fqn, name), is_list)
         if norms is not None:
             return norms or after
-        if _is_norm(child):
+        # Most models bring norms of their own.
+        if isinstance(child, _NORM) or "Norm" in type(child).__name__:
             after.append((_joined(fqn, name), child))
     return None
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    """By class or by the name of the class: most models bring norms of their own."""
-    is_known = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm)
-    return is_known or "Norm" in type(module).__name__
 
 
 def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
@@ -146,7 +142,7 @@ def find_named(root: torch.nn.Module, names: Sequence[Names], option: str) -> li
     """All modules that match one of `names`. Raises ModuleError for a name without a match, with near names."""
     found: dict[torch.nn.Module, None] = {}
     for name in names:
-        matches = list(_matches(root, name))
+        matches = [module for fqn, module in named_modules(root) if _is_meant(name, fqn, module)]
         if not matches:
             raise ModuleError(_no_match(root, name, option))
         found.update(dict.fromkeys(matches))
@@ -208,13 +204,10 @@ def find_planned(
     return dict(regions) | {name: modules[name] for name in plan.regions}
 
 
-def _matches(root: torch.nn.Module, name: Names) -> Iterator[torch.nn.Module]:
-    for fqn, module in named_modules(root):
-        if isinstance(name, str):
-            if _is_match(name, clean_name(fqn)) or _is_match(name, fqn):
-                yield module
-        elif isinstance(module, name):
-            yield module
+def _is_meant(name: Names, fqn: str, module: torch.nn.Module) -> bool:
+    if not isinstance(name, str):
+        return isinstance(module, name)
+    return _is_match(name, clean_name(fqn)) or _is_match(name, fqn)
 
 
 def _is_match(pattern: str, fqn: str) -> bool:
@@ -232,14 +225,11 @@ def _no_match(root: torch.nn.Module, name: Names, option: str) -> str:
     if not isinstance(name, str):
         classes = sorted({type(module).__name__ for module in modules_of(root)})
         return f"{option}={name.__name__}: {type(root).__name__} has no module of this class. It has {_some(classes)}"
-    patterns = sorted({_pattern(clean_name(fqn)) for fqn, _ in named_modules(root) if fqn})
+    parts = (clean_name(fqn).split(".") for fqn, _ in named_modules(root) if fqn)
+    # With stars for numbers, as users write patterns.
+    patterns = sorted({".".join("*" if part.isdigit() else part for part in name_parts) for name_parts in parts})
     near = difflib.get_close_matches(name, patterns, n=5, cutoff=0.4) or patterns
     return f"{option}={name!r} matches no module of {type(root).__name__}. Near names: {_some(near)}"
-
-
-def _pattern(fqn: str) -> str:
-    """The name with stars for numbers, as users write patterns."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -447,19 +447,25 @@ class RegionHook(ModuleHook):
             raise sites_error()  # a policy would raise in the middle of a trace
         if not session.packs_directly:
             return call(*args, **kwargs)
-        hooks = session.hooks
-        tensors = (t for t in Arguments(args, kwargs).take_tensors() if type(t) is torch.Tensor)
-        inputs = {t.untyped_storage()._cdata for t in tensors}
-        input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
-        output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
-
-        @hidden_from_compiler
-        def pack(t: torch.Tensor) -> Any:
-            is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in inputs
-            return hooks.pack_as(t, input_stays if is_input else output_stays)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, hooks.unpack):
+        pack = _PackPartitioned(session.hooks, recipe, Arguments(args, kwargs)).pack
+        with torch.autograd.graph.saved_tensors_hooks(pack, session.hooks.unpack):
             return call(*args, **kwargs)
+
+
+class _PackPartitioned:
+    """Pack hook for the node of a partitioned graph: inputs and outputs of the region may stay for separate reasons."""
+
+    def __init__(self, hooks: SavedTensorHooks, recipe: Recipe, arguments: Arguments) -> None:
+        tensors = (t for t in arguments.take_tensors() if type(t) is torch.Tensor)
+        self._inputs = {t.untyped_storage()._cdata for t in tensors}
+        self._hooks = hooks
+        self._input_stays = Reason.RECIPE if recipe.inputs == "keep" else hooks.stays
+        self._output_stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
+
+    @hidden_from_compiler
+    def pack(self, t: torch.Tensor) -> Any:
+        is_input = type(t) is torch.Tensor and t.untyped_storage()._cdata in self._inputs
+        return self._hooks.pack_as(t, self._input_stays if is_input else self._output_stays)
 
 
 class OpScopeHook(ModuleHook):

@@ -1,4 +1,18 @@
-"""Every error and warning of ebbtide."""
+"""Every error and warning of ebbtide.
+
+EbbtideError
+|- ConfigError            (also ValueError)    a wrong setting: the value found, and a value to write instead
+|  `- ForeignAttributeError (also AttributeError) an attribute of another package's class without a meaning in ebbtide
+|- ModuleError            (also ValueError)    a module that cannot be offloaded with the settings
+|- PlanError              (also ValueError)    no plan fits, or the plan was made for another model
+|- StoreError             (also RuntimeError)  a store could not write or read a parcel
+|  `- StoreFullError                           a store has no room for a parcel
+|- RecomputeError         (also RuntimeError)  the recomputation of a region differs from the region's forward
+|- ModifiedError          (also RuntimeError)  a saved tensor was changed in place before backward
+|- CaptureError           (also RuntimeError)  forward and backward are not in one captured graph
+|- DeviceError            (also RuntimeError)  a device without support in ebbtide
+`- MissingPackageError    (also ImportError)   a package is missing, or too old for an integration
+"""
 
 import sys
 import warnings

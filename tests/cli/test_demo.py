@@ -107,7 +107,7 @@ def test_unreadable_arguments_end_with_status_2(capsys):
 
 @pytest.mark.parametrize("package", ["tyro", "matplotlib"])
 def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.timeline"))]:
+    for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.pictures"))]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

@@ -149,7 +149,7 @@ def demo(
         small: a tiny model, done in seconds.
         seed: of parameters and batches.
     """
-    from ebbtide._reports import timeline  # before the runs: an error if matplotlib is missing
+    from ebbtide._reports import pictures  # before the runs: an error if matplotlib is missing
 
     task = _task(steps, folder, out, small, seed)
     console = Console()
@@ -164,9 +164,9 @@ def demo(
     verdict = judge(plain, offloaded)
     _write(out / "demo.json", task, runs, verdict)
     where = "disk" if task.store.startswith("disk") else "host memory"
-    timeline.draw_timeline(
+    pictures.draw_timeline(
         [
-            timeline.Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
+            pictures.Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
             for label, run in (("plain", plain), (f"offloaded to {where}", offloaded))
         ],
         out / "memory.png",

@@ -18,7 +18,7 @@ Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Row:
+class ParetoRow:
     """The fastest plan at a budget.
 
     Attributes:
@@ -54,9 +54,9 @@ class Solvers:
         self.plain = _predicted(self.solver.keeping_all())
         """With everything kept."""
 
-    def rows(self, points: int) -> list[Row]:
+    def rows(self, points: int) -> list[ParetoRow]:
         return [
-            Row(
+            ParetoRow(
                 point.budget_bytes,
                 point.plan,
                 recompute_s(self.solver.profile, point.plan),
@@ -89,7 +89,7 @@ def recompute_s(profile: Profile, plan: Plan) -> float:
     return sum(option_for(region, plan.regions[region.name].recipe).recompute_s for region in profile.regions)
 
 
-def pareto_table(rows: Sequence[Row], plain_s: float) -> Table:
+def pareto_table(rows: Sequence[ParetoRow], plain_s: float) -> Table:
     """One line per budget. `plain_s`: seconds of the step with everything kept, the unit of "x plain"."""
     table = Table(
         title="Time against memory: the fastest step at each budget", title_justify="left", title_style="bold"

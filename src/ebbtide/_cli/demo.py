@@ -78,7 +78,8 @@ class Task:
     @staticmethod
     def from_json(text: str) -> "Task":
         raw: dict[str, Any] = json.loads(text)
-        return Task(**{**raw, "size": Size(**raw["size"])})
+        raw["size"] = Size(**raw["size"])
+        return Task(**raw)
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def run_worker(task: Task, mode: str, report_step: Callable[[int], None]) -> Run
                 if isinstance(message, int):
                     report_step(message)
                 else:
-                    outcome = message
+                    outcome = {**message, "moved": MovedCounts(**message["moved"])}
         except BaseException:
             worker.kill()  # interrupted: without a reader the worker would go on for nothing
             raise
@@ -274,7 +275,7 @@ def run_worker(task: Task, mode: str, report_step: Callable[[int], None]) -> Run
             if status == -signal.SIGKILL:
                 end = "was killed, most likely for lack of memory: try --small"
             raise EbbtideError(f"the {mode} run {end}\n{last_lines}".rstrip())
-    return RunResult(**{**outcome, "moved": MovedCounts(**outcome["moved"])})
+    return RunResult(**outcome)
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def draw_pareto(
     for place, (colour, (label, points)) in enumerate(zip(_COLOURS, curves.items(), strict=False)):
         gib, ms = [nbytes / GIB for nbytes, _ in points], [s * 1e3 for _, s in points]
         axes.plot(gib, ms, color=colour, marker="o", markersize=3.5, label=label, zorder=5 - place)
-    star = {"markersize": 11, "label": "plain: all kept", "linestyle": "none", "zorder": 9}
-    axes.plot([plain_bytes / GIB], [plain_s * 1e3], "k*", **star)
+    plain = ([plain_bytes / GIB], [plain_s * 1e3])
+    axes.plot(*plain, "k*", markersize=11, label="plain: all kept", linestyle="none", zorder=9)
     slowest_s = [max((s for _, s in points), default=plain_s) for points in curves.values()]
     # Above 1.4 times plain curves leave the picture: plans that only move may take several times as long.
     span_s = max(slowest_s[0], min(max(slowest_s), 1.4 * plain_s)) - plain_s

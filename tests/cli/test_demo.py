@@ -4,17 +4,19 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 
 import matplotlib.image
 import pytest
 import torch
 
 from ebbtide._cli import main
-from ebbtide._cli.demo import SMALL, Mode, RunResult, Task, run_worker
+from ebbtide._cli.demo import SMALL, Task, run_worker
 from ebbtide._errors import EbbtideError
 
 STEPS = 2
-TASK = Task(Mode.OFFLOADED, "cpu", "mock", steps=1, seed=0, threads=1, size=SMALL)
+TASK = Task("cpu", "mock", steps=1, seed=5, threads=1, size=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def test_unreadable_arguments_end_with_status_2(capsys):
 
 @pytest.mark.parametrize("package", ["tyro", "matplotlib"])
 def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.timeline"))]:
+    for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.pictures"))]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
@@ -116,31 +118,23 @@ def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
 
 def test_a_failed_worker_is_quoted():
     with pytest.raises(EbbtideError, match=r"(?s)the offloaded run ended with exit status 1.*is not a store"):
-        run_worker(Task(Mode.OFFLOADED, "cpu", "cloud", 1, 0, 1, SMALL), lambda number: None)
+        run_worker(replace(TASK, store="cloud"), "offloaded", lambda number: None)
 
 
-def test_task_and_outcome_survive_json():
-    assert Task.from_json(TASK.to_json()) == TASK
-    assert isinstance(RunResult.from_dict({**_RAW_OUTCOME, "moved": {"out_bytes": 3}}).moved.out_bytes, int)
+def test_tasks_and_outcomes_pass_between_processes():
+    assert Task.from_json(json.dumps(asdict(TASK))) == TASK
+    steps = []
+    outcome = run_worker(replace(TASK, steps=2), "offloaded", steps.append)
+    assert steps == [1, 2]
+    assert len(outcome.losses) == 2
+    assert isinstance(outcome.moved.out_bytes, int)
 
 
 def test_same_seed_same_model_and_text():
-    from ebbtide._cli._demo_worker import ByteTransformer, Text, next_byte_loss
+    from ebbtide._cli._demo_worker import Training
 
     losses = []
     for _ in range(2):
-        torch.manual_seed(5)
-        losses.append(next_byte_loss(ByteTransformer(SMALL), Text(5).batch(2, SMALL.context)))
+        torch.manual_seed(TASK.seed)
+        losses.append(Training(TASK).step(nullcontext(), rows=2))
     assert torch.equal(*losses)
-
-
-_RAW_OUTCOME = {
-    "losses": [1.0],
-    "loss_bits": ["0x3f800000"],
-    "parameters_sha256": "",
-    "step_s": [1.0],
-    "base_bytes": 1,
-    "peak_bytes": 2,
-    "curve_s": [0.0],
-    "curve_bytes": [1],
-}

@@ -21,7 +21,7 @@ from ebbtide._utils.sizes import parse_bytes
 
 MEASURED = profile(*layers(4), device_bytes=4 * GIB)
 LEAST = Solver(MEASURED).smallest_budget()
-MIDDLE = (LEAST + Solvers.of(MEASURED).plain().peak_bytes) // 2
+MIDDLE = (LEAST + Solvers(MEASURED).plain.peak_bytes) // 2
 
 MODULE = """
 from control.test_controller import make, batch
@@ -110,7 +110,7 @@ def test_what_ifs_are_planned_with_and_noted(file, capsys):
     what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB", graphs=2)
     arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--graphs", 2]
     planned = saved(file, *arguments, "--budget", "3.5GiB")
-    assert planned == Solver(what_if.applied_to(MEASURED)).solve(7 * GIB // 2)
+    assert planned == Solver(what_if.applied_to(MEASURED)[0]).solve(7 * GIB // 2)
     printed = capsys.readouterr().out
     for said in (
         "5 GB/s each way, not 10.0",
@@ -124,14 +124,16 @@ def test_what_ifs_are_planned_with_and_noted(file, capsys):
 
 
 def test_each_what_if_changes_its_figure():
-    link = WhatIf(link=20).applied_to(MEASURED).link
+    def changed(**what_if):
+        return WhatIf(**what_if).applied_to(MEASURED)[0]
+
+    link = changed(link=20).link
     assert (link.out, link.back) == (20e9, 20e9)
-    assert WhatIf(tokens=500).applied_to(MEASURED) == WhatIf(scale=0.5).applied_to(MEASURED) == MEASURED.scaled(500)
-    assert WhatIf(host_limit="1KiB").applied_to(MEASURED).host_limit_bytes == 1024
-    assert WhatIf(reserve="1KiB").applied_to(MEASURED).base_bytes == MEASURED.base_bytes + 1024
-    assert WhatIf(graphs=3).applied_to(MEASURED).graphs == 3
-    assert WhatIf().applied_to(MEASURED) == MEASURED
-    assert WhatIf(tokens=1000).notes(MEASURED) == WhatIf().notes(MEASURED) == []
+    assert changed(tokens=500) == changed(scale=0.5) == MEASURED.scaled(500)
+    assert changed(host_limit="1KiB").host_limit_bytes == 1024
+    assert changed(reserve="1KiB").base_bytes == MEASURED.base_bytes + 1024
+    assert changed(graphs=3).graphs == 3
+    assert WhatIf().applied_to(MEASURED) == WhatIf(tokens=1000).applied_to(MEASURED) == (MEASURED, [])
 
 
 # -- time against memory -----------------------------------------------------------------------------------------------
@@ -158,19 +160,19 @@ def test_a_plan_and_the_pareto_curve_together(file, capsys):
 
 
 def test_no_restricted_plan_is_faster():
-    solvers = Solvers.of(MEASURED)
+    solvers = Solvers(MEASURED)
     rows = solvers.rows(6)
     assert rows[0].budget_bytes == LEAST
     for row in rows:
         others = [seconds for seconds in (row.only_moving_s, row.only_recomputing_s) if seconds is not None]
-        assert all(row.step_s <= seconds * 1.01 for seconds in others)
-        assert row.peak_bytes <= row.budget_bytes
-    assert (rows[-1].moved_bytes, rows[-1].recompute_s, rows[-1].actions) == (0, 0.0, "4 keep")
+        assert all(row.predicted.step_s <= seconds * 1.01 for seconds in others)
+        assert row.predicted.peak_bytes <= row.budget_bytes
+    assert (rows[-1].predicted.moved_bytes, rows[-1].recompute_s, rows[-1].actions) == (0, 0.0, "4 keep")
     assert any(row.recompute_s > 0 for row in rows)
 
 
 def test_restricted_plans_only_move_or_only_recompute():
-    solvers = Solvers.of(MEASURED)
+    solvers = Solvers(MEASURED)
     for budget, step_s in solvers.only_recomputing(5):
         planned = solvers.recomputing.solve(budget)
         assert planned.predicted.step_s == step_s
@@ -282,7 +284,7 @@ def test_a_proposed_budget_is_short(nbytes, text):
 
 
 def test_missing_extra_names_the_install_line(file, monkeypatch, capsys):
-    loaded = ("matplotlib", "ebbtide._reports.pareto_plot")
+    loaded = ("matplotlib", "ebbtide._reports.pictures")
     for name in [name for name in sys.modules if name.startswith(loaded)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,9 +1,9 @@
 """A run of the demo in a separate process, for a peak memory of the run alone.
 
-`python -m ebbtide._cli._demo_worker TASK` trains and writes lines of JSON: one per step, and the outcome.
+`python -m ebbtide._cli._demo_worker MODE TASK` trains and writes lines of JSON: the number of each finished step, and
+the outcome.
 """
 
-import contextlib
 import gc
 import hashlib
 import json
@@ -13,6 +13,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,41 +22,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import ebbtide
-from ebbtide._cli.demo import Mode, MovedCounts, RunResult, Size, Task
-from ebbtide._types import Reason
+from ebbtide import EbbtideError, Stats, offload_activations  # loaded before the base is read
+from ebbtide._cli.demo import MovedCounts, RunResult, Size, Task
 from ebbtide._utils.sizes import KIB
 
 
-class Attention(nn.Module):
-    """Causal self-attention over all heads at once."""
+class TransformerBlock(nn.Module):
+    """Causal self-attention and an MLP; each half reads a normalised stream and adds to the raw stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, context, width = x.shape
-        q, k, v = self.qkv(x).view(batch, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, context, width))
-
-
-class TransformerBlock(nn.Module):
-    """Pre-norm: each half reads a normalised stream and adds to the raw stream."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
         self.norm_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
+        x = x + self._attention(self.norm_attention(x))
         return x + self.mlp(self.norm_mlp(x))
+
+    def _attention(self, x: Tensor) -> Tensor:  # a method, because local names would keep memory through the MLP
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class ByteTransformer(nn.Module):
@@ -65,40 +56,11 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, size.width)
         self.positions = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        self.blocks = nn.ModuleList(TransformerBlock(size.width, size.heads) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, 256)
+        blocks = (TransformerBlock(size.width, size.heads) for _ in range(size.layers))
+        self.layers = nn.Sequential(*blocks, nn.LayerNorm(size.width), nn.Linear(size.width, 256))
 
     def forward(self, text: Tensor) -> Tensor:
-        x = self.bytes(text) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy of every next byte in `batch`, whose rows are one byte longer than the context."""
-    logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-class Text:
-    """Batches from the *.py files of the standard library: real text on every machine with Python."""
-
-    def __init__(self, seed: int) -> None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:4_000_000]
-        if not text:
-            raise ebbtide.EbbtideError(
-                f"the demo reads the source files of Python's standard library: {str(folder)!r} has none"
-            )
-        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._random = torch.Generator().manual_seed(seed)
-
-    def batch(self, rows: int, context: int) -> Tensor:
-        """Pieces from random places, of shape (rows, context + 1)."""
-        starts = torch.randint(len(self._bytes) - context, (rows, 1), generator=self._random)
-        return self._bytes[starts + torch.arange(context + 1)].long()
+        return self.layers(self.bytes(text) + self.positions)
 
 
 class Training:
@@ -107,23 +69,34 @@ class Training:
     def __init__(self, task: Task) -> None:
         self._device = torch.device(task.device)
         self._context = task.size.context
-        self._text = Text(task.seed)
+        self._text = _python_sources()
+        self._random = torch.Generator().manual_seed(task.seed)
         self.model = ByteTransformer(task.size).to(self._device)
         # Fused: otherwise thousands of short parallel loops, which crawl where another program uses the cores.
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
-    def step(self, offloading: contextlib.AbstractContextManager[object], rows: int) -> Tensor:
-        """Forward inside `offloading`, backward, update; returns the loss."""
-        batch = self._text.batch(rows, self._context).to(self._device)
+    def step(self, offloading: AbstractContextManager[object], rows: int) -> Tensor:
+        """Forward inside `offloading`, backward, update; returns the mean cross entropy of each next byte."""
+        starts = torch.randint(len(self._text) - self._context, (rows, 1), generator=self._random)
+        batch = self._text[starts + torch.arange(self._context + 1)].long().to(self._device)
         # Gradients stay allocated, and count for the base and not for the peak above the base.
         self._optimizer.zero_grad(set_to_none=False)
         with offloading:
-            loss = next_byte_loss(self.model, batch)
+            loss = functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         self._optimizer.step()
         if self._device.type != "cpu":
             torch.accelerator.synchronize()  # else the step would be timed before its kernels have run
         return loss.detach()
+
+
+def _python_sources() -> Tensor:
+    """Bytes of the *.py files of the standard library: real text on every machine with Python."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:4_000_000]
+    if not text:
+        raise EbbtideError(f"the demo reads the source files of Python's standard library: {str(folder)!r} has none")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 class MemoryMeter:
@@ -159,27 +132,24 @@ class MemoryMeter:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * KIB
 
-    def __enter__(self) -> "MemoryMeter":
-        self._began = time.perf_counter()
+    def __enter__(self) -> None:
         self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 
     def _sample(self) -> None:
-        self._record()
-        while not self._over.wait(self._interval_s):
-            self._record()
-        self._record()
+        began, is_last = time.perf_counter(), False
+        while True:
+            self.seconds.append(round(time.perf_counter() - began, 4))
+            self.nbytes.append(self.now_bytes())
+            if is_last:
+                return
+            is_last = self._over.wait(self._interval_s)
 
-    def _record(self) -> None:
-        self.seconds.append(round(time.perf_counter() - self._began, 4))
-        self.nbytes.append(self.now_bytes())
 
-
-def run(task: Task, report_step: Callable[[int], None]) -> RunResult:
+def run(task: Task, mode: str, report_step: Callable[[int], None]) -> RunResult:
     """Train `task`; `report_step` is called with the number of every finished step."""
     torch.manual_seed(task.seed)
     torch.use_deterministic_algorithms(True)
@@ -187,21 +157,28 @@ def run(task: Task, report_step: Callable[[int], None]) -> RunResult:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     training = Training(task)
     _warm_up(training, task.threads)
-    memory = MemoryMeter(task.device, task.size.sample_s)
+    size, memory = task.size, MemoryMeter(task.device, task.size.sample_s)
     base_bytes = memory.now_bytes()
-    context = None if task.mode is Mode.PLAIN else _offloading(task)
+    context = None
+    if mode == "offloaded":
+        context = offload_activations(
+            store=task.store, window=size.window_bytes, prefetch=size.window_bytes, min_bytes=size.min_bytes
+        )
     losses: list[Tensor] = []
     step_s: list[float] = []
     with memory:
         for number in range(1, task.steps + 1):
             began = time.perf_counter()
-            losses.append(training.step(context or contextlib.nullcontext(), rows=task.size.batch))
+            losses.append(training.step(context or nullcontext(), rows=size.batch))
             step_s.append(time.perf_counter() - began)
             report_step(number)
+    digest = hashlib.sha256()
+    for parameter in training.model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return RunResult(
         losses=[loss.item() for loss in losses],
         loss_bits=[f"0x{struct.pack('>f', loss.item()).hex()}" for loss in losses],
-        parameters_sha256=_hash_of(training.model),
+        parameters_sha256=digest.hexdigest(),
         step_s=step_s,
         base_bytes=base_bytes,
         peak_bytes=memory.peak_bytes(),
@@ -220,22 +197,13 @@ def _warm_up(training: Training, threads: int) -> None:
     """
     for number in (1, threads):
         torch.set_num_threads(number)
-        training.step(contextlib.nullcontext(), rows=1)
+        training.step(nullcontext(), rows=1)
     gc.collect()
 
 
-def _offloading(task: Task) -> ebbtide.OffloadActivations:
-    window_bytes, min_bytes = task.size.window_bytes, task.size.min_bytes
-    return ebbtide.offload_activations(
-        store=task.store, window=window_bytes, prefetch=window_bytes, min_bytes=min_bytes
-    )
-
-
-def _moved(stats: ebbtide.Stats) -> MovedCounts:
-    weights = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
-    stayed = sum(count.nbytes for reason, count in stats.kept.items() if reason not in weights)
+def _moved(stats: Stats) -> MovedCounts:
     return MovedCounts(
-        activation_bytes=stats.parcels.nbytes + stayed,
+        activation_bytes=stats.parcels.nbytes + stats.kept_bytes,
         out_bytes=stats.out.nbytes,
         in_bytes=stats.inbound.nbytes,
         stall_forward_s=stats.stall_forward_s,
@@ -243,23 +211,10 @@ def _moved(stats: ebbtide.Stats) -> MovedCounts:
     )
 
 
-def _hash_of(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def main() -> None:
-    """Run the task in the first argument."""
-
-    def send(message: dict[str, object]) -> None:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
-
-    outcome = run(Task.from_json(sys.argv[1]), lambda number: send({"step": number}))
-    send({"outcome": asdict(outcome)})
+def _send(message: object) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    _send(asdict(run(Task.from_json(sys.argv[2]), sys.argv[1], _send)))

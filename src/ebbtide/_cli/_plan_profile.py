@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbtide._config import SETTINGS, Budget, parse_budget
 from ebbtide._errors import ConfigError, EbbtideError
-from ebbtide._profiling.profile import Link, Profile
+from ebbtide._profiling.profile import Profile
 from ebbtide._utils import env
 from ebbtide._utils.sizes import format_bytes, parse_bytes
 
@@ -123,51 +123,37 @@ class WhatIf:
             if text is not None:
                 parse_bytes(text, option)
 
-    def applied_to(self, profile: Profile) -> Profile:
-        """The profile with all differences."""
+    def applied_to(self, measured: Profile) -> tuple[Profile, list[str]]:
+        """The profile with all differences, and a sentence for each."""
+        profile, notes = measured, list[str]()
         if self.link is not None:
-            profile = replace(profile, link=replace(profile.link, out=self.link * 1e9, back=self.link * 1e9))
+            link = measured.link
+            rates = f"{link.out / 1e9:.1f} out and {link.back / 1e9:.1f} back"
+            notes.append(f"What if the link carried {self.link:g} GB/s each way, not {rates}.")
+            profile = replace(profile, link=replace(link, out=self.link * 1e9, back=self.link * 1e9))
         if self.host_limit is not None:
-            profile = replace(profile, host_limit_bytes=parse_bytes(self.host_limit, "--host-limit"))
+            nbytes = parse_bytes(self.host_limit, "--host-limit")
+            notes.append(f"What if the store took {format_bytes(nbytes)} at most.")
+            profile = replace(profile, host_limit_bytes=nbytes)
         if self.reserve is not None:
-            profile = profile.with_reserved(parse_bytes(self.reserve, "--reserve"))
+            nbytes = parse_bytes(self.reserve, "--reserve")
+            notes.append(f"What if {format_bytes(nbytes)} more were in use before the step.")
+            profile = profile.with_reserved(nbytes)
         if self.graphs is not None:
+            notes.append(f"What if {self.graphs} forwards were under way at once, not {profile.graphs}.")
             profile = replace(profile, graphs=self.graphs)
         if profile.tokens == 0 and (self.tokens is not None or self.scale is not None):
             raise ConfigError("--tokens, --scale: the profile does not say how large its batches were, leave both out")
-        return profile.scaled(self._tokens(profile))
-
-    def notes(self, profile: Profile) -> list[str]:
-        """A sentence for each difference from the measured `profile`."""
-        notes: list[str] = []
-        if self.link is not None:
-            notes.append(f"What if the link carried {self.link:g} GB/s each way, not {_rates(profile.link)}.")
-        if self.host_limit is not None:
-            notes.append(f"What if the store took {_size(self.host_limit, '--host-limit')} at most.")
-        if self.reserve is not None:
-            notes.append(f"What if {_size(self.reserve, '--reserve')} more were in use before the step.")
-        if self.graphs is not None:
-            notes.append(f"What if {self.graphs} forwards were under way at once, not {profile.graphs}.")
-        if self._tokens(profile) != profile.tokens:
+        tokens = profile.tokens if self.tokens is None else self.tokens
+        if self.scale is not None:
+            tokens = max(1, round(tokens * self.scale))
+        if tokens != profile.tokens:
             notes.append(
-                f"What if batches had {self._tokens(profile)} tokens, not {profile.tokens}: bytes and seconds in "
-                "proportion. Right for more or fewer sequences; in longer sequences attention takes more time than "
-                "in proportion, and steps are slower than predicted here."
+                f"What if batches had {tokens} tokens, not {profile.tokens}: bytes and seconds in proportion. Right "
+                "for more or fewer sequences; in longer sequences attention takes more time than in proportion, and "
+                "steps are slower than predicted here."
             )
-        return notes
-
-    def _tokens(self, profile: Profile) -> int:
-        if self.tokens is not None:
-            return self.tokens
-        return profile.tokens if self.scale is None else max(1, round(profile.tokens * self.scale))
-
-
-def _size(text: str, option: str) -> str:
-    return format_bytes(parse_bytes(text, option))
-
-
-def _rates(link: Link) -> str:
-    return f"{link.out / 1e9:.1f} out and {link.back / 1e9:.1f} back"
+        return profile.scaled(tokens), notes
 
 
 def budget_bytes(text: str | None, profile: Profile) -> int | None:

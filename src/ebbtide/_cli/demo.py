@@ -10,29 +10,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ebbtide._errors import ConfigError, EbbtideError
 from ebbtide._utils.sizes import KIB, MIB, format_bytes
 
-
-class Mode(str, Enum):
-    """How a worker trains."""
-
-    PLAIN = "plain"
-    """Without ebbtide."""
-    OFFLOADED = "offloaded"
-    """Forward inside `ebbtide.offload_activations`."""
+MODES = ("plain", "offloaded")
+"""How workers train: without ebbtide, and with each forward inside `ebbtide.offload_activations`."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +58,9 @@ SMALL = Size(128, 6, 4, 128, 16, window_bytes=4 * MIB, min_bytes=64 * KIB, sampl
 
 @dataclass(frozen=True)
 class Task:
-    """One run of one worker.
+    """A training, run once in each mode.
 
     Attributes:
-        mode: with or without offloading.
         device: "cpu", or the type of the accelerator.
         store: as for `offload_activations`.
         steps, seed: equal in both runs, which are compared.
@@ -77,7 +68,6 @@ class Task:
         size: of the model and its batch.
     """
 
-    mode: Mode
     device: str
     store: str
     steps: int
@@ -85,14 +75,11 @@ class Task:
     threads: int
     size: Size
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
     def from_json(text: str) -> "Task":
         raw: dict[str, Any] = json.loads(text)
-        fields: dict[str, Any] = {**raw, "mode": Mode(raw["mode"]), "size": Size(**raw["size"])}
-        return Task(**fields)
+        raw["size"] = Size(**raw["size"])
+        return Task(**raw)
 
 
 @dataclass(frozen=True)
@@ -140,11 +127,6 @@ class RunResult:
     def above_base_bytes(self) -> int:
         return self.peak_bytes - self.base_bytes
 
-    @staticmethod
-    def from_dict(raw: dict[str, Any]) -> "RunResult":
-        fields: dict[str, Any] = {**raw, "moved": MovedCounts(**raw["moved"])}
-        return RunResult(**fields)
-
 
 def demo(
     *,
@@ -168,19 +150,24 @@ def demo(
         small: a tiny model, done in seconds.
         seed: of parameters and batches.
     """
-    from ebbtide._reports import timeline  # before the runs: an error if matplotlib is missing
+    from ebbtide._reports import pictures  # before the runs: an error if matplotlib is missing
 
     task = _task(steps, folder, out, small, seed)
     console = Console()
-    with _progress(console, steps) as progress:
-        plain, offloaded = (_run(progress, replace(task, mode=mode)) for mode in Mode)
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bars = {mode: progress.add_task(mode, total=steps, start=False) for mode in MODES}
+        runs: dict[str, RunResult] = {}
+        for mode, bar in bars.items():
+            progress.start_task(bar)
+            runs[mode] = run_worker(task, mode, lambda number, bar=bar: progress.update(bar, completed=number))
+    plain, offloaded = runs.values()
     verdict = judge(plain, offloaded)
-    results = _results(task, plain, offloaded, verdict)
-    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
+    _write(out / "demo.json", task, runs, verdict)
     where = "disk" if task.store.startswith("disk") else "host memory"
-    timeline.draw_timeline(
+    pictures.draw_timeline(
         [
-            timeline.Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
+            pictures.Curve(label, run.curve_s, run.curve_bytes, run.peak_bytes)
             for label, run in (("plain", plain), (f"offloaded to {where}", offloaded))
         ],
         out / "memory.png",
@@ -188,7 +175,7 @@ def demo(
         memory="resident memory of the process" if task.device == "cpu" else "allocated device memory",
     )
     check = "\N{CHECK MARK}" if console.encoding.lower().startswith("utf") else "ok:"
-    console.print(_table(plain, offloaded, verdict, title=_title(task), check=check))
+    console.print(_table(task, plain, offloaded, verdict, check))
     console.print(str(verdict), style="bold red" if verdict.faults else "bold green", highlight=False)
     console.print(f"Details: {out / 'demo.json'}; memory over time: {out / 'memory.png'}", highlight=False)
     return verdict.exit_status
@@ -197,88 +184,86 @@ def demo(
 def _task(steps: int, folder: Path | None, out: Path, small: bool, seed: int) -> Task:
     import torch
 
-    if steps < 1:
-        raise ConfigError(f"--steps {steps}: expected 1 or more")
-    _make_folder(out, "--out")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        device, store, size = "cpu", _disk(folder or out), _FOR_RAM
-    else:
-        device, store, size = accelerator.type, _disk(folder) if folder else "host", _FOR_ACCELERATOR
-    threads = min(8, os.cpu_count() or 1)  # the model is too small for more
-    return Task(Mode.PLAIN, device, store, steps, seed, threads, SMALL if small else size)
-
-
-def _disk(folder: Path) -> str:
     from ebbtide._stores import DiskStore
 
-    _make_folder(folder, "--folder")
-    try:
-        DiskStore.check_folder(folder)
-    except ConfigError as error:
-        raise ConfigError(f"--folder {folder}: {error}") from error
-    return f"disk:{folder}"
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: expected 1 or more")
+    _make_folder("--out", out)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device, store, size = ("cpu", "", _FOR_RAM) if accelerator is None else (accelerator.type, "host", _FOR_ACCELERATOR)
+    if accelerator is None or folder is not None:
+        folder = folder or out
+        _make_folder("--folder", folder)
+        try:
+            DiskStore.check_folder(folder)
+        except ConfigError as error:
+            raise ConfigError(f"--folder {folder}: {error}") from error
+        store = f"disk:{folder}"
+    threads = min(8, os.cpu_count() or 1)  # the model is too small for more
+    return Task(device, store, steps, seed, threads, SMALL if small else size)
 
 
-def _make_folder(path: Path, option: str) -> None:
+def _make_folder(option: str, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be made a folder ({error.strerror}). Name another one") from error
 
 
-@contextmanager
-def _progress(console: Console, steps: int) -> Generator[Progress]:
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for mode in Mode:
-            progress.add_task(mode.value, total=steps, start=False)
-        yield progress
-
-
-def _run(progress: Progress, task: Task) -> RunResult:
-    bar = progress.task_ids[list(Mode).index(task.mode)]
-    progress.start_task(bar)
-    return run_worker(task, lambda number: progress.update(bar, completed=number))
-
-
-def _title(task: Task) -> str:
-    size = task.size
-    return (
-        f"Byte-level transformer, {size.layers} blocks of width {size.width}, {size.batch} x {size.context} bytes "
-        f"a step\n{task.device} -> {task.store}"
-    )
-
-
-def _results(task: Task, plain: RunResult, offloaded: RunResult, verdict: "Verdict") -> dict[str, Any]:
+def _write(path: Path, task: Task, runs: dict[str, RunResult], verdict: "Verdict") -> None:
     import torch
 
-    return {
+    results = {
         "machine": {"system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__},
-        "task": {name: value for name, value in asdict(task).items() if name != "mode"},
-        "runs": {mode.value: asdict(run) for mode, run in zip(Mode, (plain, offloaded), strict=True)},
+        "task": asdict(task),
+        "runs": {mode: asdict(run) for mode, run in runs.items()},
         "verdict": {**asdict(verdict), "saved_share": verdict.saved_share, "exit_status": verdict.exit_status},
     }
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------
 
+_ENVIRONMENT = {
+    # glibc raises the threshold of blocks with pages of their own to the largest block freed so far; memory freed
+    # below the threshold stays resident. With a fixed threshold every large tensor goes back to the system when
+    # freed, and resident memory is memory in use.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    # cuBLAS would pick its scratch memory, and with it the order of sums, at run time.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 
-def run_worker(task: Task, report_step: Callable[[int], None]) -> RunResult:
+
+def run_worker(task: Task, mode: str, report_step: Callable[[int], None]) -> RunResult:
     """Run `task` in a separate process.
 
     Args:
-        task: the run.
+        task: the training.
+        mode: one of MODES.
         report_step: called with the number of every finished step.
 
     Raises:
         EbbtideError: the process did not finish; with the last lines of stderr.
     """
-    # Into a file: a pipe without a reader would block the worker once the pipe is full.
-    with tempfile.TemporaryFile("w+") as errors, _start(task, errors) as worker:
+    outcome: dict[str, Any] | None = None
+    # stderr into a file: a pipe without a reader would block the worker once the pipe is full.
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            [sys.executable, "-m", "ebbtide._cli._demo_worker", mode, json.dumps(asdict(task))],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **_ENVIRONMENT},
+        ) as worker,
+    ):
         assert worker.stdout is not None
         try:
-            outcome = _listen(worker.stdout, report_step)
+            for message in map(json.loads, worker.stdout):
+                if isinstance(message, int):
+                    report_step(message)
+                else:
+                    outcome = {**message, "moved": MovedCounts(**message["moved"])}
         except BaseException:
             worker.kill()  # interrupted: without a reader the worker would go on for nothing
             raise
@@ -286,41 +271,11 @@ def run_worker(task: Task, report_step: Callable[[int], None]) -> RunResult:
         if outcome is None or status != 0:
             errors.seek(0)
             last_lines = "".join(errors.readlines()[-15:])
-            raise EbbtideError(f"the {task.mode.value} run {_end_of(status)}\n{last_lines}".rstrip())
-    return outcome
-
-
-def _start(task: Task, errors: IO[str]) -> "subprocess.Popen[str]":
-    environment = {
-        # glibc raises the threshold of blocks with pages of their own to the largest block freed so far; memory freed
-        # below the threshold stays resident. With a fixed threshold every large tensor goes back to the system when
-        # freed, and resident memory is memory in use.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        # cuBLAS would pick its scratch memory, and with it the order of sums, at run time.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    return subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-        [sys.executable, "-m", "ebbtide._cli._demo_worker", task.to_json()],
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env={**os.environ, **environment},
-    )
-
-
-def _listen(lines: Iterable[str], report_step: Callable[[int], None]) -> RunResult | None:
-    for line in lines:
-        message: dict[str, Any] = json.loads(line)
-        if "outcome" in message:
-            return RunResult.from_dict(message["outcome"])
-        report_step(message["step"])
-    return None
-
-
-def _end_of(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return "was killed, most likely for lack of memory: try --small"
-    return f"ended with exit status {status}"
+            end = f"ended with exit status {status}"
+            if status == -signal.SIGKILL:
+                end = "was killed, most likely for lack of memory: try --small"
+            raise EbbtideError(f"the {mode} run {end}\n{last_lines}".rstrip())
+    return RunResult(**outcome)
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -362,46 +317,40 @@ def judge(plain: RunResult, offloaded: RunResult) -> Verdict:
     """Compare bits and peaks of the two runs."""
     activation_bytes = offloaded.moved.activation_bytes // len(offloaded.losses)
     saved_bytes = plain.above_base_bytes - offloaded.above_base_bytes
-    faults = [*_bit_faults(plain, offloaded), *_memory_faults(offloaded.moved, activation_bytes, saved_bytes)]
-    return Verdict(activation_bytes, saved_bytes, tuple(faults))
-
-
-def _bit_faults(plain: RunResult, offloaded: RunResult) -> Iterator[str]:
+    faults: list[str] = []
     pairs = zip(plain.loss_bits, offloaded.loss_bits, strict=True)
     differing = [number for number, (one, other) in enumerate(pairs, 1) if one != other]
     if differing:
-        yield f"the losses differ from step {differing[0]} on"
+        faults.append(f"the losses differ from step {differing[0]} on")
     elif plain.parameters_sha256 != offloaded.parameters_sha256:
-        yield "the losses are equal, but the parameters after the last step differ"
-
-
-def _memory_faults(moved: MovedCounts, activation_bytes: int, saved_bytes: int) -> Iterator[str]:
-    if moved.out_bytes == 0:
-        yield "nothing was moved"
+        faults.append("the losses are equal, but the parameters after the last step differ")
+    if offloaded.moved.out_bytes == 0:
+        faults.append("nothing was moved")
     elif saved_bytes < activation_bytes / 2:
-        yield (
+        faults.append(
             f"the peak dropped by {format_bytes(saved_bytes)}, less than half of the "
             f"{format_bytes(activation_bytes)} of activations"
         )
+    return Verdict(activation_bytes, saved_bytes, tuple(faults))
 
 
-def _table(plain: RunResult, offloaded: RunResult, verdict: Verdict, *, title: str, check: str) -> Table:
+def _table(task: Task, plain: RunResult, offloaded: RunResult, verdict: Verdict, check: str) -> Table:
     """One row per measure, one column per run, and the comparison. `check` marks equal bits."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("", "plain", "offloaded", ""):
-        table.add_column(heading, justify="right" if heading else "left")
-    runs, steps = (plain, offloaded), len(plain.losses)
+    size, steps, runs, moved = task.size, task.steps, (plain, offloaded), offloaded.moved
+    batch = f"{size.batch} x {size.context} bytes a step"
+    title = (
+        f"Byte-level transformer, {size.layers} blocks of width {size.width}, {batch}\n{task.device} -> {task.store}"
+    )
+    columns = (Column(mode, justify="right") for mode in MODES)
+    table = Table("", *columns, "", title=title, title_justify="left", title_style="bold")
     for number in range(steps):
-        table.add_row(
-            f"loss, step {number + 1}",
-            *(f"{run.losses[number]:.4f} {run.loss_bits[number]}" for run in runs),
-            _equal(plain.loss_bits[number], offloaded.loss_bits[number], check),
-        )
+        bits = [run.loss_bits[number] for run in runs]
+        losses = [f"{run.losses[number]:.4f}" for run in runs]
+        table.add_row(f"loss, step {number + 1}", *map(" ".join, zip(losses, bits, strict=True)), _equal(bits, check))
     hashes = [run.parameters_sha256 for run in runs]
-    table.add_row("parameters, hash", *(each[:10] for each in hashes), _equal(hashes[0], hashes[1], check))
+    table.add_row("parameters, hash", *(each[:10] for each in hashes), _equal(hashes, check))
     table.add_section()
     above = [format_bytes(run.above_base_bytes) for run in runs]
-    moved = offloaded.moved
     table.add_row("memory before", *(format_bytes(run.base_bytes) for run in runs))
     table.add_row("peak memory", *(format_bytes(run.peak_bytes) for run in runs))
     table.add_row("peak above before", *above, f"{format_bytes(verdict.saved_bytes)} saved")
@@ -409,14 +358,14 @@ def _table(plain: RunResult, offloaded: RunResult, verdict: Verdict, *, title: s
     table.add_row("moved out/step", "", format_bytes(moved.out_bytes / steps))
     table.add_row("fetched back/step", "", format_bytes(moved.in_bytes / steps))
     table.add_section()
-    plain_s, offloaded_s = median(plain.step_s), median(offloaded.step_s)
+    plain_s, offloaded_s = (median(run.step_s) for run in runs)
     table.add_row("median step time", _time(plain_s), _time(offloaded_s), f"{offloaded_s / plain_s:.2f}x")
     table.add_row("stall/step", "", _time((moved.stall_forward_s + moved.stall_backward_s) / steps))
     return table
 
 
-def _equal(one: str, other: str, check: str) -> str:
-    return f"[green]{check} same bits[/]" if one == other else "[red]DIFFERENT[/]"
+def _equal(bits: list[str], check: str) -> str:
+    return f"[green]{check} same bits[/]" if bits[0] == bits[1] else "[red]DIFFERENT[/]"
 
 
 def _time(seconds: float) -> str:

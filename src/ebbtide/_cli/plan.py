@@ -1,6 +1,7 @@
 """`ebbtide plan`: the plan of a profile, and the time of a step by the plan."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,6 @@ from rich.console import Console
 from ebbtide._cli._plan_profile import WhatIf, budget_bytes, measure_model, measure_script
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
-from ebbtide._reports.pareto_table import pareto_table
 from ebbtide._utils.sizes import format_bytes
 
 
@@ -86,80 +86,63 @@ def plan(
         measured = measure_script(script, script_arguments)
     if save_profile is not None:
         _write("--save-profile", save_profile, measured.save)
-    _Answer(measured, what_if).give(budget, save, points if pareto or picture else None, picture)
+    _answer(measured, what_if, budget, save, points if pareto or picture else None, picture)
     return 0
 
 
-class _Answer:
-    """Prints plans of a profile."""
+def _answer(
+    measured: Profile, what_if: WhatIf, budget: str | None, save: Path | None, points: int | None, picture: Path | None
+) -> None:
+    """Print plans of a profile; `points` of the curve, if any."""
+    # The planner is a third of the time of --help.
+    from ebbtide._cli._plan_pareto import Solvers, pareto_table
 
-    def __init__(self, measured: Profile, what_if: WhatIf) -> None:
-        from ebbtide._cli._plan_pareto import Solvers  # the planner is a third of the time of --help
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe
+        console = Console(width=160)
 
-        console = Console()
-        self._console = console if console.is_terminal else Console(width=160)  # of a file or a pipe
-        self._profile = what_if.applied_to(measured)
-        self._solvers = Solvers.of(self._profile)
-        self._notes = what_if.notes(measured)
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def give(self, budget: str | None, save: Path | None, points: int | None, picture: Path | None) -> None:
-        nbytes = budget_bytes(budget, self._profile)
-        self._say(self._headline())
-        for note in self._notes:
-            self._say(note)
-        if not self._profile.has_recomputation and (budget is not None or points is not None):
-            self._say(
-                "This profile was measured without a budget and has no times of recomputation: its plans keep and move "
-                "only, and offload(model, budget=...) refuses it. Measure a profile with a budget, by --model or by "
-                "--script."
-            )
-        if points is None or budget is not None or save is not None:
-            self._plan(nbytes, save)
-        if points is not None:
-            self._pareto(points, picture)
-
-    def _headline(self) -> str:
-        profile, plain = self._profile, self._solvers.plain()
-        of = profile.made_for
-        return (
-            f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
-            f"{profile.tokens} tokens: {plain.step_s * 1e3:.1f} ms at a peak of {format_bytes(plain.peak_bytes)} with "
-            f"everything kept; the smallest budget is {format_bytes(self._solvers.solver.smallest_budget())}."
+    profile, notes = what_if.applied_to(measured)
+    solvers, of = Solvers(profile), profile.made_for
+    nbytes, plain = budget_bytes(budget, profile), solvers.plain
+    say(
+        f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
+        f"{profile.tokens} tokens: {plain.step_s * 1e3:.1f} ms at a peak of {format_bytes(plain.peak_bytes)} with "
+        f"everything kept; the smallest budget is {format_bytes(solvers.solver.smallest_budget())}."
+    )
+    for note in notes:
+        say(note)
+    if not profile.has_recomputation and (budget is not None or points is not None):
+        say(
+            "This profile was measured without a budget and has no times of recomputation: its plans keep and move "
+            "only, and offload(model, budget=...) refuses it. Measure a profile with a budget, by --model or by "
+            "--script."
         )
-
-    def _plan(self, budget_bytes: int | None, save: Path | None) -> None:
-        planned = self._solvers.solver.solve(budget_bytes)
-        self._say(f"\n{planned}")
+    if points is None or budget is not None or save is not None:
+        planned = solvers.solver.solve(nbytes)
+        say(f"\n{planned}")
         if save is not None:
             _write("--save", save, planned.save)
-            self._say(f"Saved: {save}, for offload(model, plan=Plan.load({str(save)!r})).")
+            say(f"Saved: {save}, for offload(model, plan=Plan.load({str(save)!r})).")
+    if points is None:
+        return
+    rows = solvers.rows(points)
+    console.print()
+    console.print(pareto_table(rows, profile.plain_s))
+    say("only moving, only recomputing: times the plain step, of the fastest plan that does nothing else.")
+    if picture is not None:
+        from ebbtide._reports.pictures import draw_pareto
 
-    def _pareto(self, points: int, picture: Path | None) -> None:
-        rows = self._solvers.rows(points)
-        self._console.print()
-        self._console.print(pareto_table(rows, self._profile.plain_s))
-        self._say("only moving, only recomputing: times the plain step, of the fastest plan that does nothing else.")
-        if picture is not None:
-            self._draw([(row.budget_bytes, row.step_s) for row in rows], points, picture)
-            self._say(f"Picture: {picture}")
-
-    def _draw(self, planned: list[tuple[int, float]], points: int, path: Path) -> None:
-        from ebbtide._reports.pareto_plot import ParetoCurve, draw_pareto
-
-        curves = [
-            ParetoCurve(name, [nbytes for nbytes, _ in curve], [seconds for _, seconds in curve])
-            for name, curve in (
-                ("planned: keep, move, recompute", planned),
-                ("only moving", self._solvers.only_moving(points)),
-                ("only recomputing", self._solvers.only_recomputing(points)),
-            )
-        ]
-        plain = self._solvers.plain()
-        title = self._profile.made_for.get("model", "")
-        _write("--picture", path, lambda to: draw_pareto(curves, plain.peak_bytes, plain.step_s, to, title=title))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        curves = {
+            "planned: keep, move, recompute": [(row.budget_bytes, row.predicted.step_s) for row in rows],
+            "only moving": solvers.only_moving(points),
+            "only recomputing": solvers.only_recomputing(points),
+        }
+        draw = partial(draw_pareto, curves, plain.peak_bytes, plain.step_s, title=of.get("model", ""))
+        _write("--picture", picture, draw)
+        say(f"Picture: {picture}")
 
 
 def _check_files(files: dict[str, Path | None], points: int) -> None:

@@ -5,14 +5,13 @@ import logging
 import torch
 
 
-class _FirstRank(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 (the rank alone decides)
-        distributed = torch.distributed
-        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
 def logger_of(name: str) -> logging.Logger:
     """Logger of the module with `__name__` equal to `name`."""
     logger = logging.getLogger(name)
-    logger.addFilter(_FirstRank())
+    logger.addFilter(_is_first_rank)
     return logger
+
+
+def _is_first_rank(_: logging.LogRecord) -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

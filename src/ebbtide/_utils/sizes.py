@@ -47,8 +47,8 @@ def _parse_text(text: str, name: str) -> int:
 
 def format_bytes(nbytes: float) -> str:
     """Write a size with a binary unit: 1536 -> "1.50 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
-    raise AssertionError("unreachable: GiB always returns")
+    return f"{nbytes:.2f} GiB"

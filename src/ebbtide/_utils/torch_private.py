@@ -33,6 +33,9 @@ current_stream: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of active TorchDispatchModes of the user."""
 
+dispatch_mode_stack = cast("Callable[[], list[Any]]", _get_current_dispatch_mode_stack)
+"""The active TorchDispatchModes, innermost last."""
+
 without_dispatch: Any = torch._C._DisableTorchDispatch
 """Context that hides operations from dispatch modes and tensor subclasses."""
 
@@ -42,6 +45,9 @@ cuda_is_capturing: Callable[[], bool] = getattr(
 """Whether the current CUDA stream records a graph. A build without CUDA has only the public function."""
 
 storage_offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
+
+forbid_data_ptr: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+"""Make `data_ptr()` of a tensor raise instead of returning 0."""
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore[reportPrivateImportUsage]
 
@@ -103,11 +109,6 @@ def default_device() -> torch.device | None:
     """Return the device of the active `with torch.device(...)` or None."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def dispatch_mode_stack() -> list[Any]:
-    """Return the active TorchDispatchModes, innermost last."""
-    return cast("list[Any]", _get_current_dispatch_mode_stack())
 
 
 def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -288,11 +289,6 @@ def wrapper_of(
     return cast(Any, torch.Tensor)._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device
     )
-
-
-def forbid_data_ptr(t: torch.Tensor) -> None:
-    """Make `t.data_ptr()` raise instead of returning 0."""
-    _C._set_throw_on_mutable_data_ptr(t)
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -4,7 +4,7 @@ import matplotlib as mpl
 import matplotlib.image
 import numpy as np
 
-from ebbtide._reports.timeline import Curve, draw_timeline
+from ebbtide._reports.pictures import Curve, draw_timeline
 from ebbtide._utils.sizes import MIB
 
 CURVES = [

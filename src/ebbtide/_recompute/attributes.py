@@ -19,7 +19,7 @@ Note [Attributes]
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from copy import copy
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -85,7 +85,13 @@ class Attributes:
     def restored(self) -> Generator[None, None, None]:
         """The attributes of forward inside; the attributes of now again at exit."""
         before = [dict(snapshot.module.__dict__) for snapshot in self._snapshots]
-        contents = _contents_of((snapshot.module for snapshot in self._snapshots), self._layouts)
+        contents = {
+            id(value): (value, items_of(value))
+            for snapshot in self._snapshots
+            for values, layout in [_values_of(snapshot.module, self._layouts)]
+            for position in layout.nested
+            if type(value := values[position]) in CONTAINERS and _is_state(value)
+        }
         replaced: set[tuple[int, str]] = set()
         try:
             self._put_back(replaced)
@@ -118,8 +124,9 @@ class Attributes:
         fresh: dict[int, Any] = {}  # two modules with one container share a replacement
         for snapshot in self._snapshots:
             attributes = snapshot.module.__dict__
-            for name, found, now in _differing(snapshot, attributes):
-                if not snapshot.is_state(name) or not _is_state(now):
+            for name, found, now in _changes(snapshot.names, snapshot.values, attributes):
+                is_changed = found is not _OPAQUE and not _is_unchanged(found, now)
+                if not (is_changed and snapshot.is_state(name) and _is_state(now)):
                     continue
                 value = found.put_in(now, fresh) if isinstance(found, _ContainerCopy) else _original(found)
                 if value is not now and value is not _OPAQUE:
@@ -164,40 +171,25 @@ def _generators_in(value: Any) -> list[Any]:
     return [item for item in items_of(value) if is_generator(item)]
 
 
-def _differing(snapshot: _ModuleSnapshot, now: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    """Name, snapshot and current value of all changed attributes."""
-    if len(now) == len(snapshot.values) and all(map(is_, now.values(), snapshot.values)):
+def _changes(names: Collection[str], values: Collection[Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, former value and current value of the attributes that refer to another object now."""
+    if len(now) == len(values) and all(map(is_, now.values(), values)):
         return []
-    if tuple(now) == snapshot.names:
-        rows = list(zip(snapshot.names, snapshot.values, now.values(), strict=True))
+    rows: Iterable[tuple[str, Any, Any]]
+    if tuple(now) == tuple(names):
+        rows = zip(names, values, now.values(), strict=True)
     else:
-        before = dict(zip(snapshot.names, snapshot.values, strict=True))
+        before = dict(zip(names, values, strict=True))
         rows = [(name, before.get(name, ABSENT), now.get(name, ABSENT)) for name in {**before, **now}]
-    changed = (row for row in rows if row[1] is not row[2] and row[1] is not _OPAQUE)
-    return [(name, found, current) for name, found, current in changed if not _is_unchanged(found, current)]
-
-
-def _contents_of(modules: Iterable[Module], layouts: dict[int, Layout]) -> dict[int, tuple[Any, tuple[Any, ...]]]:
-    """Containers of plain state in attributes, by id, with their items."""
-    contents: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    for module in modules:
-        values, layout = _values_of(module, layouts)
-        for value in map(values.__getitem__, layout.nested):
-            if type(value) in CONTAINERS and _is_state(value):
-                contents[id(value)] = value, items_of(value)
-    return contents
+    return [row for row in rows if row[1] is not row[2]]
 
 
 def _undo(snapshot: _ModuleSnapshot, before: dict[str, Any], replaced: set[tuple[int, str]]) -> None:
     """Undo assignments for recomputation, and changes of plain state by recomputation."""
     attributes = snapshot.module.__dict__
-    if len(before) == len(attributes) and all(map(is_, before.values(), attributes.values())):
-        return
-    for name in {**before, **attributes}:
-        was, now = before.get(name, ABSENT), attributes.get(name, ABSENT)
-        if was is now or not snapshot.is_state(name):
-            continue
-        if (id(snapshot.module), name) in replaced or (_is_state(was) and _is_state(now)):
+    for name, was, now in _changes(before.keys(), before.values(), attributes):
+        is_replaced = (id(snapshot.module), name) in replaced
+        if snapshot.is_state(name) and (is_replaced or (_is_state(was) and _is_state(now))):
             put_attribute(attributes, name, was)
 
 
@@ -289,23 +281,16 @@ def _without_graph(t: torch.Tensor) -> torch.Tensor | None:
 
 def _is_state(value: Any) -> bool:
     if type(value) in CONTAINERS:
-        return len(value) <= _MOST_ITEMS and all(is_plain(item) or _is_plain_tuple(item) for item in items_of(value))
-    return is_plain(value) or _is_plain_tuple(value) or value is ABSENT
+        return len(value) <= _MOST_ITEMS and all(map(_is_plain, items_of(value)))
+    return _is_plain(value) or value is ABSENT
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    """Whether `value` is a tuple of plain data. Tensors inside demand a class with a known constructor."""
-    if not issubclass(type(value), tuple) or not all(is_plain(item) or _is_plain_tuple(item) for item in value):
-        return False
-    return _can_be_made(type(value)) or not _has_tensors(value)
-
-
-def _can_be_made(kind: Any) -> bool:
-    return kind is tuple or hasattr(kind, "_make")
-
-
-def _has_tensors(values: Any) -> bool:
-    return any(isinstance(value, torch.Tensor | tuple) for value in values)
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is plain, or a tuple of plain data. Tensors inside demand a class with a known constructor."""
+    if not issubclass(type(value), tuple):
+        return is_plain(value)
+    can_be_made = type(value) is tuple or hasattr(type(value), "_make")
+    return all(map(_is_plain, value)) and (can_be_made or not any(isinstance(t, torch.Tensor | tuple) for t in value))
 
 
 def _empty_like(container: Any) -> Any:

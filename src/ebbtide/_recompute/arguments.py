@@ -85,7 +85,7 @@ class Arguments:
             bound = [self._take(partial.args), self._take(partial.keywords)]
             if self._occurrences > before:
                 return _Parts(bound, functools.partial(_bound, partial.func))
-        return leaf
+        return cast(object, leaf)
 
     def _is_data(self, leaf: object) -> bool:
         is_instance = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.nn.Module)

@@ -287,9 +287,10 @@ def _is_state(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether `value` is plain, or a tuple of plain data. Tensors inside demand a class with a known constructor."""
-    if not issubclass(type(value), tuple):
+    kind: Any = type(value)
+    if not issubclass(kind, tuple):
         return is_plain(value)
-    can_be_made = type(value) is tuple or hasattr(type(value), "_make")
+    can_be_made = kind is tuple or hasattr(kind, "_make")
     return all(map(_is_plain, value)) and (can_be_made or not any(isinstance(t, torch.Tensor | tuple) for t in value))
 
 

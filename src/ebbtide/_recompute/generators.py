@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy
 import torch
@@ -95,7 +95,8 @@ def process_wide(*, with_trackers: bool) -> list[RngState]:
 # -- one generator -----------------------------------------------------------------------------------------------------
 
 
-class Access(NamedTuple):
+@dataclass(frozen=True)
+class Access:
     """The functions that read and write the state of a kind of generator. Equal bytes mean equal states."""
 
     read: Callable[[Any], Any]

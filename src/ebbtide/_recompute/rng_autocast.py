@@ -130,7 +130,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 _DEFAULT = Access(rng_state, set_rng_state, bytes_of_tensor)
-"""Of the default generator of a device."""
+"""To and from the default generator of a device."""
 
 
 def _devices(used: Iterable[torch.device]) -> list[torch.device]:

@@ -287,11 +287,13 @@ def _is_state(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether `value` is plain, or a tuple of plain data. Tensors inside demand a class with a known constructor."""
-    kind: Any = type(value)
-    if not issubclass(kind, tuple):
+    if not issubclass(type(value), tuple):
         return is_plain(value)
-    can_be_made = kind is tuple or hasattr(kind, "_make")
-    return all(map(_is_plain, value)) and (can_be_made or not any(isinstance(t, torch.Tensor | tuple) for t in value))
+    items = cast("tuple[Any, ...]", value)
+    if not all(map(_is_plain, items)):
+        return False
+    can_be_made = type(items) is tuple or hasattr(items, "_make")
+    return can_be_made or not any(isinstance(item, torch.Tensor | tuple) for item in items)
 
 
 def _empty_like(container: Any) -> Any:

@@ -114,10 +114,6 @@ def communicates(op: Any) -> bool:
     return op_name(op).startswith(("_c10d", "c10d", "_dtensor::", "fsdp::", "symm_mem::"))
 
 
-def is_wait(op: Any) -> bool:
-    return op_name(op) == "_c10d_functional::wait_tensor"
-
-
 @functools.cache
 def is_hidden_view(op: Any) -> bool:
     """Whether `op` returns an undeclared view of the first argument, with a version counter apart from the base's."""

@@ -29,6 +29,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -165,15 +166,13 @@ def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[obj
     return list(itertools.chain.from_iterable(lists))
 
 
+@dataclass(slots=True)
 class _Origin:
     """Provenance of one storage. `is_used`: an operator has read the bytes."""
 
-    __slots__ = ("calls", "is_used", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, calls: int) -> None:
-        self.storage = weakref.ref(storage)
-        self.calls = calls
-        self.is_used = False
+    storage: "weakref.ref[torch.UntypedStorage]"
+    calls: int
+    is_used: bool = False
 
 
 class OpProvenance:
@@ -251,7 +250,7 @@ class OpProvenance:
             origin.calls = calls  # `t` is a view
             return
         storage = t.untyped_storage()
-        self._origins[storage._cdata] = _Origin(storage, calls)
+        self._origins[storage._cdata] = _Origin(weakref.ref(storage), calls)
 
 
 class AnyExpensiveOp:

@@ -292,7 +292,7 @@ def _is_plain(value: Any) -> bool:
     items = cast("tuple[Any, ...]", value)
     if not all(map(_is_plain, items)):
         return False
-    can_be_made = type(items) is tuple or hasattr(items, "_make")
+    can_be_made = type(items) is tuple or hasattr(type(items), "_make")
     return can_be_made or not any(isinstance(item, torch.Tensor | tuple) for item in items)
 
 

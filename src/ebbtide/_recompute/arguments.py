@@ -54,7 +54,7 @@ class Arguments:
         if kind is tuple or kind is list:
             return _Parts([self._take(each) for each in value], kind)
         if kind is dict:
-            return _Parts([self._take(each) for each in value.values()], functools.partial(_dict_of, list(value)))
+            return _Dict({key: self._take(each) for key, each in value.items()})
         if not pytree.tree_is_leaf(value):
             leaves, spec = pytree.tree_flatten(value)
             parts = [self._take(leaf) for leaf in leaves]
@@ -63,8 +63,9 @@ class Arguments:
 
     def _number(self, t: torch.Tensor) -> "_TensorNumber":
         self._occurrences += 1
-        number = self._numbers.setdefault(id(t), _TensorNumber(len(self._tensors)))
-        if number == len(self._tensors):
+        number = self._numbers.get(id(t))
+        if number is None:
+            number = self._numbers[id(t)] = _TensorNumber(len(self._tensors))
             self._tensors.append(t)
         return number
 
@@ -76,10 +77,10 @@ class Arguments:
         if self._is_data(leaf):
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
             self._open.add(id(leaf))
-            parts = [self._take(each) for each in fields.values()]
+            parts = self._take(fields)
             self._open.discard(id(leaf))
             if self._occurrences > before:
-                return _Parts(parts, functools.partial(_filled, _shell_of(leaf), list(fields)))
+                return _Parts([parts], functools.partial(_filled, _shell_of(leaf)))
         elif isinstance(leaf, functools.partial):
             partial = cast("functools.partial[Any]", leaf)
             bound = [self._take(partial.args), self._take(partial.keywords)]
@@ -92,28 +93,32 @@ class Arguments:
         return is_instance and id(leaf) not in self._open
 
 
-class _TensorNumber(int):
+@dataclasses.dataclass(slots=True)
+class _TensorNumber:
     """Stands for a tensor: the position in the list of `take_tensors`."""
+
+    number: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Dict:
+    parts: dict[Any, object]
 
 
 @dataclasses.dataclass(slots=True)
 class _Parts:
-    """The parts of a container, and the function from a list of parts to a new container."""
+    """The parts of any container but a dict, and the function from a list of parts to a new container."""
 
     parts: list[object]
     make: Callable[[list[Any]], Any]
 
 
 def _rebuilt(part: object, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(part, _TensorNumber):
-        return tensors[part]
-    if isinstance(part, _Parts):
+    if type(part) is _Parts:
         return part.make([_rebuilt(each, tensors) for each in part.parts])
-    return part
-
-
-def _dict_of(keys: list[Any], values: list[Any]) -> dict[Any, Any]:
-    return dict(zip(keys, values, strict=True))
+    if type(part) is _Dict:
+        return {key: _rebuilt(each, tensors) for key, each in part.parts.items()}
+    return tensors[part.number] if type(part) is _TensorNumber else part
 
 
 def _shell_of(original: Any) -> Any:
@@ -125,9 +130,9 @@ def _shell_of(original: Any) -> Any:
     return shell
 
 
-def _filled(shell: Any, names: list[str], values: list[Any]) -> Any:
+def _filled(shell: Any, parts: list[Any]) -> Any:
     whole = copy.copy(shell)
-    for name, value in zip(names, values, strict=True):
+    for name, value in parts[0].items():
         object.__setattr__(whole, name, value)
     return whole
 

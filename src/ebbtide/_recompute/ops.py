@@ -76,7 +76,9 @@ class ExpensiveOps:
         named = (op_class_of(choice) for choice in choices if isinstance(choice, str))
         self.modules = tuple({inside for _, inside in named if inside is not None})
 
-    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
+    def is_expensive(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str] = ()
+    ) -> bool:
         """Whether the call is expensive. `inside`: members of `modules` around the current place of the forward."""
         kind = self.kind_of(op)
         return kind.is_always_expensive or any(

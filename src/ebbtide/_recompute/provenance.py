@@ -253,14 +253,11 @@ class OpProvenance:
         self._origins[storage._cdata] = _Origin(weakref.ref(storage), calls)
 
 
-class AnyExpensiveOp:
+class AnyExpensiveOp(ExpensiveOps):
     """Classifies operators for a planner: the op classes whose outputs a plan may save."""
 
     def __init__(self) -> None:
-        self._ops = ExpensiveOps(tuple(OP_CLASSES))
-
-    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return self._ops.is_expensive(op, args, kwargs, ())
+        super().__init__(tuple(OP_CLASSES))
 
     def provenance(self) -> OpProvenance:
         return OpProvenance()

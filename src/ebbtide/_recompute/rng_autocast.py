@@ -61,12 +61,10 @@ class AutocastRngState:
         and that no known tracker or held generator has, means a state set by unknown code.
         """
         for device, generator, seed in self._seeds:  # any() would take ten times as long, at every saved tensor
-            if generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device):
+            now = generator.initial_seed()
+            if now != seed and not any(now in state.seeds(device) for state in self._generators):
                 return True
         return False
-
-    def _is_known(self, seed: int, device: torch.device) -> bool:
-        return any(seed in state.seeds(device) for state in self._generators)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:

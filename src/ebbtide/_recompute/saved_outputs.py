@@ -13,7 +13,7 @@ capture does not compare. A first overwrite in a later step, or after the end of
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -66,8 +66,7 @@ class SavedOutput:
     history: OutputHistory
     rng_after: RngState | None = None
     is_overwritten: bool = False
-    # Hidden views, with version counters of their own.
-    _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list[tuple[torch.Tensor, int]])
+    _watched: tuple[tuple[torch.Tensor, int], ...] = ()  # hidden views, with version counters of their own
 
     @property
     def is_unmodified(self) -> bool:
@@ -76,7 +75,7 @@ class SavedOutput:
 
     def watch(self, counter: torch.Tensor, version: int) -> None:
         """Treat the outputs as modified, and not to be shared with later saved tensors, once `counter` differs."""
-        self._watched.append((counter, version))
+        self._watched += ((counter, version),)
         for ticket in self.tickets():
             ticket.parcel.add_version_check(counter, version)
 
@@ -202,8 +201,9 @@ class OutputRecorder:
         self.outputs = SavedOutputs()
         self.tensor_count: TensorCount = int
         self._hooks = hooks
-        # Collectives without a wait so far, whose bytes are not there yet: the result, and arguments of `_hold`.
-        self._pending: list[tuple[torch.Tensor, tuple[tuple[Any, int], CallSignature, Reason | None]]] = []
+        # Collectives without a wait so far, whose bytes are not there yet: the result, and arguments of `_hold`. With
+        # any pending, every call may be, or reveal, the wait.
+        self.pending: list[tuple[torch.Tensor, tuple[tuple[Any, int], CallSignature, Reason | None]]] = []
         self._by_memory: dict[int, SavedOutput] = {}
         self._compares = compares
         self._uncompared: list[tuple[SavedOutput, torch.UntypedStorage, torch.Tensor]] = []  # with checksums
@@ -222,7 +222,7 @@ class OutputRecorder:
         call = op, len(self.outputs.calls[op]) - 1
         signature = call_signature(self.tensor_count(), args)
         if is_collective(op):
-            self._pending.append((out, (call, signature, keep_reason)))
+            self.pending.append((out, (call, signature, keep_reason)))
             return True
         saved = self._hold(out, call, signature, keep_reason)
         if saved is None:
@@ -243,14 +243,9 @@ class OutputRecorder:
         self.outputs.records = pruner.records
         return True
 
-    @property
-    def awaits(self) -> bool:
-        """Whether a collective is pending: any call may be, or reveal, the wait."""
-        return bool(self._pending)
-
     def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """Any call has returned `out`: note waits for collectives, and hidden views of saved outputs."""
-        if self._pending:
+        if self.pending:
             self._note_waits(op, args, out)
         if self._by_memory and is_hidden_view(op):
             saved = self._by_memory.get(_memory(args[0]))
@@ -264,7 +259,7 @@ class OutputRecorder:
             self._compare()
         self._uncompared.clear()
         self._by_memory.clear()
-        self._pending.clear()
+        self.pending.clear()
 
     def _compare(self) -> None:
         with without_dispatch():
@@ -322,9 +317,9 @@ class OutputRecorder:
                 self._hold_awaited(arg.elem)
 
     def _hold_awaited(self, out: torch.Tensor) -> None:
-        for place, (result, call) in enumerate(self._pending):
+        for place, (result, call) in enumerate(self.pending):
             if result is out or _memory(result) == _memory(out):
-                del self._pending[place]
+                del self.pending[place]
                 self._hold(out, *call)  # `out`, not the pending result: later changes count there
                 return
 
@@ -379,7 +374,7 @@ class SaveOutputsMode(NumberingMode):
         if kind.conditions:
             return self._call(op, args, kwargs, kind)
         out = self.run_op(op, args, kwargs)
-        if kind.is_hidden_view or self.recorder.awaits:
+        if kind.is_hidden_view or self.recorder.pending:
             self.recorder.follow(op, args, out)
         if self._pruner.follows:
             self._pruner.follow(op, args, kwargs, out)
@@ -389,10 +384,12 @@ class SaveOutputsMode(NumberingMode):
         """Run an operator with expensive calls."""
         self.recorder.count(op)
         is_expensive = kind.is_always_expensive or self._ops.is_expensive(op, args, kwargs, +self.inside)
-        is_saved = is_expensive and self._is_chosen()
+        site = self._expensive_calls
+        self._expensive_calls += is_expensive
+        is_saved = is_expensive and (self._sites is None or site in self._sites)
         before = rng_before(op, args, kwargs) if is_saved and self.tracks_rng else None
         out = self.run_op(op, args, kwargs)
-        if is_saved and self._expensive_calls - 1 in self._pruned:
+        if is_saved and site in self._pruned:
             is_saved = self.recorder.prune(op, args, kwargs, out, self._pruner)
         elif is_saved:
             is_saved = self.recorder.save(op, args, out, self._keep_reason, rng_after(before))
@@ -412,10 +409,6 @@ class SaveOutputsMode(NumberingMode):
         """The forward has ended or raised, with saved tensors of `metadata`."""
         self._pruner.close(is_whole, metadata)
         self.recorder.close(is_whole)
-
-    def _is_chosen(self) -> bool:
-        self._expensive_calls += 1
-        return self._sites is None or self._expensive_calls - 1 in self._sites
 
 
 def call_signature(tensor_count: int, args: tuple[Any, ...]) -> CallSignature:

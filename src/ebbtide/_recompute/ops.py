@@ -50,8 +50,6 @@ class OpKind(NamedTuple):
         conditions: any of the conditions makes a call expensive: a predicate, a pattern of modules around the call, or
             None for any call.
         is_always_expensive: expensive with any arguments, inside any module.
-        is_hidden_view: see `is_hidden_view`.
-        communicates: see `communicates`.
     """
 
     conditions: tuple[OpChoice | None, ...]

@@ -93,7 +93,6 @@ class CallRecord(NamedTuple):
     """One call of the forward, without bytes.
 
     Attributes:
-        op: the operator.
         signature: see `signature_of`.
         outputs: size, strides, storage offset, dtype and device of each output.
         sequence: tuple or list for several outputs, None for a single tensor.

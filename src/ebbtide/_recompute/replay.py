@@ -19,8 +19,6 @@ class ReplayOutputsMode(NumberingMode):
 
     Attributes:
         tensor_count: part of each call's signature, as in forward.
-        met_pruned: whether a pruned call came by.
-        reads: of the pruned tensors.
     """
 
     def __init__(self, outputs: SavedOutputs, hooks: SavedTensorHooks) -> None:

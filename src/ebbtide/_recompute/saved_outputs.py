@@ -224,11 +224,7 @@ class OutputRecorder:
         if is_collective(op):
             self.pending.append((out, (call, signature, keep_reason)))
             return True
-        saved = self._hold(out, call, signature, keep_reason)
-        if saved is None:
-            return False
-        saved.rng_after = rng_after
-        return True
+        return self._hold(out, call, signature, keep_reason, rng_after)
 
     def prune(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, pruner: Pruner) -> bool:
         """Prune the call counted last, with result `out`. False for a call known as needed or with several results."""
@@ -273,12 +269,17 @@ class OutputRecorder:
         return history_of(call.site(call.next_index))
 
     def _hold(
-        self, out: Any, call: tuple[Any, int], signature: CallSignature, keep_reason: Reason | None
-    ) -> SavedOutput | None:
+        self,
+        out: Any,
+        call: tuple[Any, int],
+        signature: CallSignature,
+        keep_reason: Reason | None,
+        rng_after: RngState | None = None,
+    ) -> bool:
         sequence = sequence_type(out)
         outputs: list[Any] = [out] if sequence is None else list(out)
         if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
-            return None  # nested lists, from an operator chosen by a predicate
+            return False  # nested lists, from an operator chosen by a predicate
         history = self._next_history()
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if history.drops_output():
@@ -288,12 +289,12 @@ class OutputRecorder:
             stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
             op, number = call
             self.outputs.calls[op][number] = history
-            return None
+            return False
         with sharing_versions():
             parts: list[Any] = [
                 self._hooks.pack_as(t, keep_reason) if isinstance(t, torch.Tensor) else t for t in outputs
             ]
-        saved = SavedOutput(call, signature, parts, sequence, history)
+        saved = SavedOutput(call, signature, parts, sequence, history, rng_after)
         for t in tensors:
             self._by_memory[_memory(t)] = saved
             self.outputs.devices.add(t.device)
@@ -302,7 +303,7 @@ class OutputRecorder:
                 with without_dispatch():
                     self._uncompared.append((saved, storage, checksum_of(storage)))
         self.outputs.add(saved)
-        return saved
+        return True
 
     def _may_compare(self, t: torch.Tensor) -> bool:
         has_bytes = type(t) is torch.Tensor and t.layout is torch.strided

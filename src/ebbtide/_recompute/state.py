@@ -39,7 +39,6 @@ class RegionState:
 
     Attributes:
         is_steady: False for buffers that a forward was seen to change, True for other known buffers.
-        layouts: see `Attributes`.
         unable: reason to keep the region from the next forward on, against its recipe.
     """
 

@@ -27,13 +27,13 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._references: dict[int, _TensorReference] = {}
+        self._numbers: dict[int, _TensorNumber] = {}
         self._open: set[int] = set()  # dataclasses on the way down: a dataclass inside of itself stays whole
         self._tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._occurrences = 0  # of tensors, repeated ones included
         self._args, self._kwargs = self._take(args), self._take(kwargs)
-        self._references.clear()
+        self._numbers.clear()
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors in order of first appearance, each once. Afterwards only the caller refers to them."""
@@ -50,7 +50,7 @@ class Arguments:
         if kind in _SCALARS:
             return value
         if isinstance(value, torch.Tensor):
-            return self._reference(value)
+            return self._number(value)
         if kind is tuple or kind is list:
             return _Parts([self._take(each) for each in value], kind)
         if kind is dict:
@@ -61,13 +61,13 @@ class Arguments:
             return _Parts(parts, functools.partial(pytree.tree_unflatten, treespec=spec))
         return self._take_apart(value)
 
-    def _reference(self, t: torch.Tensor) -> "_TensorReference":
+    def _number(self, t: torch.Tensor) -> "_TensorNumber":
         self._occurrences += 1
-        reference = self._references.get(id(t))
-        if reference is None:
-            reference = self._references[id(t)] = _TensorReference(len(self._tensors))
+        number = self._numbers.get(id(t))
+        if number is None:
+            number = self._numbers[id(t)] = _TensorNumber(len(self._tensors))
             self._tensors.append(t)
-        return reference
+        return number
 
     def _take_apart(self, leaf: Any) -> object:
         if is_generator(leaf):
@@ -79,56 +79,46 @@ class Arguments:
             self._open.add(id(leaf))
             parts = self._take(fields)
             self._open.discard(id(leaf))
-            return _Parts([parts], functools.partial(_filled, _shell_of(leaf))) if self._occurrences > before else leaf
-        if isinstance(leaf, functools.partial):
+            if self._occurrences > before:
+                return _Parts([parts], functools.partial(_filled, _shell_of(leaf)))
+        elif isinstance(leaf, functools.partial):
             partial = cast("functools.partial[Any]", leaf)
             bound = [self._take(partial.args), self._take(partial.keywords)]
-            return _Parts(bound, functools.partial(_bound, partial.func)) if self._occurrences > before else partial
-        return leaf
+            if self._occurrences > before:
+                return _Parts(bound, functools.partial(_bound, partial.func))
+        return cast(object, leaf)
 
     def _is_data(self, leaf: object) -> bool:
         is_instance = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.nn.Module)
         return is_instance and id(leaf) not in self._open
 
 
-class _TensorReference:
-    __slots__ = ("_number",)
+@dataclasses.dataclass(slots=True)
+class _TensorNumber:
+    """Stands for a tensor: the position in the list of `take_tensors`."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[self._number]
+    number: int
 
 
+@dataclasses.dataclass(slots=True)
 class _Dict:
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: dict[Any, object]) -> None:
-        self._parts = parts
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-        return {key: _rebuilt(part, tensors) for key, part in self._parts.items()}
+    parts: dict[Any, object]
 
 
+@dataclasses.dataclass(slots=True)
 class _Parts:
     """The parts of any container but a dict, and the function from a list of parts to a new container."""
 
-    __slots__ = ("_make", "_parts")
-
-    def __init__(self, parts: list[object], make: Callable[[list[Any]], Any]) -> None:
-        self._parts = parts
-        self._make = make
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self._make([_rebuilt(part, tensors) for part in self._parts])
-
-
-_TAKEN_APART = (_TensorReference, _Parts, _Dict)
+    parts: list[object]
+    make: Callable[[list[Any]], Any]
 
 
 def _rebuilt(part: object, tensors: Sequence[torch.Tensor]) -> Any:
-    return part.rebuild(tensors) if isinstance(part, _TAKEN_APART) else part
+    if type(part) is _Parts:
+        return part.make([_rebuilt(each, tensors) for each in part.parts])
+    if type(part) is _Dict:
+        return {key: _rebuilt(each, tensors) for key, each in part.parts.items()}
+    return tensors[part.number] if type(part) is _TensorNumber else part
 
 
 def _shell_of(original: Any) -> Any:

@@ -37,7 +37,7 @@ _MOST_ITEMS = 4096  # of a container: every forward looks at each item
 
 
 class Layout(NamedTuple):
-    """Positions of attributes in the `__dict__` of a module, learned once and valid for the same names and types.
+    """Names of attributes of a module by kind, learned once and valid for the same names and types.
 
     Attributes:
         signature: names and types of all attributes.
@@ -47,17 +47,16 @@ class Layout(NamedTuple):
     """
 
     signature: tuple[tuple[str, ...], tuple[type, ...]]
-    nested: list[int]
-    opaque: list[int]
-    generators: list[int]
+    nested: list[str]
+    opaque: list[str]
+    generators: list[str]
 
 
 class _ModuleSnapshot(NamedTuple):
     """The attributes of a module when forward began, and the names of its parameters then."""
 
     module: Module
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
+    attributes: dict[str, Any]
     parameters: tuple[str, ...]
 
     def is_state(self, name: str) -> bool:
@@ -69,7 +68,7 @@ class Attributes:
     """Plain attributes of `modules` at the moment of construction.
 
     Args:
-        layouts: positions of attributes by the id of the module, kept from forward to forward.
+        layouts: kinds of attributes by the id of the module, kept from forward to forward.
 
     Attributes:
         generators: random number generators held by the modules.
@@ -84,42 +83,45 @@ class Attributes:
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
         """The attributes of forward inside; the attributes of now again at exit."""
-        before = [dict(snapshot.module.__dict__) for snapshot in self._snapshots]
-        contents = _contents_of((snapshot.module for snapshot in self._snapshots), self._layouts)
+        found = [_attributes_of(snapshot.module, self._layouts) for snapshot in self._snapshots]
+        contents = {
+            id(value): (value, items_of(value))
+            for attributes, layout in found
+            for value in map(attributes.__getitem__, layout.nested)
+            if type(value) in CONTAINERS and _is_state(value)
+        }
         replaced: set[tuple[int, str]] = set()
         try:
             self._put_back(replaced)
             yield
         finally:
-            for snapshot, attributes in zip(self._snapshots, before, strict=True):
+            for snapshot, (attributes, _) in zip(self._snapshots, found, strict=True):
                 _undo(snapshot, attributes, replaced)
             for container, items in contents.values():
                 if _is_state(container):
                     set_items(container, items)
 
     def _snapshot(self, module: Module, memo: dict[int, "_WeakTensor"]) -> _ModuleSnapshot:
-        values, layout = _values_of(module, self._layouts)
-        self.generators += map(values.__getitem__, layout.generators)
-        if layout.nested or layout.opaque:
-            found = list(values)
-            for position in layout.nested:
-                value = values[position]
-                if _is_state(value):
-                    found[position] = _copied(value, memo)
-                else:
-                    found[position] = _OPAQUE
-                    self.generators += _generators_in(value)
-            for position in layout.opaque:
-                found[position] = _OPAQUE
-            values = tuple(found)
-        return _ModuleSnapshot(module, layout.signature[0], values, tuple(module._parameters))
+        attributes, layout = _attributes_of(module, self._layouts)
+        self.generators += map(attributes.__getitem__, layout.generators)
+        for name in layout.nested:
+            value = attributes[name]
+            if _is_state(value):
+                attributes[name] = _copied(value, memo)
+            else:
+                attributes[name] = _OPAQUE
+                self.generators += _generators_in(value)
+        for name in layout.opaque:
+            attributes[name] = _OPAQUE
+        return _ModuleSnapshot(module, attributes, tuple(module._parameters))
 
     def _put_back(self, replaced: set[tuple[int, str]]) -> None:
         fresh: dict[int, Any] = {}  # two modules with one container share a replacement
         for snapshot in self._snapshots:
             attributes = snapshot.module.__dict__
-            for name, found, now in _differing(snapshot, attributes):
-                if not snapshot.is_state(name) or not _is_state(now):
+            for name, found, now in _changes(snapshot.attributes, attributes):
+                is_changed = found is not _OPAQUE and not _is_unchanged(found, now)
+                if not (is_changed and snapshot.is_state(name) and _is_state(now)):
                     continue
                 value = found.put_in(now, fresh) if isinstance(found, _ContainerCopy) else _original(found)
                 if value is not now and value is not _OPAQUE:
@@ -135,26 +137,27 @@ def put_attribute(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
 
 
-def _values_of(module: Module, layouts: dict[int, Layout]) -> tuple[tuple[Any, ...], Layout]:
-    values = tuple(module.__dict__.values())
-    signature = tuple(module.__dict__), tuple(map(type, values))
+def _attributes_of(module: Module, layouts: dict[int, Layout]) -> tuple[dict[str, Any], Layout]:
+    """A copy of the attributes, and the layout."""
+    attributes = module.__dict__.copy()
+    signature = tuple(attributes), tuple(map(type, attributes.values()))
     layout = layouts.get(id(module))
     if layout is None or layout.signature != signature:
         layout = layouts[id(module)] = _layout_of(*signature)
-    return values, layout
+    return attributes, layout
 
 
 def _layout_of(names: tuple[str, ...], types: tuple[type, ...]) -> Layout:
     layout = Layout((names, types), [], [], [])
-    for position, (name, kind) in enumerate(zip(names, types, strict=True)):
+    for name, kind in zip(names, types, strict=True):
         if name in MODULE_ATTRIBUTES:
             continue
         if kind in CONTAINERS or issubclass(kind, tuple | torch.Tensor):
-            layout.nested.append(position)
+            layout.nested.append(name)
         elif not issubclass(kind, SCALARS):
-            layout.opaque.append(position)
+            layout.opaque.append(name)
             if is_generator_type(cast("type[object]", kind)):
-                layout.generators.append(position)
+                layout.generators.append(name)
     return layout
 
 
@@ -164,40 +167,22 @@ def _generators_in(value: Any) -> list[Any]:
     return [item for item in items_of(value) if is_generator(item)]
 
 
-def _differing(snapshot: _ModuleSnapshot, now: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    """Name, snapshot and current value of all changed attributes."""
-    if len(now) == len(snapshot.values) and all(map(is_, now.values(), snapshot.values)):
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, former value and current value of the attributes that refer to another object now."""
+    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
         return []
-    if tuple(now) == snapshot.names:
-        rows = list(zip(snapshot.names, snapshot.values, now.values(), strict=True))
-    else:
-        before = dict(zip(snapshot.names, snapshot.values, strict=True))
+    rows: Iterable[tuple[str, Any, Any]] = zip(before, before.values(), now.values(), strict=False)
+    if list(before) != list(now):
         rows = [(name, before.get(name, ABSENT), now.get(name, ABSENT)) for name in {**before, **now}]
-    changed = (row for row in rows if row[1] is not row[2] and row[1] is not _OPAQUE)
-    return [(name, found, current) for name, found, current in changed if not _is_unchanged(found, current)]
-
-
-def _contents_of(modules: Iterable[Module], layouts: dict[int, Layout]) -> dict[int, tuple[Any, tuple[Any, ...]]]:
-    """Containers of plain state in attributes, by id, with their items."""
-    contents: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    for module in modules:
-        values, layout = _values_of(module, layouts)
-        for value in map(values.__getitem__, layout.nested):
-            if type(value) in CONTAINERS and _is_state(value):
-                contents[id(value)] = value, items_of(value)
-    return contents
+    return [row for row in rows if row[1] is not row[2]]
 
 
 def _undo(snapshot: _ModuleSnapshot, before: dict[str, Any], replaced: set[tuple[int, str]]) -> None:
     """Undo assignments for recomputation, and changes of plain state by recomputation."""
     attributes = snapshot.module.__dict__
-    if len(before) == len(attributes) and all(map(is_, before.values(), attributes.values())):
-        return
-    for name in {**before, **attributes}:
-        was, now = before.get(name, ABSENT), attributes.get(name, ABSENT)
-        if was is now or not snapshot.is_state(name):
-            continue
-        if (id(snapshot.module), name) in replaced or (_is_state(was) and _is_state(now)):
+    for name, was, now in _changes(before, attributes):
+        is_replaced = (id(snapshot.module), name) in replaced
+        if snapshot.is_state(name) and (is_replaced or (_is_state(was) and _is_state(now))):
             put_attribute(attributes, name, was)
 
 
@@ -289,23 +274,19 @@ def _without_graph(t: torch.Tensor) -> torch.Tensor | None:
 
 def _is_state(value: Any) -> bool:
     if type(value) in CONTAINERS:
-        return len(value) <= _MOST_ITEMS and all(is_plain(item) or _is_plain_tuple(item) for item in items_of(value))
-    return is_plain(value) or _is_plain_tuple(value) or value is ABSENT
+        return len(value) <= _MOST_ITEMS and all(map(_is_plain, items_of(value)))
+    return _is_plain(value) or value is ABSENT
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    """Whether `value` is a tuple of plain data. Tensors inside demand a class with a known constructor."""
-    if not issubclass(type(value), tuple) or not all(is_plain(item) or _is_plain_tuple(item) for item in value):
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is plain, or a tuple of plain data. Tensors inside demand a class with a known constructor."""
+    if not issubclass(type(value), tuple):
+        return is_plain(value)
+    items = cast("tuple[Any, ...]", value)
+    if not all(map(_is_plain, items)):
         return False
-    return _can_be_made(type(value)) or not _has_tensors(value)
-
-
-def _can_be_made(kind: Any) -> bool:
-    return kind is tuple or hasattr(kind, "_make")
-
-
-def _has_tensors(values: Any) -> bool:
-    return any(isinstance(value, torch.Tensor | tuple) for value in values)
+    can_be_made = type(items) is tuple or hasattr(type(items), "_make")
+    return can_be_made or not any(isinstance(item, torch.Tensor | tuple) for item in items)
 
 
 def _empty_like(container: Any) -> Any:

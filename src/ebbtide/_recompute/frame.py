@@ -310,7 +310,7 @@ class Frame:
         return True
 
     def _recompute_with(self, replay: ReplayOutputsMode | None) -> None:
-        recomputation = Recomputation(self._name, self._holders, self._metadata, self._read_downstream, self._evidence)
+        recomputation = Recomputation(self)
         self.hooks.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.hooks) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
@@ -436,23 +436,16 @@ class _EarlyStopError(Exception):
 class Recomputation:
     """Collects the saved tensors of a recomputation for the holders of equal numbers."""
 
-    def __init__(
-        self,
-        name: str,
-        holders: list[weakref.ref[Holder]],
-        metadata: list[_Metadata],
-        read_downstream: Callable[[int], torch.Tensor | None],
-        evidence: Evidence | None,
-    ) -> None:
-        self._name = name
-        self._holders = holders
-        self._metadata = metadata
-        self._read_downstream = read_downstream
-        self._evidence = evidence
+    def __init__(self, frame: Frame) -> None:
+        self._name = frame._name
+        self._holders = frame._holders
+        self._metadata = frame._metadata
+        self._read_downstream = frame._read_downstream
+        self._evidence = frame._evidence
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.recorder: RecomputeRecorder | None = None
-        self._wanted = {n for n, ref in enumerate(holders) if _lacks_value(ref())}
+        self._wanted = {n for n, ref in enumerate(self._holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
 
     @hidden_from_compiler

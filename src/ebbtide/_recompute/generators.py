@@ -20,8 +20,10 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any, cast
 
 import numpy
 import torch
@@ -62,26 +64,26 @@ def restored(states: Iterable[RngState]) -> Generator[None, None, None]:
 
 def state_of(generator: object) -> RngState:
     """The state of a generator for which `is_generator` holds."""
-    kind = _kind_of(type(generator))
-    assert kind is not None
-    return kind(generator)
+    make = _maker_of(type(generator))
+    assert make is not None
+    return make(generator)
 
 
 def is_generator(value: object) -> bool:
     """Whether `value` has a random state that can be put back."""
-    return _kind_of(type(value)) is not None
+    return _maker_of(type(value)) is not None
 
 
 def is_generator_type(kind: type[Any]) -> bool:
     """`is_generator` for all instances of `kind`."""
-    return _kind_of(kind) is not None
+    return _maker_of(kind) is not None
 
 
 def is_of_host(generator: object) -> bool:
     """Whether the state can be read and set during the capture of a graph."""
     if isinstance(generator, torch.Generator):
         return generator.device.type == "cpu"
-    return _kind_of(type(generator)) is not _TrackerState
+    return _maker_of(type(generator)) is not _TrackerState
 
 
 def process_wide(*, with_trackers: bool) -> list[RngState]:
@@ -93,107 +95,96 @@ def process_wide(*, with_trackers: bool) -> list[RngState]:
 # -- one generator -----------------------------------------------------------------------------------------------------
 
 
-class _HeldState(RngState):
-    """A state read in full. Equal bytes mean equal states."""
+@dataclass(frozen=True)
+class Access:
+    """The functions that read and write the state of a kind of generator. Equal bytes mean equal states."""
 
-    def __init__(self, generator: Any) -> None:
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    as_bytes: Callable[[Any], bytes] = pickle.dumps
+
+
+def bytes_of_tensor(state: torch.Tensor) -> bytes:
+    # torch.equal is an operator, and too slow for a call per generator and forward.
+    return state.numpy().tobytes()
+
+
+class HeldState(RngState):
+    """A state read in full."""
+
+    def __init__(self, access: Access, generator: Any) -> None:
+        self._access = access
         self._generator = generator
-        self._state = self._read()
+        self._state = access.read(generator)
 
     def was_used(self) -> bool:
-        return self._bytes(self._read()) != self._bytes(self._state)
+        as_bytes = self._access.as_bytes
+        return as_bytes(self._access.read(self._generator)) != as_bytes(self._state)
 
     def put_back(self) -> None:
-        self._write(self._state)
+        self._access.write(self._generator, self._state)
 
     def current(self) -> RngState:
-        return type(self)(self._generator)
-
-    @abc.abstractmethod
-    def _read(self) -> Any: ...
-
-    @abc.abstractmethod
-    def _write(self, state: Any) -> None: ...
-
-    @staticmethod
-    def _bytes(state: Any) -> bytes:
-        return pickle.dumps(state)
-
-
-class _TorchState(_HeldState):
-    def _read(self) -> torch.Tensor:
-        return self._generator.get_state()
-
-    def _write(self, state: torch.Tensor) -> None:
-        self._generator.set_state(state)
+        return HeldState(self._access, self._generator)
 
     def seeds(self, device: torch.device) -> set[int]:
-        return {self._generator.initial_seed()} if self._generator.device.type == device.type else set()
-
-    @staticmethod
-    def _bytes(state: torch.Tensor) -> bytes:
-        # torch.equal is an operator, and slower.
-        return state.numpy().tobytes()
+        generator = self._generator
+        is_of_device = isinstance(generator, torch.Generator) and generator.device.type == device.type
+        return {generator.initial_seed()} if is_of_device else set()
 
 
-class _PythonState(_HeldState):
-    def _read(self) -> Any:
-        return self._generator.getstate()
-
-    def _write(self, state: Any) -> None:
-        self._generator.setstate(state)
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)
 
 
-class _NumpyState(_HeldState):
-    """The state of a Generator or of a bit generator."""
+_TORCH = Access(methodcaller("get_state"), lambda g, state: g.set_state(state), bytes_of_tensor)
+_RANDOM = Access(methodcaller("getstate"), lambda g, state: g.setstate(state))
+_BITS = Access(lambda g: _bits_of(g).state, lambda g, state: setattr(_bits_of(g), "state", state))
+# Bits, and the second number of the last pair of normal numbers.
+_LEGACY_NUMPY = Access(methodcaller("get_state", legacy=False), lambda g, state: g.set_state(state))
 
-    def _read(self) -> Any:
-        return self._bits().state
-
-    def _write(self, state: Any) -> None:
-        self._bits().state = state
-
-    def _bits(self) -> Any:
-        return getattr(self._generator, "bit_generator", self._generator)
-
-
-class _LegacyNumpyState(_HeldState):
-    """The state of a RandomState: bits, and the second number of the last pair of normal numbers."""
-
-    def _read(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def _write(self, state: Any) -> None:
-        self._generator.set_state(state)
+_KINDS: tuple[tuple[type, Access | None], ...] = (
+    (torch.Generator, _TORCH),
+    (numpy.random.Generator, _BITS),
+    (numpy.random.BitGenerator, _BITS),
+    (numpy.random.RandomState, _LEGACY_NUMPY),
+    (random.SystemRandom, None),
+    (random.Random, _RANDOM),
+)
 
 
-class Tracker(Protocol):
-    """States of a device's default generator by name: each a tensor, or a generator with the state inside."""
-
-    def get_states(self) -> Mapping[str, Any]: ...
-
-    def set_states(self, states: dict[str, Any]) -> None: ...
+@functools.cache
+def _maker_of(kind: type[Any]) -> Callable[[Any], RngState] | None:
+    """The function from a generator of class `kind` to the state; None for objects without a state to put back."""
+    for base, access in _KINDS:
+        if issubclass(kind, base):
+            return None if access is None else functools.partial(HeldState, access)
+    is_tracker = all(callable(getattr(kind, name, None)) for name in ("fork", "get_states", "set_states"))
+    return _TrackerState if is_tracker and not issubclass(kind, torch.nn.Module) else None
 
 
 class _TrackerState(RngState):
-    """`_current`: the name of the open fork. A tracker of Megatron's family saves the state of an open fork under the
-    name when a nested fork begins."""
+    """States of a device's default generator by name: each a tensor, or a generator with the state inside.
 
-    def __init__(self, tracker: Tracker) -> None:
+    `_current`: the name of the open fork. A tracker of Megatron's family saves the state of an open fork under the
+    name when a nested fork begins.
+    """
+
+    def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
         self._states = dict(tracker.get_states())
-        self._held = {name: state_of(state) for name, state in self._states.items() if is_generator(state)}
+        self._held = [state_of(state) for state in self._states.values() if is_generator(state)]
         self._current: object = getattr(tracker, _CURRENT, None)
 
     def was_used(self) -> bool:
         now = self._tracker.get_states()
-        if now.keys() != self._states.keys() or any(held.was_used() for held in self._held.values()):
+        if now.keys() != self._states.keys() or any(held.was_used() for held in self._held):
             return True
         return not all(_is_same(state, now[name]) for name, state in self._states.items())
 
     def put_back(self) -> None:
         self._tracker.set_states(dict(self._states))
-        for held in self._held.values():
+        for held in self._held:
             held.put_back()
         if self._current is not None:
             setattr(self._tracker, _CURRENT, self._current)
@@ -219,25 +210,6 @@ def _is_same(then: Any, now: Any) -> bool:
     return then is now or (isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor) and torch.equal(then, now))
 
 
-@functools.cache
-def _kind_of(kind: type[Any]) -> type[Any] | None:
-    for base, state in _KINDS:
-        if issubclass(kind, base):
-            return state
-    is_tracker = all(callable(getattr(kind, name, None)) for name in ("fork", "get_states", "set_states"))
-    return _TrackerState if is_tracker and not issubclass(kind, torch.nn.Module) else None
-
-
-_KINDS: tuple[tuple[type, type[RngState] | None], ...] = (
-    (torch.Generator, _TorchState),
-    (numpy.random.Generator, _NumpyState),
-    (numpy.random.BitGenerator, _NumpyState),
-    (numpy.random.RandomState, _LegacyNumpyState),
-    (random.SystemRandom, None),
-    (random.Random, _PythonState),
-)
-
-
 # -- process-wide ------------------------------------------------------------------------------------------------------
 
 _Seen = tuple[Any, ...]
@@ -246,7 +218,9 @@ _Seen = tuple[Any, ...]
 class _ProcessWide(abc.ABC):
     """A generator shared by all code of the process; see Note [Generators], 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self.read = read
+        self.write = write
         self._copy: tuple[_Seen, Any] = (), None
 
     def state(self) -> RngState:
@@ -260,50 +234,38 @@ class _ProcessWide(abc.ABC):
     def seen(self) -> _Seen:
         """A value that differs between any two states, and costs less than a copy."""
 
-    @abc.abstractmethod
-    def read(self) -> Any: ...
 
-    @abc.abstractmethod
-    def write(self, state: Any) -> None: ...
-
-
+@dataclass(eq=False)
 class _SeenState(RngState):
-    def __init__(self, generator: _ProcessWide, seen: _Seen, state: Any) -> None:
-        self._generator = generator
-        self._seen = seen
-        self._state = state
+    generator: _ProcessWide
+    seen: _Seen
+    state: Any
 
     def was_used(self) -> bool:
-        return self._seen != self._generator.seen()
+        return self.seen != self.generator.seen()
 
     def put_back(self) -> None:
-        self._generator.write(self._state)
+        self.generator.write(self.state)
 
     def current(self) -> RngState:
-        return self._generator.state()
+        return self.generator.state()
 
 
 class _Python(_ProcessWide):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(random.getstate, random.setstate)
         self._owner: Any = cast(Any, random.getstate).__self__
         self._memory = _memory_of(self._owner, cast("type[object]", random.Random.__base__))
 
     def seen(self) -> _Seen:
         return self._memory.raw, self._owner.gauss_next
 
-    def read(self) -> Any:
-        return random.getstate()
-
-    def write(self, state: Any) -> None:
-        random.setstate(state)
-
 
 class _Numpy(_ProcessWide):
     """A RandomState over a bit generator; numpy.random.set_bit_generator exchanges the latter."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
         self._owner: Any = cast(Any, numpy.random.get_state).__self__
         self._memory = _memory_of(self._owner)
         self._bits: Any = None
@@ -315,12 +277,6 @@ class _Numpy(_ProcessWide):
         if type(bits) not in _NUMPYS_OWN:
             return (pickle.dumps(self.read()),)  # a bit generator of another package: the state may be on the heap
         return self._memory.raw, self._memory_of_bits.raw
-
-    def read(self) -> Any:
-        return numpy.random.get_state(legacy=False)
-
-    def write(self, state: Any) -> None:
-        numpy.random.set_state(state)
 
 
 _NUMPYS_OWN = {getattr(numpy.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")}
@@ -350,7 +306,7 @@ _TRACKERS = (
 """Modules with a tracker each, by the name `_CUDA_RNG_STATE_TRACKER` in all of them."""
 
 
-def known_trackers() -> Iterator[Tracker]:
+def known_trackers() -> Iterator[Any]:
     """Trackers of imported packages, if the tracker has any state."""
     for name in _TRACKERS:
         tracker = getattr(sys.modules.get(name), "_CUDA_RNG_STATE_TRACKER", None)

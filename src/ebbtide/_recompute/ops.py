@@ -2,13 +2,13 @@
 
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ebbtide._errors import CaptureError
-from ebbtide._plans import OpChoice, Predicate, op_class_of
+from ebbtide._plans import OpChoice, op_class_of
 from ebbtide._utils.torch_private import OperatorMode
 
 # Patterns of "namespace::name". Names with "backward" never match.
@@ -42,20 +42,17 @@ _HIDDEN_VIEWS = {
     "aten::unsafe_split_with_sizes",
 }
 
-_Condition = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Collection[str]], bool]
-
 
 class OpKind(NamedTuple):
     """Properties shared by all calls of an operator, cached: a forward makes dozens of calls per region.
 
     Attributes:
-        conditions: any of the conditions makes a call expensive.
+        conditions: any of the conditions makes a call expensive: a predicate, a pattern of modules around the call, or
+            None for any call.
         is_always_expensive: expensive with any arguments, inside any module.
-        is_hidden_view: see `is_hidden_view`.
-        communicates: see `communicates`.
     """
 
-    conditions: tuple[_Condition, ...]
+    conditions: tuple[OpChoice | None, ...]
     is_always_expensive: bool
     is_hidden_view: bool
     communicates: bool
@@ -77,17 +74,33 @@ class ExpensiveOps:
         named = (op_class_of(choice) for choice in choices if isinstance(choice, str))
         self.modules = tuple({inside for _, inside in named if inside is not None})
 
-    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str]) -> bool:
+    def is_expensive(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inside: Collection[str] = ()
+    ) -> bool:
         """Whether the call is expensive. `inside`: members of `modules` around the current place of the forward."""
         kind = self.kind_of(op)
-        return kind.is_always_expensive or any(condition(op, args, kwargs, inside) for condition in kind.conditions)
+        return kind.is_always_expensive or any(
+            each in inside if isinstance(each, str) else each is not None and each(op, *args, **kwargs)
+            for each in kind.conditions
+        )
 
     def kind_of(self, op: Any) -> OpKind:
         kind = self._kinds.get(op)
         if kind is None:
-            conditions = () if _is_never_expensive(op) else tuple(_conditions(op, self._choices))
-            kind = self._kinds[op] = OpKind(conditions, _always in conditions, is_hidden_view(op), communicates(op))
+            conditions = () if _is_never_expensive(op) else tuple(self._conditions(op))
+            is_always = any(each is None for each in conditions)
+            kind = self._kinds[op] = OpKind(conditions, is_always, is_hidden_view(op), communicates(op))
         return kind
+
+    def _conditions(self, op: Any) -> Iterator[OpChoice | None]:
+        classes = classes_of(op)
+        for choice in self._choices:
+            if isinstance(choice, str):
+                word, inside = op_class_of(choice)
+                if word in classes:
+                    yield inside
+            else:
+                yield choice
 
 
 def is_collective(op: Any) -> bool:
@@ -99,10 +112,6 @@ def is_collective(op: Any) -> bool:
 def communicates(op: Any) -> bool:
     """Whether `op` exchanges data with other ranks, or waits for an exchange."""
     return op_name(op).startswith(("_c10d", "c10d", "_dtensor::", "fsdp::", "symm_mem::"))
-
-
-def is_wait(op: Any) -> bool:
-    return op_name(op) == "_c10d_functional::wait_tensor"
 
 
 @functools.cache
@@ -183,35 +192,6 @@ class RefuseRngMode(OperatorMode):
                 "the numbers: give the region the recipe 'keep' or 'offload', or switch dropout off"
             )
         return self.run_op(op, args, kwargs)
-
-
-def _conditions(op: Any, choices: tuple[OpChoice, ...]) -> list[_Condition]:
-    classes = classes_of(op)
-    conditions: list[_Condition] = []
-    for choice in choices:
-        if not isinstance(choice, str):
-            conditions.append(functools.partial(_matches, choice))
-            continue
-        word, inside = op_class_of(choice)
-        if word in classes:
-            conditions.append(_always if inside is None else functools.partial(_is_inside, inside))
-    return conditions
-
-
-def _always(*_: object) -> bool:
-    return True
-
-
-def _is_inside(
-    module: str, _op: Any, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], inside: Collection[str]
-) -> bool:
-    return module in inside
-
-
-def _matches(
-    predicate: Predicate, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], _inside: Collection[str]
-) -> bool:
-    return bool(predicate(op, *args, **kwargs))
 
 
 def _is_never_expensive(op: Any) -> bool:

@@ -29,6 +29,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -92,7 +93,6 @@ class CallRecord(NamedTuple):
     """One call of the forward, without bytes.
 
     Attributes:
-        op: the operator.
         signature: see `signature_of`.
         outputs: size, strides, storage offset, dtype and device of each output.
         sequence: tuple or list for several outputs, None for a single tensor.
@@ -165,15 +165,13 @@ def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[obj
     return list(itertools.chain.from_iterable(lists))
 
 
+@dataclass(slots=True)
 class _Origin:
     """Provenance of one storage. `is_used`: an operator has read the bytes."""
 
-    __slots__ = ("calls", "is_used", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, calls: int) -> None:
-        self.storage = weakref.ref(storage)
-        self.calls = calls
-        self.is_used = False
+    storage: "weakref.ref[torch.UntypedStorage]"
+    calls: int
+    is_used: bool = False
 
 
 class OpProvenance:
@@ -251,17 +249,14 @@ class OpProvenance:
             origin.calls = calls  # `t` is a view
             return
         storage = t.untyped_storage()
-        self._origins[storage._cdata] = _Origin(storage, calls)
+        self._origins[storage._cdata] = _Origin(weakref.ref(storage), calls)
 
 
-class AnyExpensiveOp:
+class AnyExpensiveOp(ExpensiveOps):
     """Classifies operators for a planner: the op classes whose outputs a plan may save."""
 
     def __init__(self) -> None:
-        self._ops = ExpensiveOps(tuple(OP_CLASSES))
-
-    def is_expensive(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return self._ops.is_expensive(op, args, kwargs, ())
+        super().__init__(tuple(OP_CLASSES))
 
     def provenance(self) -> OpProvenance:
         return OpProvenance()

@@ -71,7 +71,7 @@ class PruneCache:
         self._known.pop((recipe, first), None)
 
 
-class Pruner:
+class Pruner(OpProvenance):
     """Finds the saved tensors downstream of pruned calls, during one forward of a region.
 
     Args:
@@ -81,21 +81,19 @@ class Pruner:
 
     Attributes:
         follows: whether operators have to be passed to `follow`.
-        records: see `PrunedForward`.
     """
 
     def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, cache: PruneCache) -> None:
+        super().__init__()
         self._calls = calls
         self._recipe = recipe
         self._cache = cache
         self._known: PrunedForward | None = None
         self._differs = False
-        self._provenance = OpProvenance()
         self._pruned: list[_NumberedCall] = []
         self._downstream: set[int] = set()
         self._unprunable = 0  # as of the last saved tensor: later consumers do not matter
         self.follows = False
-        self.records = self._provenance.records
 
     def prune(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor, history: OutputHistory
@@ -111,24 +109,16 @@ class Pruner:
             if self._known is not None:
                 self.records = self._known.records
         if self._known is None:
-            self._provenance.begin(place, op, args, kwargs, out)
+            self.begin(place, op, args, kwargs, out)
         elif place >= len(self._known.calls) or self._known.calls[place] != call:
             self._differs = True
 
-    def follow(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operator without saved outputs has returned `out`."""
-        self._provenance.follow(op, args, kwargs, out)
-
-    def invalidate(self) -> None:
-        """The region communicates with other ranks: prune nothing."""
-        self._provenance.invalidate()
-
     def is_downstream(self, t: torch.Tensor, number: int) -> bool:
         """Whether to hold saved tensor `number`, computed from a pruned call. To be called for every saved tensor."""
-        self._unprunable = self._provenance.unprunable
+        self._unprunable = self.unprunable
         if self._known is not None:
             return number in self._known.downstream
-        if not self.follows or not self._provenance.of(t):
+        if not self.follows or not self.of(t):
             return False
         self._downstream.add(number)
         return True

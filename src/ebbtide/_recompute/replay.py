@@ -19,8 +19,6 @@ class ReplayOutputsMode(NumberingMode):
 
     Attributes:
         tensor_count: part of each call's signature, as in forward.
-        met_pruned: whether a pruned call came by.
-        reads: of the pruned tensors.
     """
 
     def __init__(self, outputs: SavedOutputs, hooks: SavedTensorHooks) -> None:
@@ -50,8 +48,8 @@ class ReplayOutputsMode(NumberingMode):
             if call.signature != call_signature(self.tensor_count(), args):
                 return self._run(op, args, kwargs)  # calls come in another order now
             if call.is_unmodified:
-                return self._hand_out(op, number, call)
-            self._outputs.drop(op, number, Output.CHANGED)
+                return self._hand_out(call)
+            self._outputs.drop(call, Output.CHANGED)
         elif isinstance(call, OutputHistory):
             call.note_use()
         return self._run(op, args, kwargs)
@@ -69,10 +67,10 @@ class ReplayOutputsMode(NumberingMode):
         self._skipped += 1
         return record.pruned(self.reads)
 
-    def _hand_out(self, op: Any, number: int, saved: SavedOutput) -> Any:
+    def _hand_out(self, saved: SavedOutput) -> Any:
         out = saved.unpack(self._hooks)
         if saved.rng_after is not None:
             set_rng_state(*saved.rng_after)
         if graph_task_id() != -1 and not keeps_graph():
-            self._outputs.hand_over(op, number)
+            self._outputs.hand_over(saved)
         return out

@@ -2,11 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from ebbtide._recompute.generators import RngState, is_of_host, process_wide, restored, state_of
+from ebbtide._recompute.generators import (
+    Access,
+    HeldState,
+    RngState,
+    bytes_of_tensor,
+    is_of_host,
+    process_wide,
+    restored,
+    state_of,
+)
 from ebbtide._utils.torch_private import default_device
 
 
@@ -25,7 +34,8 @@ class AutocastRngState:
 
     def __init__(self, used: Iterable[torch.device], is_captured: bool, held: Iterable[Any]) -> None:
         devices = _devices(used)
-        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(device.type for device in devices)]
+        kinds = dict.fromkeys(device.type for device in devices)
+        self._autocasts = [_Autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
         self._attention = _attention_back_ends()
         self._default_device = default_device()
         self._default_dtype = torch.get_default_dtype()
@@ -33,7 +43,7 @@ class AutocastRngState:
             devices = [device for device in devices if device.type == "cpu"]
             held = [generator for generator in held if is_of_host(generator)]
         self._generators: list[RngState] = [
-            *map(_DefaultState, devices),
+            *(HeldState(_DEFAULT, device) for device in devices),
             *process_wide(with_trackers=not is_captured),
             *map(state_of, {id(generator): generator for generator in held}.values()),
         ]
@@ -51,12 +61,10 @@ class AutocastRngState:
         and that no known tracker or held generator has, means a state set by unknown code.
         """
         for device, generator, seed in self._seeds:  # any() would take ten times as long, at every saved tensor
-            if generator.initial_seed() != seed and not self._is_known(generator.initial_seed(), device):
+            now = generator.initial_seed()
+            if now != seed and not any(now in state.seeds(device) for state in self._generators):
                 return True
         return False
-
-    def _is_known(self, seed: int, device: torch.device) -> bool:
-        return any(seed in state.seeds(device) for state in self._generators)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
@@ -78,40 +86,20 @@ class AutocastRngState:
 
 
 class _Autocast:
+    """The state of autocast for one device type."""
+
     def __init__(self, device_type: str) -> None:
         self._type = device_type
-        self._is_available = torch.amp.is_autocast_available(device_type)
-        if self._is_available:
-            self._is_enabled = torch.is_autocast_enabled(device_type)
-            self._dtype = torch.get_autocast_dtype(device_type)
-            self._is_cached = torch.is_autocast_cache_enabled()
+        self._is_enabled = torch.is_autocast_enabled(device_type)
+        self._dtype = torch.get_autocast_dtype(device_type)
+        self._is_cached = torch.is_autocast_cache_enabled()
 
     def restored(self) -> contextlib.AbstractContextManager[object]:
-        if not self._is_available:
-            return contextlib.nullcontext()
-        if not self._is_enabled:
-            if not torch.is_autocast_enabled(self._type):
-                return contextlib.nullcontext()
+        if self._is_enabled:
+            return torch.autocast(self._type, dtype=self._dtype, cache_enabled=self._is_cached)
+        if torch.is_autocast_enabled(self._type):
             return torch.autocast(self._type, enabled=False)
-        return torch.autocast(self._type, dtype=self._dtype, cache_enabled=self._is_cached)
-
-
-class _DefaultState(RngState):
-    """The state of the default generator of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._state = rng_state(device)
-
-    def was_used(self) -> bool:
-        # torch.equal is an operator, and too slow for a call per generator and forward.
-        return self._state.numpy().tobytes() != rng_state(self._device).numpy().tobytes()
-
-    def put_back(self) -> None:
-        set_rng_state(self._device, self._state)
-
-    def current(self) -> RngState:
-        return _DefaultState(self._device)
+        return contextlib.nullcontext()
 
 
 def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, torch.Generator]]:
@@ -139,6 +127,10 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device.type).set_rng_state(state, device)
 
 
+_DEFAULT = Access(rng_state, set_rng_state, bytes_of_tensor)
+"""To and from the default generator of a device."""
+
+
 def _devices(used: Iterable[torch.device]) -> list[torch.device]:
     """The CPU, `used`, and the current accelerator if initialised."""
     devices = [torch.device("cpu"), *(device for device in used if device.type not in ("cpu", "meta"))]
@@ -149,12 +141,8 @@ def _devices(used: Iterable[torch.device]) -> list[torch.device]:
     return list(dict.fromkeys(devices))
 
 
-class _AttentionBackEnds(NamedTuple):
-    """The choice of implementations for scaled_dot_product_attention, as set by sdpa_kernel()."""
-
-    is_enabled: tuple[bool, ...]
-    priority: tuple[int, ...]
-
+_AttentionBackEnds: TypeAlias = tuple[tuple[bool, ...], tuple[int, ...]]
+"""The implementations for scaled_dot_product_attention, as set by sdpa_kernel(): enabled ones, and the priority."""
 
 _ATTENTION_BACK_ENDS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 _ARE_ENABLED: tuple[Callable[[], bool], ...] = tuple(
@@ -164,11 +152,12 @@ _ARE_ENABLED: tuple[Callable[[], bool], ...] = tuple(
 
 def _attention_back_ends() -> _AttentionBackEnds:
     order = cast(Any, torch._C)._get_sdp_priority_order()
-    return _AttentionBackEnds(tuple([is_enabled() for is_enabled in _ARE_ENABLED]), tuple(order))
+    return tuple([is_enabled() for is_enabled in _ARE_ENABLED]), tuple(order)
 
 
 def _set_attention_back_ends(back_ends: _AttentionBackEnds) -> None:
     c = cast(Any, torch._C)
-    for name, is_enabled in zip(_ATTENTION_BACK_ENDS, back_ends.is_enabled, strict=True):
+    are_enabled, priority = back_ends
+    for name, is_enabled in zip(_ATTENTION_BACK_ENDS, are_enabled, strict=True):
         getattr(c, f"_set_sdp_use_{name}")(is_enabled)
-    c._set_sdp_priority_order(list(back_ends.priority))
+    c._set_sdp_priority_order(list(priority))

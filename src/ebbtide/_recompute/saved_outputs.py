@@ -13,14 +13,15 @@ capture does not compare. A first overwrite in a later step, or after the end of
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from ebbtide._engine.hooks import SavedTensorHooks, is_unmodified
 from ebbtide._engine.parcel import Ticket, version_alias
 from ebbtide._recompute.memory import OutputHistory, history_of
-from ebbtide._recompute.ops import ExpensiveOps, OpKind, is_collective, is_hidden_view, is_wait, rng_device
+from ebbtide._recompute.ops import ExpensiveOps, OpKind, is_collective, is_hidden_view, op_name, rng_device
 from ebbtide._recompute.provenance import CallRecord, is_plain, sequence_type
 from ebbtide._recompute.prune import PruneCache, PrunedCall, Pruner
 from ebbtide._recompute.rng_autocast import rng_state
@@ -44,10 +45,12 @@ a checkpoint of the user, where only torch knows the number."""
 CallSignature: TypeAlias = tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
 class SavedOutput:
     """The outputs of one expensive call.
 
     Attributes:
+        call: the operator, and the number of the operator's call.
         signature: see `call_signature`.
         parts: the outputs, tensors as the hooks packed them.
         sequence: tuple or list for several outputs, None for a single output.
@@ -56,18 +59,14 @@ class SavedOutput:
         is_overwritten: changed without a new version; see Note [Overwritten outputs].
     """
 
-    __slots__ = ("_watched", "history", "is_overwritten", "parts", "rng_after", "sequence", "signature")
-
-    def __init__(
-        self, signature: CallSignature, parts: list[Any], sequence: type | None, history: OutputHistory
-    ) -> None:
-        self.signature = signature
-        self.parts = parts
-        self.sequence = sequence
-        self.history = history
-        self.rng_after: RngState | None = None
-        self.is_overwritten = False
-        self._watched: list[tuple[torch.Tensor, int]] = []  # hidden views, with version counters of their own
+    call: tuple[Any, int]
+    signature: CallSignature
+    parts: list[Any]
+    sequence: type | None
+    history: OutputHistory
+    rng_after: RngState | None = None
+    is_overwritten: bool = False
+    _watched: tuple[tuple[torch.Tensor, int], ...] = ()  # hidden views, with version counters of their own
 
     @property
     def is_unmodified(self) -> bool:
@@ -76,7 +75,7 @@ class SavedOutput:
 
     def watch(self, counter: torch.Tensor, version: int) -> None:
         """Treat the outputs as modified, and not to be shared with later saved tensors, once `counter` differs."""
-        self._watched.append((counter, version))
+        self._watched += ((counter, version),)
         for ticket in self.tickets():
             ticket.parcel.add_version_check(counter, version)
 
@@ -110,7 +109,8 @@ class SavedOutputs:
         self.records: list[CallRecord] = []
         self._in_order: dict[SavedOutput, None] = {}
 
-    def add(self, op: Any, number: int, saved: SavedOutput) -> None:
+    def add(self, saved: SavedOutput) -> None:
+        op, number = saved.call
         self.calls[op][number] = saved
         self._in_order[saved] = None
 
@@ -124,29 +124,28 @@ class SavedOutputs:
 
     def drop_modified(self) -> None:
         """Drop outputs changed or overwritten since their calls: recomputation runs the calls."""
-        for op, number, saved in self._saved():
+        for saved in list(self._in_order):
             if saved.is_overwritten:
-                self.drop(op, number, Output.OVERWRITTEN)
+                self.drop(saved, Output.OVERWRITTEN)
             elif not saved.is_unmodified:
-                self.drop(op, number, Output.CHANGED)
+                self.drop(saved, Output.CHANGED)
 
     def drop_unused(self) -> None:
         """Drop outputs that a complete recomputation did not use, and do not save them in later steps."""
-        for op, number, _ in self._saved():
-            self.drop(op, number, Output.UNUSED)
+        for saved in list(self._in_order):
+            self.drop(saved, Output.UNUSED)
 
-    def drop(self, op: Any, number: int, why: Output) -> None:
-        saved = self.calls[op][number]
-        assert isinstance(saved, SavedOutput)
+    def drop(self, saved: SavedOutput, why: Output) -> None:
         saved.history.output = why
-        self.calls[op][number] = saved.history
-        self._in_order.pop(saved, None)
+        self._replace(saved, saved.history)
 
-    def hand_over(self, op: Any, number: int) -> None:
+    def hand_over(self, saved: SavedOutput) -> None:
         """Forget an output that from now on belongs to the recomputation."""
-        saved = self.calls[op][number]
-        assert isinstance(saved, SavedOutput)
-        self.calls[op][number] = None
+        self._replace(saved, None)
+
+    def _replace(self, saved: SavedOutput, call: Call) -> None:
+        op, number = saved.call
+        self.calls[op][number] = call
         self._in_order.pop(saved, None)
 
     @property
@@ -160,14 +159,6 @@ class SavedOutputs:
                 if isinstance(call, PrunedCall):
                     call.history.output = Output.NEEDED
                     calls[number] = call.history
-
-    def _saved(self) -> list[tuple[Any, int, SavedOutput]]:
-        return [
-            (op, number, call)
-            for op, calls in self.calls.items()
-            for number, call in enumerate(calls)
-            if isinstance(call, SavedOutput)
-        ]
 
 
 class NumberingMode(OperatorMode):
@@ -198,25 +189,6 @@ def _paused(modes: Sequence[NumberingMode]) -> Generator[None, None, None]:
             mode.is_paused = False
 
 
-class _Uncompared(NamedTuple):
-    """Operator, call number and checksum of an output; see Note [Overwritten outputs]."""
-
-    saved: SavedOutput
-    call: tuple[Any, int]
-    storage: torch.UntypedStorage
-    sums: torch.Tensor
-
-
-class _PendingCollective(NamedTuple):
-    """A collective without a wait so far: the bytes of `result` are not there yet."""
-
-    result: torch.Tensor
-    op: Any
-    number: int
-    signature: CallSignature
-    keep_reason: Reason | None
-
-
 class OutputRecorder:
     """Packs outputs of operators at their calls.
 
@@ -229,10 +201,12 @@ class OutputRecorder:
         self.outputs = SavedOutputs()
         self.tensor_count: TensorCount = int
         self._hooks = hooks
-        self._pending: list[_PendingCollective] = []
+        # Collectives without a wait so far, whose bytes are not there yet: the result, and arguments of `_hold`. With
+        # any pending, every call may be, or reveal, the wait.
+        self.pending: list[tuple[torch.Tensor, tuple[tuple[Any, int], CallSignature, Reason | None]]] = []
         self._by_memory: dict[int, SavedOutput] = {}
         self._compares = compares
-        self._uncompared: list[_Uncompared] = []
+        self._uncompared: list[tuple[SavedOutput, torch.UntypedStorage, torch.Tensor]] = []  # with checksums
 
     def count(self, op: Any) -> None:
         """Number a call about to be made. Without `save`, the call will be recomputed."""
@@ -245,16 +219,12 @@ class OutputRecorder:
 
         Returns whether the output is saved, or will be after the wait of a collective.
         """
-        number = len(self.outputs.calls[op]) - 1
+        call = op, len(self.outputs.calls[op]) - 1
         signature = call_signature(self.tensor_count(), args)
         if is_collective(op):
-            self._pending.append(_PendingCollective(out, op, number, signature, keep_reason))
+            self.pending.append((out, (call, signature, keep_reason)))
             return True
-        saved = self._hold(op, number, out, signature, keep_reason)
-        if saved is None:
-            return False
-        saved.rng_after = rng_after
-        return True
+        return self._hold(out, call, signature, keep_reason, rng_after)
 
     def prune(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, pruner: Pruner) -> bool:
         """Prune the call counted last, with result `out`. False for a call known as needed or with several results."""
@@ -269,14 +239,9 @@ class OutputRecorder:
         self.outputs.records = pruner.records
         return True
 
-    @property
-    def awaits(self) -> bool:
-        """Whether a collective is pending: any call may be, or reveal, the wait."""
-        return bool(self._pending)
-
     def follow(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """Any call has returned `out`: note waits for collectives, and hidden views of saved outputs."""
-        if self._pending:
+        if self.pending:
             self._note_waits(op, args, out)
         if self._by_memory and is_hidden_view(op):
             saved = self._by_memory.get(_memory(args[0]))
@@ -290,26 +255,31 @@ class OutputRecorder:
             self._compare()
         self._uncompared.clear()
         self._by_memory.clear()
-        self._pending.clear()
+        self.pending.clear()
 
     def _compare(self) -> None:
         with without_dispatch():
-            differ = [(checksum_of(each.storage) != each.sums).any() for each in self._uncompared]
-            for each, differs in zip(self._uncompared, differ, strict=True):  # the host waits once, after all kernels
-                each.saved.is_overwritten |= bool(differs) and each.saved.is_unmodified
-                each.saved.history.compared = each.call
+            differ = [(saved, (checksum_of(storage) != sums).any()) for saved, storage, sums in self._uncompared]
+            for saved, differs in differ:  # the host waits once, after all kernels
+                saved.is_overwritten |= bool(differs) and saved.is_unmodified
+                saved.history.compared = saved.call
 
     def _next_history(self) -> OutputHistory:
         call = self._hooks.region_call
         return history_of(call.site(call.next_index))
 
     def _hold(
-        self, op: Any, number: int, out: Any, signature: CallSignature, keep_reason: Reason | None
-    ) -> SavedOutput | None:
+        self,
+        out: Any,
+        call: tuple[Any, int],
+        signature: CallSignature,
+        keep_reason: Reason | None,
+        rng_after: RngState | None = None,
+    ) -> bool:
         sequence = sequence_type(out)
         outputs: list[Any] = [out] if sequence is None else list(out)
         if not all(isinstance(t, torch.Tensor | int | float | None) for t in outputs):
-            return None  # nested lists, from an operator chosen by a predicate
+            return False  # nested lists, from an operator chosen by a predicate
         history = self._next_history()
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         if history.drops_output():
@@ -317,44 +287,41 @@ class OutputRecorder:
                 self._hooks.skip(t)
             stats = self._hooks.region_call.context.recorder.stats
             stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
+            op, number = call
             self.outputs.calls[op][number] = history
-            return None
+            return False
         with sharing_versions():
             parts: list[Any] = [
                 self._hooks.pack_as(t, keep_reason) if isinstance(t, torch.Tensor) else t for t in outputs
             ]
-        saved = SavedOutput(signature, parts, sequence, history)
+        saved = SavedOutput(call, signature, parts, sequence, history, rng_after)
         for t in tensors:
             self._by_memory[_memory(t)] = saved
             self.outputs.devices.add(t.device)
-            if history.compared != (op, number) and self._may_compare(t):
+            if self._compares and history.compared != call and self._may_compare(t):
                 storage = t.untyped_storage()
                 with without_dispatch():
-                    self._uncompared.append(_Uncompared(saved, (op, number), storage, checksum_of(storage)))
-        self.outputs.add(op, number, saved)
-        return saved
+                    self._uncompared.append((saved, storage, checksum_of(storage)))
+        self.outputs.add(saved)
+        return True
 
     def _may_compare(self, t: torch.Tensor) -> bool:
-        if not self._compares:
-            return False
-        has_bytes = (
-            type(t) is torch.Tensor and t.layout is torch.strided and self._hooks.region_call.context.serves(t.device)
-        )
-        return has_bytes and not self._hooks.is_captured([t.device])
+        has_bytes = type(t) is torch.Tensor and t.layout is torch.strided
+        is_served = has_bytes and self._hooks.region_call.context.serves(t.device)
+        return is_served and not self._hooks.is_captured([t.device])
 
     def _note_waits(self, op: Any, args: tuple[Any, ...], out: Any) -> None:
-        if is_wait(op):
+        if op_name(op) == "_c10d_functional::wait_tensor":
             self._hold_awaited(out)
         for arg in args:
             if type(arg).__name__ == "AsyncCollectiveTensor" and arg.completed:
                 self._hold_awaited(arg.elem)
 
     def _hold_awaited(self, out: torch.Tensor) -> None:
-        for pending in self._pending:
-            if pending.result is out or _memory(pending.result) == _memory(out):
-                self._pending.remove(pending)
-                # `out`, not the pending result: later changes count there.
-                self._hold(pending.op, pending.number, out, pending.signature, pending.keep_reason)
+        for place, (result, call) in enumerate(self.pending):
+            if result is out or _memory(result) == _memory(out):
+                del self.pending[place]
+                self._hold(out, *call)  # `out`, not the pending result: later changes count there
                 return
 
 
@@ -408,7 +375,7 @@ class SaveOutputsMode(NumberingMode):
         if kind.conditions:
             return self._call(op, args, kwargs, kind)
         out = self.run_op(op, args, kwargs)
-        if kind.is_hidden_view or self.recorder.awaits:
+        if kind.is_hidden_view or self.recorder.pending:
             self.recorder.follow(op, args, out)
         if self._pruner.follows:
             self._pruner.follow(op, args, kwargs, out)
@@ -418,10 +385,12 @@ class SaveOutputsMode(NumberingMode):
         """Run an operator with expensive calls."""
         self.recorder.count(op)
         is_expensive = kind.is_always_expensive or self._ops.is_expensive(op, args, kwargs, +self.inside)
-        is_saved = is_expensive and self._is_chosen()
+        site = self._expensive_calls
+        self._expensive_calls += is_expensive
+        is_saved = is_expensive and (self._sites is None or site in self._sites)
         before = rng_before(op, args, kwargs) if is_saved and self.tracks_rng else None
         out = self.run_op(op, args, kwargs)
-        if is_saved and self._expensive_calls - 1 in self._pruned:
+        if is_saved and site in self._pruned:
             is_saved = self.recorder.prune(op, args, kwargs, out, self._pruner)
         elif is_saved:
             is_saved = self.recorder.save(op, args, out, self._keep_reason, rng_after(before))
@@ -441,10 +410,6 @@ class SaveOutputsMode(NumberingMode):
         """The forward has ended or raised, with saved tensors of `metadata`."""
         self._pruner.close(is_whole, metadata)
         self.recorder.close(is_whole)
-
-    def _is_chosen(self) -> bool:
-        self._expensive_calls += 1
-        return self._sites is None or self._expensive_calls - 1 in self._sites
 
 
 def call_signature(tensor_count: int, args: tuple[Any, ...]) -> CallSignature:

@@ -14,9 +14,10 @@ Note [Side effects]
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Snapshot:
         self._known = {id(t) for t in known}
         self._seen: dict[int, object] = {}  # alive, for a dead object's id may be reused
         self._left_bytes = 64 * 1024**2  # for copies of tensors, while recomputation and backward need memory too
-        self._copies: list[tuple[str, _Copy]] = []
+        self._copies: list[tuple[str, _PutBack]] = []
         for value in tree_leaves(arguments):
             if not is_dataclass(value):
                 self._add("an argument", value)
@@ -61,12 +62,12 @@ class Snapshot:
 
     def put_back(self) -> list[str]:
         """Undo all changes since construction, and name them."""
-        return [name for name, copy in self._copies if not copy.put_back()]
+        return [name for name, put_back in self._copies if not put_back()]
 
     def _add_variable(self, label: str, variables: dict[str, Any], name: str) -> None:
         value = variables[name]
         if self._add(label, value):
-            self._copies.append((label, _Variable(variables, name, value)))
+            self._copies.append((label, partial(_put_back_variable, variables, name, value)))
 
     def _add(self, label: str, value: object) -> bool:
         """Copy `value` with all contents, if everything is plain data; whether so."""
@@ -83,21 +84,19 @@ class Snapshot:
                 return False
             found.append(item)
             queue.extend((inner, depth + 1) for inner in values)
-        fresh = list({id(item): item for item in found}.values())
-        self._seen.update({id(item): item for item in fresh})
-        self._copies += [(label, copy) for item in fresh if (copy := self._copied(item)) is not None]
+        fresh = {id(item): item for item in found}
+        self._seen |= fresh
+        self._copies += [(label, self._copied(item)) for item in fresh.values() if not isinstance(item, tuple)]
         return True
 
-    def _copied(self, value: Any) -> "_Copy | None":
+    def _copied(self, value: Any) -> "_PutBack":
         if isinstance(value, torch.Tensor):
-            return _TensorCopy(value, value._version, self._copy_of(value), _sums_of(value))
+            return partial(_put_back_tensor, value, value._version, self._copy_of(value), _sums_of(value))
         if isinstance(value, np.ndarray):
             array = cast("np.ndarray[Any, Any]", value)
-            return _ArrayCopy(array, array.copy())
-        if isinstance(value, tuple):
-            return None
+            return partial(_put_back_array, array, array.copy())
         contents = _contents_of(value)
-        return _ContentsCopy(contents, _ordered_items(contents))
+        return partial(_put_back_contents, contents, _ordered_items(contents))
 
     def _copy_of(self, t: torch.Tensor) -> torch.Tensor | None:
         """None beyond the bytes that may be copied: a change is then reported, and stays."""
@@ -109,64 +108,43 @@ class Snapshot:
             return t.detach().clone()
 
 
-class _Variable(NamedTuple):
-    """A global, or an attribute of a module."""
-
-    variables: dict[str, Any]
-    name: str
-    value: Any
-
-    def put_back(self) -> bool:
-        is_same = self.name in self.variables and _is_same(self.variables[self.name], self.value)
-        if not is_same:
-            self.variables[self.name] = self.value
-        return is_same
+_PutBack: TypeAlias = Callable[[], bool]
+"""Puts data back, if changed since the snapshot. Returns whether the data were the same."""
 
 
-class _ArrayCopy(NamedTuple):
-    array: "np.ndarray[Any, Any]"
-    copy: "np.ndarray[Any, Any]"
-
-    def put_back(self) -> bool:
-        is_same = self.array.tobytes() == self.copy.tobytes()
-        if not is_same:
-            self.array[...] = self.copy
-        return is_same
+def _put_back_variable(variables: dict[str, Any], name: str, value: Any) -> bool:
+    """Of a global, or an attribute of a module."""
+    is_same = name in variables and _is_same(variables[name], value)
+    if not is_same:
+        variables[name] = value
+    return is_same
 
 
-class _TensorCopy(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-    copy: torch.Tensor | None
-    sums: torch.Tensor
-
-    def put_back(self) -> bool:
-        if self.tensor._version == self.version:
-            return True
-        is_same = torch.equal(_sums_of(self.tensor), self.sums)
-        if not is_same and self.copy is not None:
-            with torch.no_grad(), without_dispatch():
-                self.tensor.copy_(self.copy)
-        return is_same
+def _put_back_array(array: "np.ndarray[Any, Any]", copy: "np.ndarray[Any, Any]") -> bool:
+    is_same = array.tobytes() == copy.tobytes()
+    if not is_same:
+        array[...] = copy
+    return is_same
 
 
-class _ContentsCopy(NamedTuple):
-    """Contents of a container, or the `__dict__` of an object."""
-
-    container: Any
-    items: tuple[Any, ...]
-
-    def put_back(self) -> bool:
-        now = _ordered_items(self.container)
-        is_same = _is_same(now, self.items)
-        if not is_same and isinstance(self.container, dict):
-            is_same = _are_same_entries(_entries_of(now), _entries_of(self.items))
-        if not is_same:
-            refill(self.container, self.items)
-        return is_same
+def _put_back_tensor(t: torch.Tensor, version: int, copy: torch.Tensor | None, sums: torch.Tensor) -> bool:
+    is_same = t._version == version or torch.equal(_sums_of(t), sums)
+    if not is_same and copy is not None:
+        with torch.no_grad(), without_dispatch():
+            t.copy_(copy)
+    return is_same
 
 
-_Copy: TypeAlias = "_Variable | _ArrayCopy | _TensorCopy | _ContentsCopy"
+def _put_back_contents(container: Any, items: tuple[Any, ...]) -> bool:
+    """Of a container, or of the `__dict__` of an object."""
+    is_same = _is_same(_ordered_items(container), items)
+    if not is_same and isinstance(container, dict):
+        now = dict(cast("dict[Any, Any]", container).items())
+        then = dict(zip(items[::2], items[1::2], strict=True))
+        is_same = now.keys() == then.keys() and all(_is_same(now[key], value) for key, value in then.items())
+    if not is_same:
+        refill(container, items)
+    return is_same
 
 
 def _values_in(value: Any) -> Iterable[Any] | None:
@@ -208,14 +186,6 @@ def _contents_of(value: object) -> Any:
 def _ordered_items(contents: Any) -> tuple[Any, ...]:
     items = items_of(contents)
     return tuple(sorted(items, key=id)) if isinstance(contents, set) else items
-
-
-def _entries_of(items: tuple[Any, ...]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
-
-
-def _are_same_entries(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    return now.keys() == then.keys() and all(_is_same(now[key], value) for key, value in then.items())
 
 
 def _is_same(now: Any, then: Any, depth: int = 0) -> bool:

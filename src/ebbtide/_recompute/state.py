@@ -38,16 +38,13 @@ class RegionState:
     """Facts about one region that outlive a forward.
 
     Attributes:
-        steady: buffers that a forward leaves unchanged.
-        changing: buffers that a forward was seen to change.
-        layouts: see `Attributes`.
+        is_steady: False for buffers that a forward was seen to change, True for other known buffers.
         unable: reason to keep the region from the next forward on, against its recipe.
     """
 
     def __init__(self, name: str, region: Module) -> None:
         self.name = name
-        self.steady: set[_Key] = set()
-        self.changing: set[_Key] = set()
+        self.is_steady: dict[_Key, bool] = {}
         self.layouts: dict[int, Layout] = {}
         self.unable: Unable | None = None
         self._metadata: list[Any] = []
@@ -125,7 +122,8 @@ class RegionSnapshot:
             copies: dict[int, torch.Tensor] = {}  # two modules that share a buffer share the copy
             for module in self.modules:
                 if module._buffers or module in self._buffers:
-                    found = self._buffers_as_found(module, copies)
+                    buffers = self._buffers.get(module, {})
+                    found = {name: self._as_found(name, buffer, copies) for name, buffer in buffers.items()}
                     undo.callback(_set_buffers, module._buffers, dict(module._buffers))
                     _set_buffers(module._buffers, found)
             undo.enter_context(self._attributes.restored())
@@ -136,17 +134,16 @@ class RegionSnapshot:
     def _buffer(self, module: Module, name: str, buffer: torch.Tensor | None) -> "_Buffer":
         if buffer is None:
             return _Buffer(None, 0, None)
-        is_steady = (id(module), name, module.training) in self._state.steady
+        is_steady = self._state.is_steady.get((id(module), name, module.training), False)
         return _Buffer(buffer, version_of(buffer), None if is_steady else buffer.detach().clone())
 
     def _learned(self, module: Module, name: str, buffer: "_Buffer", may_be_steady: bool) -> "_Buffer":
         """`buffer` with the copy for recomputation, if one is needed."""
         key = id(module), name, module.training
-        if may_be_steady and key not in self._state.changing and buffer.has_same_bytes():
-            self._state.steady.add(key)
+        is_steady = may_be_steady and self._state.is_steady.get(key, True) and buffer.has_same_bytes()
+        self._state.is_steady[key] = is_steady
+        if is_steady:
             return buffer._replace(copy=None)
-        self._state.steady.discard(key)
-        self._state.changing.add(key)
         if buffer.tensor is not None and buffer.copy is None and version_of(buffer.tensor) != buffer.version:
             raise ModuleError(
                 f"{self._state.name}: {type(module).__name__} changed its buffer {name!r} in a forward that backward "
@@ -154,9 +151,6 @@ class RegionSnapshot:
                 "region the recipe 'keep' or 'offload'"
             )
         return buffer
-
-    def _buffers_as_found(self, module: Module, copies: dict[int, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        return {name: self._as_found(name, buffer, copies) for name, buffer in self._buffers.get(module, {}).items()}
 
     def _as_found(self, name: str, buffer: "_Buffer", copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if buffer.copy is not None:

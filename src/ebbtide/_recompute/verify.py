@@ -59,9 +59,8 @@ class Evidence:
 
     def __init__(self, hooks: SavedTensorHooks) -> None:
         self._hooks = hooks
-        hooks.region_call.keep_window(
-            0
-        )  # saved tensors leave one by one, or a region's worth of them would add to the peak
+        # Saved tensors leave one by one, or a region's worth of them would add to the peak.
+        hooks.region_call.keep_window(0)
         self._sums: dict[int, torch.Tensor] = {}
         self._differs: dict[int, torch.Tensor] = {}
 

@@ -157,7 +157,7 @@ def test_unreadable_files_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("place", "value", "expected_text"),
     [
         (("predicted", "step_s"), "x", r"predicted\.step_s is 'x': expected a finite number of at least 0"),
         (("predicted", "step_s"), None, r"predicted\.step_s is None: expected a finite number"),
@@ -170,7 +170,7 @@ def test_unreadable_files_are_refused(tmp_path, name):
         (("outside", "prefetch_bytes"), -3, r"outside\.prefetch_bytes is -3: expected"),
     ],
 )
-def test_values_that_no_plan_has_are_refused(tmp_path, place, value, said):
+def test_values_that_no_plan_has_are_refused(tmp_path, place, value, expected_text):
     PLAN.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     row = data
@@ -179,7 +179,7 @@ def test_values_that_no_plan_has_are_refused(tmp_path, place, value, said):
     assert place[-1] in row
     row[place[-1]] = value
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=rf"plan\.json is not an ebbtide plan file: {said}"):
+    with pytest.raises(PlanError, match=rf"plan\.json is not an ebbtide plan file: {expected_text}"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -112,7 +112,7 @@ def test_what_ifs_are_planned_with_and_noted(file, capsys):
     planned = saved(file, *arguments, "--budget", "3.5GiB")
     assert planned == Solver(what_if.applied_to(MEASURED)[0]).solve(7 * GIB // 2)
     printed = capsys.readouterr().out
-    for said in (
+    for expected_text in (
         "5 GB/s each way, not 10.0",
         "100.00 MiB",
         "1.00 GiB more",
@@ -120,7 +120,7 @@ def test_what_ifs_are_planned_with_and_noted(file, capsys):
         "attention",
         "2 forwards",
     ):
-        assert said in printed, said
+        assert expected_text in printed, expected_text
 
 
 def test_each_what_if_changes_its_figure():
@@ -210,13 +210,13 @@ def test_a_script_runs_until_its_profile_is_there(here, capfd):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected_text"),
     [("fail", "ended with exit status 7"), ("plain", r"ended before it had a profile: .*offload\(model\)")],
 )
-def test_a_script_without_a_profile(here, how, said, capfd):
+def test_a_script_without_a_profile(here, how, expected_text, capfd):
     (here / "train.py").write_text("import sys\nsys.exit(7 if sys.argv[1] == 'fail' else 0)\n")
     assert run("--script", "train.py", "--", how) == 2
-    assert re.search(said, capfd.readouterr().err)
+    assert re.search(expected_text, capfd.readouterr().err)
 
 
 # -- wrong options ----------------------------------------------------------------------------------------------------

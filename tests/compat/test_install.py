@@ -117,28 +117,30 @@ def test_install_warns_if_nothing_can_move(monkeypatch, has_accelerator):
     if has_accelerator:
         compat.install("trl").remove()
         return
-    said = r"install\('trl'\): what trl is to offload stays .* write \{'store': 'disk'\} to ebbtide\.compat\.Offload"
-    with pytest.warns(EbbtideWarning, match=said):
+    expected_text = (
+        r"install\('trl'\): what trl is to offload stays .* write \{'store': 'disk'\} to ebbtide\.compat\.Offload"
+    )
+    with pytest.warns(EbbtideWarning, match=expected_text):
         compat.install("trl").remove()
 
 
 def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():
     import trl.models
-    from trl.models import activation_offloading as home
+    from trl.models import activation_offloading as module
 
-    theirs = home.OffloadActivations, home.get_act_offloading_ctx_manager
+    theirs = module.OffloadActivations, module.get_act_offloading_ctx_manager
     elsewhere = types.ModuleType("a_users_script")
-    elsewhere.offload = home.get_act_offloading_ctx_manager
+    elsewhere.offload = module.get_act_offloading_ctx_manager
     sys.modules["a_users_script"] = elsewhere
     try:
         with compat.install("trl"):
-            assert home.OffloadActivations is OffloadActivations
+            assert module.OffloadActivations is OffloadActivations
             assert trl.models.get_act_offloading_ctx_manager is compat.get_act_offloading_ctx_manager
             assert elsewhere.offload is compat.get_act_offloading_ctx_manager
             with compat.install("trl"):  # nothing is left to do
                 pass
-            assert home.OffloadActivations is OffloadActivations
-        assert (home.OffloadActivations, home.get_act_offloading_ctx_manager) == theirs
+            assert module.OffloadActivations is OffloadActivations
+        assert (module.OffloadActivations, module.get_act_offloading_ctx_manager) == theirs
         assert elsewhere.offload is theirs[1]
         assert trl.models.get_act_offloading_ctx_manager is theirs[1]
     finally:
@@ -146,18 +148,18 @@ def test_names_are_replaced_wherever_they_were_imported_to_and_put_back():
 
 
 def test_replacements_stay_until_the_last_install_is_removed():
-    from trl.models import activation_offloading as home
+    from trl.models import activation_offloading as module
 
-    theirs = home.OffloadActivations
+    theirs = module.OffloadActivations
     first, second = compat.install("trl"), compat.install("trl")
     first.remove()
     first.remove()
-    assert home.OffloadActivations is OffloadActivations
+    assert module.OffloadActivations is OffloadActivations
     second.remove()
-    assert home.OffloadActivations is theirs
+    assert module.OffloadActivations is theirs
     with compat.install("trl"):
-        assert home.OffloadActivations is OffloadActivations
-    assert home.OffloadActivations is theirs
+        assert module.OffloadActivations is OffloadActivations
+    assert module.OffloadActivations is theirs
 
 
 def test_trainers_imported_afterwards_get_the_replacements():
@@ -187,12 +189,12 @@ def test_a_trainer_that_is_not_there_is_an_error_with_the_line_to_write():
 
 
 def test_a_version_without_the_names_is_an_error(monkeypatch):
-    from trl.models import activation_offloading as home
+    from trl.models import activation_offloading as module
 
-    monkeypatch.delattr(home, "NoOpManager")
+    monkeypatch.delattr(module, "NoOpManager")
     with pytest.raises(ConfigError, match=rf"trl {trl.__version__} has no NoOpManager in trl.models"):
         compat.install("trl")
-    assert home.OffloadActivations is not OffloadActivations
+    assert module.OffloadActivations is not OffloadActivations
 
 
 def test_languages_differ():

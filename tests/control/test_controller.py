@@ -119,8 +119,8 @@ def test_regions_entered_by_no_measured_step_need_the_least_within_a_budget(sett
     for seed in range(5):
         step(model, seed)
     assert {region.name for region in handle.profile.regions} == {"layers.0", "layers.1"}
-    said = handle.plan.recipe_of("layers.3")
-    assert (None if said is None else said.action) == action
+    recipe = handle.plan.recipe_of("layers.3")
+    assert (None if recipe is None else recipe.action) == action
     twin = Growing(4)
     twin.load_state_dict(model.state_dict())
     model.active = twin.active = 4
@@ -207,7 +207,7 @@ def test_a_profile_says_what_the_regions_save():
             1 + 1 + 4 + 4
         )
         assert [save.nbytes for save in region.inputs] == [ROWS * WIDTH * 4]
-        assert [dear.nbytes for dear in region.expensive_ops] == [
+        assert [call.nbytes for call in region.expensive_ops] == [
             ROWS * WIDTH * 4 * 4
         ]  # the second product is never recomputed
         assert region.forward_s > 0
@@ -403,10 +403,10 @@ def test_a_capture_before_there_is_a_plan_warns_once(monkeypatch, settings, does
     with monkeypatch.context() as patch:
         patch.setattr(handle._attachment, "engine", lambda: None)
         patch.setattr(handle._attachment, "is_captured", lambda: True)
-        with pytest.warns(ebbtide.EbbtideWarning, match=f"{does} in every replay") as told:
+        with pytest.warns(ebbtide.EbbtideWarning, match=f"{does} in every replay") as warned:
             step(model, 0)
             step(model, 1)
-    assert len(told) == 1
+    assert len(warned) == 1
     for k in range(6):
         step(model, k)
     assert handle.profile is not None  # measuring goes on after the capture
@@ -466,9 +466,9 @@ def said_when_out_of_memory(model):
         with pytest.raises(torch.OutOfMemoryError) as caught:
             model(batch(0))
         return "".join(caught.value.__notes__)
-    with pytest.warns(ebbtide.EbbtideWarning) as told, pytest.raises(torch.OutOfMemoryError):
+    with pytest.warns(ebbtide.EbbtideWarning) as warned, pytest.raises(torch.OutOfMemoryError):
         model(batch(0))
-    return "".join(str(warning.message) for warning in told)
+    return "".join(str(warning.message) for warning in warned)
 
 
 @pytest.mark.parametrize("on_oom", ["raise", "replan"])

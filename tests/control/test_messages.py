@@ -117,27 +117,27 @@ def test_a_planner_that_moves_nothing_says_so_once_with_its_reasons(carries_noth
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         follow(model, 3)  # measured steps are none of the plan's
-    said = (
+    expected_text = (
         r"offload\(Stack\) moved nothing in its first planned forward \(moving anything would make the step slower\): "
         r"\d+ saved tensors \(.*\) its region's recipe keeps it; .*budget='40GiB'.*mode='all' moves everything"
     )
-    with pytest.warns(EbbtideWarning, match=said) as told:
+    with pytest.warns(EbbtideWarning, match=expected_text) as warned:
         follow(model, 6)
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_of_the_steps_before_the_plan_nothing_is_counted(carries_nothing):
     model = make()
     ebbtide.offload(model, **SETTINGS)
     follow(model, 3)
-    with pytest.warns(EbbtideWarning, match="moved nothing") as told:
+    with pytest.warns(EbbtideWarning, match="moved nothing") as warned:
         step(model, 3)
     plain = make()
     ebbtide.offload(plain, plan=Plan({}, outside=RegionPlan("keep")), **SETTINGS)
     with pytest.warns(EbbtideWarning, match="moved nothing in its first forward") as of_one:
         step(plain, 3)
     in_one_forward = str(of_one[0].message).split(" saved tensors (")[0].rsplit(" ", 1)[1]
-    assert f": {in_one_forward} saved tensors (" in str(told[0].message)
+    assert f": {in_one_forward} saved tensors (" in str(warned[0].message)
 
 
 def test_a_plan_that_moves_nothing_because_nothing_may_move_says_so():
@@ -181,7 +181,7 @@ def test_the_log_says_what_is_measured_and_what_is_in_force(caplog):
 
 
 @pytest.mark.parametrize(
-    ("budget_bytes", "ratios", "said"),
+    ("budget_bytes", "ratios", "expected_text"),
     [
         (int(2.5 * GIB), {"ratio": 1.5}, r"plan corrected, the last steps took .* ms \(budget 2.50 GiB\): step "),
         (
@@ -197,13 +197,13 @@ def test_the_log_says_what_is_measured_and_what_is_in_force(caplog):
     ],
     ids=["time", "peak", "no budget"],
 )
-def test_the_log_says_what_was_corrected_and_why(caplog, budget_bytes, ratios, said):
+def test_the_log_says_what_was_corrected_and_why(caplog, budget_bytes, ratios, expected_text):
     caplog.set_level(logging.INFO, "ebbtide")
     controller, handle = controller_of(budget_bytes)
     steps(controller, handle, 12, **ratios)
     assert len(caplog.messages) == len(handle.plans)
     assert caplog.messages[0].startswith("plan in force")
-    assert any(re.match(said, message) for message in caplog.messages)
+    assert any(re.match(expected_text, message) for message in caplog.messages)
 
 
 def test_the_log_names_batches_of_another_size_once(caplog):

@@ -340,9 +340,9 @@ def test_without_a_budget_peak_statistics_stay():
 
 def test_a_peak_that_nothing_smaller_would_lower_is_left_alone():
     controller, handle = controller_of(budget_bytes=int(1.75 * GIB))
-    with pytest.warns(EbbtideWarning, match="over the budget of 1.75 GiB, and no plan lowers the peak") as told:
+    with pytest.warns(EbbtideWarning, match="over the budget of 1.75 GiB, and no plan lowers the peak") as warned:
         steps(controller, handle, 30, ratio=1.0, peak_ratio=3.0)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert controller.phase is Phase.PLANNED
     assert controller.budget_bytes == int(1.75 * GIB)
 
@@ -385,11 +385,11 @@ def test_running_out_of_memory_takes_off_planned_bytes_not_unused_bytes():
     peak_bytes = handle.plan.predicted.peak_bytes
     controller.step_begins(1000).forward_ended()  # its backward never ends
     handle.device.failures = 1
-    with pytest.warns(EbbtideWarning, match=r"use a smaller plan") as told:
+    with pytest.warns(EbbtideWarning, match=r"use a smaller plan") as warned:
         step(controller)
     assert handle.plan.predicted.peak_bytes <= 0.95 * peak_bytes
-    said = float(str(told[0].message).split("budget='")[1].split("GiB")[0])
-    assert said * GIB < peak_bytes
+    expected_text = float(str(warned[0].message).split("budget='")[1].split("GiB")[0])
+    assert expected_text * GIB < peak_bytes
 
 
 def test_a_backward_that_never_came_is_no_failure():

@@ -151,25 +151,25 @@ def test_the_ranks_of_a_group_agree_without_the_others(tmp_path, ranks, has_file
 def only_one_trains(rank: int, folder: str) -> None:
     store = join(rank, folder, limit_s=1.0)
     if rank == 1:
-        store.wait(["said"], datetime.timedelta(seconds=LIMIT_S))
+        store.wait(["raised"], datetime.timedelta(seconds=LIMIT_S))
         os._exit(0)
     distributed._WARN_AFTER_S = 0.0
     model = make()
     ebbtide.offload(model, **within(), **SETTINGS)
     with pytest.warns(EbbtideWarning) as warned, pytest.raises(PlanError) as raised:
         losses_and_gradients(model, rank)
-    Path(f"{folder}/said.json").write_text(json.dumps([str(raised.value), *(str(each.message) for each in warned)]))
-    store.set("said", "")
+    Path(f"{folder}/raised.json").write_text(json.dumps([str(raised.value), *(str(each.message) for each in warned)]))
+    store.set("raised", "")
     os._exit(0)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     spawn(only_one_trains, str(tmp_path))
-    error, *warned = json.loads((tmp_path / "said.json").read_text())
-    for said in (error, next(each for each in warned if "rank" in each)):
-        assert "waits for 1 of 2 ranks to agree on a plan for Stack" in said
-        assert "rank 1 has not come" in said
-        assert "process_group=" in said
+    error, *warned = json.loads((tmp_path / "raised.json").read_text())
+    for expected_text in (error, next(each for each in warned if "rank" in each)):
+        assert "waits for 1 of 2 ranks to agree on a plan for Stack" in expected_text
+        assert "rank 1 has not come" in expected_text
+        assert "process_group=" in expected_text
 
 
 # -- meeting, with threads for ranks -----------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def test_a_rank_that_comes_too_late_raises_as_well_and_both_may_come_again():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.1))
     for late, place in ((1, 0), (0, 1)):
-        (said,) = ended(met(store, place, [0, 1]))
-        assert f"rank {late} has not come" in said
+        (expected_text,) = ended(met(store, place, [0, 1]))
+        assert f"rank {late} has not come" in expected_text
     store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
     assert ended(met(store, 0, [0, 1]), met(store, 1, [0, 1])) == [None] * 2
 

@@ -31,13 +31,13 @@ def points(names, seconds, own):
     return found
 
 
-def passed(step=STEP, plan=KEEPS, pace=(1.0, 1.0), own=(OWN, OWN), share=1.0, late=(0.0, 0.0), names=NAMES):
+def passed(step=STEP, plan=KEEPS, scale=(1.0, 1.0), own=(OWN, OWN), share=1.0, late=(0.0, 0.0), names=NAMES):
     """A step with a stall of `late` seconds in the second region of each direction."""
     launch_times = LaunchTimes(SimpleNamespace(seconds_between=lambda start, end: end - start))
-    forward = [pace[0] * share * region.forward_s for region in step.regions]
+    forward = [scale[0] * share * region.forward_s for region in step.regions]
     options = options_of_plan(step, plan)
     backward = [
-        pace[1] * share * (option.recompute_s + region.backward_s)
+        scale[1] * share * (option.recompute_s + region.backward_s)
         for region, option in zip(reversed(step.regions), reversed(options), strict=True)
     ]
     forward[1] += late[0]
@@ -70,13 +70,13 @@ def with_host(step=STEP):
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("plan", [KEEPS, RUNS_AGAIN])
 def test_each_direction_has_a_scale(plan, share):
-    found = of_compute(passed(plan=plan, pace=(1.07, 1.02), share=share), plan=plan)
+    found = of_compute(passed(plan=plan, scale=(1.07, 1.02), share=share), plan=plan)
     assert found == pytest.approx((1.07, 1.02))
 
 
 @pytest.mark.parametrize("own", [(OWN, NOT_OWN), (NOT_OWN, OWN)])
 def test_an_unknown_direction_has_the_scale_of_the_known_direction(own):
-    found = of_compute(passed(pace=(1.05, 1.05), own=own))
+    found = of_compute(passed(scale=(1.05, 1.05), own=own))
     assert found == pytest.approx((1.05, 1.05))
 
 
@@ -90,11 +90,11 @@ def test_only_regions_queued_ahead_have_a_scale():
 
 
 def test_two_steps_have_no_scale():
-    assert of_compute(passed(pace=(1.05, 1.05)), count=2) is None
+    assert of_compute(passed(scale=(1.05, 1.05)), count=2) is None
 
 
 def test_compute_that_always_waits_for_the_cpu_has_scale_one():
-    one = passed(pace=(2.0, 2.0), own=(NOT_OWN, NOT_OWN))
+    one = passed(scale=(2.0, 2.0), own=(NOT_OWN, NOT_OWN))
     assert of_compute(one, step=with_host()) == ComputeScale(1.0, 1.0)
     assert of_compute(one) is None  # there is no host to wait for
 
@@ -105,7 +105,7 @@ def test_another_order_of_regions_is_ignored():
 
 def test_regions_in_front_of_all_that_is_trained_have_no_backward():
     frozen = replace(STEP, regions=(replace(STEP.regions[0], backward_s=0.0, recompute_s=0.0), *STEP.regions[1:]))
-    one = passed(step=frozen, pace=(1.07, 1.02))
+    one = passed(step=frozen, scale=(1.07, 1.02))
     one.launch_times.backward.pop()
     assert of_compute(one, step=frozen) == pytest.approx((1.07, 1.02))
 
@@ -133,11 +133,11 @@ def test_concurrent_copies_do_not_change_the_scale():
     assert moved_bytes > GIB
     lost_s = 0.2 * moved_bytes / link.out, 0.2 * moved_bytes / link.back
     totals = [sum(r.forward_s for r in STEP.regions[:-1]), sum(r.backward_s for r in STEP.regions[1:])]
-    pace = tuple(1 + lost / total for lost, total in zip(lost_s, totals, strict=True))
-    assert of_compute(passed(step=step, plan=MOVES, pace=pace), step=step, plan=MOVES) == pytest.approx((1.0, 1.0))
+    scale = tuple(1 + lost / total for lost, total in zip(lost_s, totals, strict=True))
+    assert of_compute(passed(step=step, plan=MOVES, scale=scale), step=step, plan=MOVES) == pytest.approx((1.0, 1.0))
 
 
-def host_pace(queued, step=None):
+def cpu_scale(queued, step=None):
     """By forwards of (seconds, times what is believed; regions; whether compute waited for the host)."""
     step = step or with_host()
     believed_s = forward_launch_s(step, step.host, KEEPS)
@@ -151,7 +151,7 @@ def host_pace(queued, step=None):
 
 
 @pytest.mark.parametrize(
-    ("queued", "pace"),
+    ("queued", "scale"),
     [
         ([(1.3, COUNT, True)] * 5, 1.3),
         ([(1.3, COUNT, False)] * 5, 1.0),  # blocked, maybe
@@ -161,14 +161,14 @@ def host_pace(queued, step=None):
         ([(1.1, COUNT, True)] * 3 + [(1.6, COUNT, True)] * 2, 1.1),
     ],
 )
-def test_the_cpu_has_the_scale_of_most_forwards(queued, pace):
-    assert host_pace(queued) == pytest.approx(pace)
+def test_the_cpu_has_the_scale_of_most_forwards(queued, scale):
+    assert cpu_scale(queued) == pytest.approx(scale)
 
 
 def test_another_plan_has_no_scale_yet():
     scales = SpeedScales()
     for _ in range(3):
-        scales.add_step(passed(pace=(1.1, 1.1)))
+        scales.add_step(passed(scale=(1.1, 1.1)))
     scales.clear()
     assert scales.of_compute(STEP, KEEPS) is None
     assert scales.of_cpu(with_host(), KEEPS) == 1.0

@@ -79,10 +79,10 @@ def test_a_store_without_any_room_keeps_all_and_says_so():
 @pytest.mark.parametrize("device", [None, SimDevice], ids=["cpu", "sim"])
 def test_a_store_that_cannot_write_costs_memory_and_nothing_else(operation, device):
     rig = mock_rig(device and device(), fail=Failures(operation))
-    with pytest.warns(ebbtide.EbbtideWarning, match=f"stay on the device: {operation} failed: cable pulled") as told:
+    with pytest.warns(ebbtide.EbbtideWarning, match=f"stay on the device: {operation} failed: cable pulled") as warned:
         for _ in range(3):
             assert_equal(chain(rig.context), plain_chain())
-    assert len(told) == 1
+    assert len(warned) == 1
     assert rig.stats.failed.count >= 11  # all but the newest, never to be released
     assert rig.stats.out.count == 0
     assert rig.stats.inbound.count == 0

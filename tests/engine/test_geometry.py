@@ -171,7 +171,7 @@ def test_a_small_part_of_a_large_storage_travels_alone():
     assert span_of(large[:6000], large.nbytes) == Span(0, 40_000, False, False)
 
 
-def test_an_odometer_counts_and_holds_nothing():
+def test_a_version_alias_counts_and_holds_nothing():
     t = torch.zeros(1000)
     counter = version_alias(t)
     assert counter.untyped_storage().nbytes() == 0

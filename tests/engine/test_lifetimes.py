@@ -207,10 +207,10 @@ def test_remove_inside_of_a_forward_leaves_no_hooks():
 def test_calling_around_the_model_is_told():
     model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)])
     handle = ebbtide.offload(model, store="mock", min_bytes=1, window=1)
-    with pytest.warns(ebbtide.EbbtideWarning, match=r"covers model\(...\), not model.forward") as told:
+    with pytest.warns(ebbtide.EbbtideWarning, match=r"covers model\(...\), not model.forward") as warned:
         for _ in range(2):
             model.forward(torch.ones(2, 3, 8)).sum().backward()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert handle.stats().saved_tensors == 0
 
 

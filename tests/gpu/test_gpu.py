@@ -456,16 +456,16 @@ def test_no_memory_is_read_after_release():
                     x = (x @ weight / weight.shape[0] ** 0.5).sin() * 1.5
                     if at % 3 == step % 3:
                         torch.cuda._sleep(2_000_000)
-                    spoil(x)
+                    overwrite(x)
                 loss = x.exp().mean()
                 del x
-            spoil(loss)
+            overwrite(loss)
             loss.backward()
             results += [loss.detach(), *(weight.grad for weight in weights)]
         torch.cuda.synchronize()
         return results
 
-    def spoil(like):
+    def overwrite(like):
         """Fill freed blocks with NaN."""
         for _ in range(3):
             torch.full((like.numel(),), float("nan"), device=GPU)

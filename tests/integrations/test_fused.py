@@ -295,7 +295,7 @@ def test_a_planner_saves_no_overwritten_output():
     handle = ebbtide.offload(model, **{**MOVES, "store": "disk"}, budget="1TiB")
     for _ in range(5):
         assert same(losses_and_gradients(model, x), losses_and_gradients(twin, x))
-    indices = [[dear.index for dear in region.expensive_ops] for region in handle.profile.regions]
+    indices = [[call.index for call in region.expensive_ops] for region in handle.profile.regions]
     assert indices == [[1]] * 3  # up; gate is overwritten, and recomputation stops before down
     regions = {region.name: RegionPlan(Recipe("selective", sites=tuple(k))) for region, k in
                zip(handle.profile.regions, indices, strict=True)}  # fmt: skip

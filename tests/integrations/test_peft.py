@@ -147,8 +147,8 @@ def spy_on(monkeypatch):
         spy = Spy(model)
         pack = Engine.pack
 
-        def look(engine, t, visit, index):
-            packed = pack(engine, t, visit, index)
+        def look(engine, t, region_call, index):
+            packed = pack(engine, t, region_call, index)
             if isinstance(packed, Ticket):
                 spy.look(t)
             return packed

@@ -249,8 +249,10 @@ def test_deepspeeds_offload_and_the_callback_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_a_budget_and_checkpoints_are_refused(tmp_path, name):
-    said = r"decides what is recomputed.*write gradient_checkpointing=False in TrainingArguments.*takes_over=True"
-    with pytest.raises(ConfigError, match=said):
+    expected_text = (
+        r"decides what is recomputed.*write gradient_checkpointing=False in TrainingArguments.*takes_over=True"
+    )
+    with pytest.raises(ConfigError, match=expected_text):
         trained(tmp_path, OffloadCallback(**MOVES, budget="8GiB"), **{name: True})
 
 

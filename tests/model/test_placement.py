@@ -36,8 +36,8 @@ def small_and_large():
 
 def test_a_model_that_stays_is_walked_once():
     model = Walked()
-    home = PlacementCache(model)
-    assert {home.device() for _ in range(100)} == {CPU}
+    placement = PlacementCache(model)
+    assert {placement.device() for _ in range(100)} == {CPU}
     assert model.walks == 1
 
 
@@ -68,21 +68,21 @@ MOVES = {
 @pytest.mark.parametrize("how", MOVES)
 def test_a_move_is_noticed(how):
     model = small_and_large()
-    home = PlacementCache(model)
-    assert home.device() == CPU
+    placement = PlacementCache(model)
+    assert placement.device() == CPU
     MOVES[how](model)
     gc.collect()
-    assert home.device() == device_of(model)
+    assert placement.device() == device_of(model)
     model.to_empty(device=CPU)
-    assert home.device() == CPU
+    assert placement.device() == CPU
 
 
 def test_later_parameters_are_seen():
     model = nn.ModuleList([nn.ReLU()])
-    home = PlacementCache(model)
-    assert home.device() is None
+    placement = PlacementCache(model)
+    assert placement.device() is None
     model.append(nn.Linear(8, 8, device=META))
-    assert home.device() == META
+    assert placement.device() == META
 
 
 def test_the_device_is_the_one_with_most_bytes():

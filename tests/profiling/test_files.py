@@ -226,14 +226,14 @@ def test_the_run_ends_there_if_asked_to(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected_text"),
     [
         ("EBBTIDE_PROFILE", "/nowhere/at/all.json", "EBBTIDE_PROFILE='/nowhere/at/all.json': expected a file"),
         ("EBBTIDE_PROFILE_END", "perhaps", "EBBTIDE_PROFILE_END='perhaps': write 1"),
     ],
 )
-def test_variables_with_wrong_values(name, value, said, tmp_path, path, monkeypatch):
+def test_variables_with_wrong_values(name, value, expected_text, tmp_path, path, monkeypatch):
     monkeypatch.setenv("EBBTIDE_PROFILE", str(tmp_path / "copy.json"))
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected_text):
         ebbtide.offload(make(), profile=path, **SETTINGS)

@@ -228,8 +228,8 @@ def host(count, forward_ms, backward_ms=1.0, **changes):
 
 def outcome(step, recipe):
     count = len(step.regions)
-    pace = Windows((WIDE,) * count, (WIDE,), (WIDE,) * count)
-    return simulate(step, [option_for(each, recipe) for each in step.regions], pace)
+    windows = Windows((WIDE,) * count, (WIDE,), (WIDE,) * count)
+    return simulate(step, [option_for(each, recipe) for each in step.regions], windows)
 
 
 def test_a_step_that_keeps_everything_waits_for_no_cpu():

@@ -111,7 +111,7 @@ def spoiled(path, step, *place, value):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("place", "value", "expected_text"),
     [
         (("link", "out"), 0, "link.out is 0: expected more than 0 bytes per second"),
         (("link", "back"), -1e9, "link.back is -1000000000.0: expected a finite number of at least 0"),
@@ -150,9 +150,9 @@ def spoiled(path, step, *place, value):
         (("graphs",), 0, "graphs=0"),
     ],
 )
-def test_impossible_values_are_refused(tmp_path, place, value, said):
+def test_impossible_values_are_refused(tmp_path, place, value, expected_text):
     path = spoiled(tmp_path / "profile.json", with_host(profile(*layers(2)), HOST), *place, value=value)
-    with pytest.raises(PlanError, match=rf"profile\.json is not an ebbtide profile file: {re.escape(said)}"):
+    with pytest.raises(PlanError, match=rf"profile\.json is not an ebbtide profile file: {re.escape(expected_text)}"):
         Profile.load(path)
 
 

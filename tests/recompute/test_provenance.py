@@ -449,7 +449,7 @@ class SavedUnseen(nn.Module):
 
 def test_tensors_saved_by_an_invisible_kernel_are_not_downstream():
     for region in profile_of(SavedUnseen).regions:
-        assert [dear.downstream for dear in region.expensive_ops] == [(), ()]
+        assert [call.downstream for call in region.expensive_ops] == [(), ()]
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ def test_a_profile_with_sparse_operands():
         model(torch.randn(BATCH, TOKENS, WIDTH)).sum().backward()
     assert handle.profile is not None
     assert [
-        dear.downstream for region in handle.profile.regions for dear in region.expensive_ops if "addmm" in dear.op
+        call.downstream for region in handle.profile.regions for call in region.expensive_ops if "addmm" in call.op
     ] == []
 
 

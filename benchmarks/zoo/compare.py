@@ -1,0 +1,135 @@
+"""A model of the zoo with checkpointing of every block, of fewer blocks, and with plans within budgets."""
+
+import contextlib
+import fnmatch
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from benchmarks.measure import Step, one_step
+from benchmarks.modes import HOST_LIMIT
+from benchmarks.turns import tidy
+from benchmarks.zoo.models import ZOO, built
+from ebbtide._utils.sizes import GIB
+
+FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
+RIVAL_STEPS = 12
+
+Loss = Callable[[], torch.Tensor]
+
+
+def measure_model(
+    name: str, device: torch.device, shares: Sequence[float], count: int, *, tiny: bool = False
+) -> dict[str, object]:
+    """Plain steps, checkpointed steps, and `count` steps from `offload` on within each budget and without a budget.
+
+    Args:
+        shares: budgets, as shares of the way from checkpointing's peak to the plain peak.
+    """
+    model, loss_of = built(name, device, tiny=tiny)
+    blocks = [m for pattern in ZOO[name](tiny).blocks for fqn, m in model.named_modules() if _is_match(fqn, pattern)]
+    one_step(model, loss_of, contextlib.nullcontext)
+    tidy()
+    base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    plain, full = _run(model, loss_of), _checkpointed(model, loss_of, blocks, len(blocks))
+    plain_peak, least_peak = _peak(plain), _peak(full)
+    points = []
+    for share in shares:
+        act_bytes = int(least_peak + share * (plain_peak - least_peak))
+        rival = _rival(model, loss_of, blocks, act_bytes, plain_peak, least_peak)
+        # Steps without a device have no peaks: every budget fits.
+        budget = base + act_bytes if torch.cuda.is_available() else 64 * GIB
+        point = {"share": share, "budget_gib": act_bytes / GIB, "rival": rival}
+        points.append(point | _online(model, loss_of, count, act_bytes, budget=budget))
+    return {
+        "plain_ms": _median(plain),
+        "plain_peak_gib": plain_peak / GIB,
+        "checkpoint_ms": _median(full),
+        "checkpoint_peak_gib": least_peak / GIB,
+        "blocks": len(blocks),
+        "points": points,
+        "no budget": _online(model, loss_of, count, plain_peak),
+    }
+
+
+def _is_match(fqn: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(fqn, pattern) and fqn.count(".") == pattern.count(".")
+
+
+@contextlib.contextmanager
+def _some_checkpointed(blocks: Sequence[torch.nn.Module], count: int) -> Iterator[None]:
+    """`count` of the blocks, evenly spread, recompute by torch's checkpoint."""
+    chosen = [block for k, block in enumerate(blocks) if (k + 1) * count // len(blocks) > k * count // len(blocks)]
+    for block in chosen:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in chosen:
+            del block.forward
+
+
+def _checkpointed(model: torch.nn.Module, loss_of: Loss, blocks: Sequence[torch.nn.Module], count: int) -> list[Step]:
+    with _some_checkpointed(blocks, count):
+        return _run(model, loss_of)
+
+
+def _run(model: torch.nn.Module, loss_of: Loss) -> list[Step]:
+    steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(2 + RIVAL_STEPS)][2:]
+    tidy()
+    return steps
+
+
+def _rival(
+    model: torch.nn.Module,
+    loss_of: Loss,
+    blocks: Sequence[torch.nn.Module],
+    act_bytes: int,
+    plain_peak: int,
+    least_peak: int,
+) -> dict[str, object]:
+    """Checkpointing of the fewest blocks with a peak of at most `act_bytes`."""
+    per_block = max(1.0, (plain_peak - least_peak) / len(blocks))
+    count = min(len(blocks), max(0, math.ceil((plain_peak - act_bytes) / per_block)))
+    steps = _checkpointed(model, loss_of, blocks, count)
+    while _peak(steps) > act_bytes and count < len(blocks):
+        count += 1
+        steps = _checkpointed(model, loss_of, blocks, count)
+    return {"blocks": count, "step_ms": _median(steps), "peak_gib": _peak(steps) / GIB}
+
+
+def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, **settings: object) -> dict[str, object]:
+    """Steps from `offload` on: time, peak over `act_bytes`, and how long the first steps hold training up."""
+    handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **settings)
+    try:
+        steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(FIRST + count)]
+        predicted = handle.plan.predicted
+    finally:
+        handle.remove()
+        tidy()
+    steady = steps[FIRST:]
+    typical_ms = _median(steady)
+    return {
+        "step_ms": typical_ms,
+        "peak_gib": _peak(steady) / GIB,
+        "predicted_ms": None if predicted is None else predicted.step_s * 1e3,
+        "predicted_peak_bytes": None if predicted is None else predicted.peak_bytes,
+        "moved_gib": 0.0 if predicted is None else predicted.moved_bytes / GIB,
+        "steps_over": sum(step.act_peak_bytes > act_bytes for step in steps),
+        "most_over": _peak(steps) / max(1, act_bytes),
+        "first_steps_cost_s": sum(step.step_ms - typical_ms for step in steps[:FIRST]) / 1e3,
+        "slowest_later": max(step.step_ms for step in steady) / typical_ms,
+    }
+
+
+def _median(steps: Sequence[Step]) -> float:
+    return statistics.median(step.step_ms for step in steps)
+
+
+def _peak(steps: Sequence[Step]) -> int:
+    return max(step.act_peak_bytes for step in steps)

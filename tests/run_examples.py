@@ -12,6 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 PACKAGES = ("accelerate", "diffusers", "lightning.pytorch", "peft", "transformers", "trl")
 
 
@@ -24,6 +26,7 @@ def run(folder, script, arguments):
         os.dup2(out, 1)
         os.dup2(out, 2)
         sys.argv = [script, *arguments]
+        torch.manual_seed(0)  # by chance, losses of an example without a seed would be equal as printed
         runpy.run_path(script, run_name="__main__")
         code = 0
     except BaseException:  # a SystemExit with a code is a failure too

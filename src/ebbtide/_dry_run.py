@@ -1,7 +1,7 @@
 """Plans and measurements before training: a few steps on an example batch, which leave no trace."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -101,11 +101,11 @@ def plan(
         profile = _for_batch(profile, model, batch, host_limit)
         if budget is not None:
             profile.check_has_recomputation()
-    solver = Solver(profile.with_reserved(reserved_bytes))
-    if budget_of is None:
-        return solver.solve(None)
-    budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
-    return dataclasses.replace(solver.solve(budget_bytes), budget=str(budget_of))
+    budget_bytes = None
+    if budget_of is not None:  # all ranks meet before any work of their own, which may raise
+        budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
+    planned = Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
+    return planned if budget_of is None else dataclasses.replace(planned, budget=str(budget_of))
 
 
 def measure(
@@ -259,11 +259,16 @@ def _default_loss(output: Any) -> torch.Tensor:
         return found if found.numel() == 1 else found.sum()
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return output
-    floating = (t for t in tensors_in((output,)) if t.requires_grad and t.is_floating_point())
-    sums = [t.sum(dtype=torch.float32) for t in floating]
+    sums = [t.sum(dtype=torch.float32) for t in _floating_in(output)]
     if not sums:
         raise ConfigError(f"the model returns {_described(output)}, in which no loss is found: pass loss=")
     return torch.stack([t.to(sums[0].device) for t in sums]).sum()
+
+
+def _floating_in(output: Any) -> Iterator[torch.Tensor]:
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):  # a dict or a list as well, at times
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return (t for t in tensors_in((output,)) if t.requires_grad and t.is_floating_point())
 
 
 def _described(value: object) -> str:

@@ -142,9 +142,10 @@ class ScriptedHandle:
         return {}, {}
 
 
-def controller_of(budget_bytes=None, host=None, **settings):
+def controller_of(budget_bytes=None, host=None, link=1.0, **settings):
     """A controller with a profile, and the handle."""
     measured = with_host(profile(*layers(6), outside=outside(after_s=0.001, peak_bytes=500_000_000)), host)
+    measured = replace(measured, link=measured.link.times(link, link))
     handle = ScriptedHandle()
     scope = handle.scope = HookContext(Limits(1, 1, 1), lambda _: True)
     budget = None if budget_bytes is None else (lambda total_bytes: budget_bytes)
@@ -805,8 +806,41 @@ def test_a_plan_as_fast_as_keeping_everything_stays():
     run(controller, handle, kept_s=slow_s, moved_s=slow_s)
     assert [plan.predicted.moved_bytes > 0 for plan in handle.plans] == [True, False, True]
     assert handle.plan == replace(first, predicted=replace(first.predicted, step_s=slow_s))
-    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.2 * slow_s)
-    assert len(handle.plans) == 3
+    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.2 * slow_s, count=80)
+    assert handle.plan.predicted.moved_bytes > 0
+    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.6 * slow_s, count=400)
+    assert handle.plan.predicted.moved_bytes == 0
+
+
+def test_each_of_many_batch_sizes_offloads_on_a_slow_machine():
+    """Comparisons are limited over all sizes: later sizes follow the verdict of earlier ones."""
+    controller, handle = controller_of()
+    for _ in range(60):
+        for tokens in [round(1000 * 2 ** (-k / 8)) for k in range(12)]:
+            monitor = controller.step_begins(tokens)
+            size = controller.tuner.tokens
+            handle.device.step_s = 1.04 * handle.plan.predicted.step_s * tokens / size
+            monitor._began = handle.device.record(None)
+            monitor.forward_ended()
+            monitor._end()
+    assert all(plan.predicted.moved_bytes > 0 for plan in controller.tuner.plans.values())
+
+
+def test_a_plan_that_moves_nothing_is_planned_again_on_a_slow_machine():
+    controller, handle = controller_of(link=0.1)
+    plain_s = controller.profile.plain_s
+    assert handle.plan.predicted.moved_bytes == 0
+    run(controller, handle, kept_s=2 * plain_s, moved_s=2 * plain_s)
+    assert controller.profile.plain_s == pytest.approx(2 * plain_s, rel=0.05)
+
+
+def test_the_profile_is_not_scaled_by_steps_of_a_comparison():
+    controller, handle = controller_of()
+    plain_s = controller.profile.plain_s
+    for _ in range(60):
+        run(controller, handle, kept_s=1.5 * plain_s, moved_s=2.1 * plain_s, count=1)
+        assert controller.profile.plain_s <= 2.11 * plain_s
+    assert controller.profile.plain_s == pytest.approx(1.5 * plain_s)
 
 
 @pytest.mark.parametrize("steps_after", [1, 40], ids=["compared", "for good"])

@@ -108,6 +108,11 @@ class PlanStats:
         return may_change and self._deviating >= PATIENCE * 2**self._replans
 
     @property
+    def was_compared(self) -> bool:
+        """Whether the plan is the result of a comparison with keeping everything."""
+        return self.is_final or (self.is_as_measured and self.most_s is not None)
+
+    @property
     def may_replan(self) -> bool:
         return self._replans < _MOST_REPLANS
 
@@ -170,7 +175,8 @@ class PlanStats:
     def compute_scale(self) -> float:
         """Measured over predicted time of compute, by whole steps; 1 if unknown."""
         predicted = self.plan.predicted
-        if predicted is None or self.is_as_measured or len(self._times) < _TYPICAL_OF:
+        is_predicted = predicted is not None and not self.is_as_measured and self.compared is None
+        if predicted is None or not is_predicted or len(self._times) < _TYPICAL_OF:
             return 1.0
         return self.compute_ratio(_median(self._times), predicted.host_wait_s)
 

@@ -13,10 +13,10 @@ Note [PlanTuner]
    With a budget, replan once after 5 s if the step is off by 2 %: clocks have settled by then, and plans at the limit
    of the link change if compute is a few percent slower.
 3. Without a budget no step may be slower than keeping everything (law 12). The prediction cannot tell a slow plan from
-   a slow machine, so a plan over the predicted time is compared once: eight steps keep everything and, if these were
-   faster, eight steps follow the plan again. A plan as fast as keeping everything is final. Else the profile is
-   refitted to the steps that kept everything, and a plan that offloads less follows, or everything is kept. A larger
-   batch than the measured one may not fit with everything kept, and is solved again only.
+   a slow machine, so a plan over the predicted time is compared: eight steps keep everything and, if these were faster,
+   eight steps follow the plan again. A plan as fast as keeping everything stays, until steps are slower than in the
+   comparison. Else the profile is refitted to the steps that kept everything, and a plan that offloads less follows, or
+   everything is kept. A larger batch than the measured one may not fit with everything kept, and is solved again only.
 4. The peak is measured in two steps as soon as a plan has run twice, after a reset of the device's peak statistics. The
    margin below the budget grows or shrinks by the error of the predicted peak, a few times. The peak is measured again
    if the device's statistics go over the budget later.
@@ -126,6 +126,7 @@ class PlanTuner:
         self._replans = 0
         self._has_settled = False
         self._may_keep_all = True  # until keeping everything runs out of memory
+        self._was_slower = False  # the plan of the last comparison
         self._was_cpu_refitted = False
         self._has_warned_of_peak = False
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
@@ -201,7 +202,7 @@ class PlanTuner:
         size.stats.begun += 1
         if size.stats.compared is not None and size.stats.begun > _LONGEST_COMPARISON:
             plans = size.stats.plan, size.stats.compared.plan
-            self._change_to(size, max(plans, key=_moved_bytes), "too few steps can be compared", is_final=True)
+            self._change_to(size, max(plans, key=_moved_bytes), "too few steps can be compared")
         self._recheck_peak(size, engine)
         monitor = StepMonitor(engine.device, reads_peak=self._needs_peak(size.stats))
         monitor.is_alone = not is_verified
@@ -270,7 +271,7 @@ class PlanTuner:
             return
         if size.stats.compared is not None:
             self._compare(size, size.stats.compared)
-        elif size.stats.is_slow and size.tokens <= self._measured_tokens and self._may_keep_all:
+        elif size.stats.is_slow and self._may_keep_all and self._can_keep_all(size):
             self._keep_all(size)
         elif self._replans < _MOST_REPLANS:
             self._replans += 1
@@ -294,16 +295,20 @@ class PlanTuner:
             plan = before.as_predicted()
             self._change_to(size, plan, f"{why}: an earlier plan was faster", is_as_measured=True)
 
+    def _can_keep_all(self, size: _BatchSize) -> bool:
+        """Whether everything fits, and something moves."""
+        return size.tokens <= self._measured_tokens and _moved_bytes(size.stats.plan) > 0
+
     def _keep_all(self, size: _BatchSize) -> None:
-        """Keep everything for a comparison, or, after too many corrections, for good."""
-        stats, why = size.stats, _took(size.stats)
-        if _moved_bytes(stats.plan) == 0:
-            stats.is_final = True
-        elif self._replans < _MOST_REPLANS:
+        """Keep everything for a comparison. After too many corrections the verdict of another batch size holds."""
+        stats, keeping_all = size.stats, size.solver.keeping_all()
+        if self._replans < _MOST_REPLANS:
             self._replans += 1
-            self._change_to(size, size.solver.keeping_all(), why, compared=stats.measured)
+            self._change_to(size, keeping_all, _took(stats), compared=stats.measured)
+        elif self._was_slower and not stats.is_as_measured:
+            self._change_to(size, keeping_all, "as with batches of another size", is_final=True)
         else:
-            self._change_to(size, size.solver.keeping_all(), f"{why}: too many corrections", is_final=True)
+            stats.is_final = True
 
     def _compare(self, size: _BatchSize, other: MeasuredPlan) -> None:
         """Choose between two measured plans (law 12): the active plan and `other`, one of which keeps everything.
@@ -313,9 +318,11 @@ class PlanTuner:
         """
         active, keeps_all = size.stats.measured, _moved_bytes(size.stats.plan) == 0
         kept, offloading = (active, other) if keeps_all else (other, active)
-        if offloading.is_as_fast_as(kept):
+        self._was_slower = not offloading.is_as_fast_as(kept)
+        if not self._was_slower:
             plan, why = offloading.as_predicted(), "as fast as keeping everything"
-            self._change_to(size, plan, why, is_as_measured=True, is_final=True)
+            self._change_to(size, plan, why, is_as_measured=True)
+            size.stats.most_s = max(kept.fastest_s, offloading.fastest_s) * _LOOKS_SLOW
         elif keeps_all:
             self._refit(size)
             self._change_to(size, offloading.plan, "keeping everything was faster", compared=kept)
@@ -337,7 +344,7 @@ class PlanTuner:
         self._was_cpu_refitted = cpu != 1.0
         self._profile = self._with_launch_ahead(refitted)
         # Plans of other sizes are void, except the results of comparisons.
-        self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.stats.is_final}
+        self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.stats.was_compared}
         self._sizes[size.tokens] = size
         size.profile, size.solver = self._profile, self._solver_for(size.tokens)
         size.stats.most_s = self._most_s(size.solver)
@@ -508,11 +515,10 @@ class PlanTuner:
     def _plan_after_oom(self) -> None:
         size, budget_bytes = self._size, self.budget_bytes
         predicted = size.stats.plan.predicted
-        assert predicted is not None
-        if self._is_shared:
+        if self._is_shared or predicted is None:
             return
         if budget_bytes is None:
-            if self._may_keep_all and predicted.moved_bytes == 0:
+            if self._may_keep_all and (predicted.moved_bytes == 0 or size.stats.compared is not None):
                 self._may_keep_all = False
                 self._sizes = {size.tokens: size}
                 self._change_to(size, self._solve(size), "keeping everything ran out of memory", is_final=True)

@@ -13,7 +13,7 @@ from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError, EbbtideWarning
 from ebbtide._events import Listener
 from ebbtide._utils.sizes import MIB
-from ebbtide._utils.torch_private import hidden_from_compiler, is_inside_checkpoint
+from ebbtide._utils.torch_private import hidden_from_compiler
 from ebbtide.compat._stand_in import StandIn
 
 DEFAULT_STASH = 5
@@ -90,6 +90,11 @@ class TrlOffloadActivations(StandIn, contextlib.ContextDecorator, name="OffloadA
         """Whether this machine has an accelerator, or `settings` a store for the CPU."""
         return "store" in cls.settings or torch.accelerator.is_available()
 
+    @staticmethod
+    def is_entered() -> bool:
+        """Whether the calling thread is inside of a context."""
+        return bool(_thread.depths)
+
     def __enter__(self) -> "TrlOffloadActivations":
         if not self._has_warned:
             self._has_warned = True
@@ -134,20 +139,15 @@ def warn_not_followed(argument: str) -> None:
     )
 
 
-def start_keeping(*_: object) -> None:
-    """Keep tensors saved inside of a context, until `stop_keeping` or the context's end; a hook before a forward."""
-    # A checkpoint drops the tensors saved in a checkpointed call, and must see as many in the recomputation, which
-    # may be outside of the context or in another thread.
-    kept = NoOpManager() if _thread.depths and not is_inside_checkpoint() else None
-    if kept is not None:
-        kept.__enter__()
+def start_keeping() -> None:
+    """Keep the saved tensors of the calling thread until `stop_keeping`, or the end of the context around."""
+    kept = NoOpManager()
+    kept.__enter__()
     _thread.open.append(kept)
 
 
-def stop_keeping(*_: object) -> None:
-    kept = _thread.open.pop()
-    if kept is not None:
-        kept.__exit__()
+def stop_keeping() -> None:
+    _thread.open.pop().__exit__()
 
 
 @hidden_from_compiler

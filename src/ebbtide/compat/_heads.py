@@ -1,6 +1,7 @@
 """The context for a model, without the saved tensors of the output head."""
 
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from ebbtide._errors import EbbtideWarning
-from ebbtide._utils.torch_private import named_modules
+from ebbtide._utils.torch_private import is_inside_checkpoint, named_modules
 from ebbtide.compat._context import DEFAULT_STASH, OffloadActivations, start_keeping, stop_keeping
 
 _HEADS = (
@@ -101,5 +102,28 @@ def _keep_tensors_of(module: Module) -> None:
     if module in _opted_out:
         return
     _opted_out.add(module)
-    module.register_forward_pre_hook(start_keeping, prepend=True)
-    module.register_forward_hook(stop_keeping, always_call=True)
+    hooks = _KeepHooks()
+    module.register_forward_pre_hook(hooks.enter, prepend=True)
+    module.register_forward_hook(hooks.leave, always_call=True)
+
+
+class _KeepHooks(threading.local):
+    """Hooks around a forward, with state per thread."""
+
+    def __init__(self) -> None:
+        self._entered: list[bool] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_KeepHooks":
+        return memo.setdefault(id(self), _KeepHooks())  # a copy of the model has forwards of its own
+
+    def enter(self, *_: object) -> None:
+        # A checkpoint drops the tensors saved in a checkpointed call, and must see as many in the recomputation, which
+        # may be outside of the context or in another thread.
+        keeps = OffloadActivations.is_entered() and not is_inside_checkpoint()
+        if keeps:
+            start_keeping()
+        self._entered.append(keeps)
+
+    def leave(self, *_: object) -> None:
+        if self._entered.pop():
+            stop_keeping()

@@ -56,8 +56,14 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._end()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Any) -> None:
-        logs: dict[str, float] | None = event.get("logs")
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
         if logs is not None and self.handle is not None:
             metrics = self._metrics.read()
             logs.update(metrics)

@@ -23,11 +23,11 @@ WITHOUT_DEVICE = "this machine has no accelerator. To move from the CPU all the 
 
 
 class _ThreadState(threading.local):
-    """`open`: a context or None for each `start_keeping`. `depths`: length of `open` at each entry of a context."""
+    """`open`: contexts of `start_keeping`. `depths`: length of `open` at each entry of `OffloadActivations`."""
 
     def __init__(self) -> None:
         self.depths: list[int] = []
-        self.open: list[NoOpManager | None] = []
+        self.open: list[NoOpManager] = []
 
 
 _thread = _ThreadState()

@@ -96,7 +96,7 @@ def process_wide(*, with_trackers: bool) -> list[RngState]:
 
 
 @dataclass(frozen=True)
-class Access:
+class StateAccess:
     """The functions that read and write the state of a kind of generator. Equal bytes mean equal states."""
 
     read: Callable[[Any], Any]
@@ -112,7 +112,7 @@ def bytes_of_tensor(state: torch.Tensor) -> bytes:
 class HeldState(RngState):
     """A state read in full."""
 
-    def __init__(self, access: Access, generator: Any) -> None:
+    def __init__(self, access: StateAccess, generator: Any) -> None:
         self._access = access
         self._generator = generator
         self._state = access.read(generator)
@@ -137,13 +137,13 @@ def _bits_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 
 
-_TORCH = Access(methodcaller("get_state"), lambda g, state: g.set_state(state), bytes_of_tensor)
-_RANDOM = Access(methodcaller("getstate"), lambda g, state: g.setstate(state))
-_BITS = Access(lambda g: _bits_of(g).state, lambda g, state: setattr(_bits_of(g), "state", state))
+_TORCH = StateAccess(methodcaller("get_state"), lambda g, state: g.set_state(state), bytes_of_tensor)
+_RANDOM = StateAccess(methodcaller("getstate"), lambda g, state: g.setstate(state))
+_BITS = StateAccess(lambda g: _bits_of(g).state, lambda g, state: setattr(_bits_of(g), "state", state))
 # Bits, and the second number of the last pair of normal numbers.
-_LEGACY_NUMPY = Access(methodcaller("get_state", legacy=False), lambda g, state: g.set_state(state))
+_LEGACY_NUMPY = StateAccess(methodcaller("get_state", legacy=False), lambda g, state: g.set_state(state))
 
-_KINDS: tuple[tuple[type, Access | None], ...] = (
+_KINDS: tuple[tuple[type, StateAccess | None], ...] = (
     (torch.Generator, _TORCH),
     (numpy.random.Generator, _BITS),
     (numpy.random.BitGenerator, _BITS),

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from ebbtide._recompute.generators import (
-    Access,
     HeldState,
     RngState,
+    StateAccess,
     bytes_of_tensor,
     is_of_host,
     process_wide,
@@ -127,7 +127,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device.type).set_rng_state(state, device)
 
 
-_DEFAULT = Access(rng_state, set_rng_state, bytes_of_tensor)
+_DEFAULT = StateAccess(rng_state, set_rng_state, bytes_of_tensor)
 """To and from the default generator of a device."""
 
 

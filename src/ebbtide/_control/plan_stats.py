@@ -64,7 +64,7 @@ class PlanStats:
         is_full_size: whether the steps with measured peaks had batches as large as planned for.
         is_as_measured: whether the predicted step time of the plan is a measured time.
         is_final: the plan is never replaced because of step times.
-        compared: the offloading plan that the active plan, which keeps everything, is compared with; None otherwise.
+        compared: the plan that the active plan is compared with; one of the two keeps everything. None otherwise.
         best: plan with the shortest typical step so far.
         most_s: steps are slow, whatever was predicted, if the fastest of the last steps takes longer, or half of them
             take much longer. None: no limit.

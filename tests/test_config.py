@@ -109,7 +109,15 @@ def test_sizes_are_in_bytes():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("40GiB", "40GiB"), ("0.8", 0.8), ("1", 1.0), ("3000000000", "3000000000"), ("nan", "nan"), ("40", 40.0)],
+    [
+        ("40GiB", "40GiB"),
+        ("0.8", 0.8),
+        ("1", 1.0),
+        ("3000000000", "3000000000"),
+        ("nan", "nan"),
+        ("40", 40.0),
+        ("80%", "80%"),
+    ],
 )
 def test_a_number_on_a_command_line_is_a_share_or_bytes(text, value):
     assert parse_budget(text) == value
@@ -128,6 +136,9 @@ def test_a_number_on_a_command_line_is_a_share_or_bytes(text, value):
         ("4096", 4096),
         (0.5, TOTAL // 2),
         (1.0, TOTAL),
+        ("50%", TOTAL // 2),
+        (" 12.5 % ", TOTAL // 8),
+        ("100%", TOTAL),
     ],
 )
 def test_bytes_text_or_a_share(value, nbytes):
@@ -155,6 +166,10 @@ def test_bytes_text_or_a_share(value, nbytes):
         (-math.inf, "budget=-inf: a float is a share .* between 0 and 1, such as 0.8"),
         ("0.8", "budget='0.8': text is bytes.*share of the device's memory write 0.8, without quotes"),
         ("1", "budget='1': text is bytes.*write 1.0, without quotes"),
+        ("0%", "budget='0%': expected a share .* above 0% and at most 100%, such as '80%'"),
+        ("101%", "budget='101%': expected a share .* above 0% and at most 100%, such as '80%'"),
+        ("nan%", "budget='nan%': expected a share .* above 0% and at most 100%, such as '80%'"),
+        ("%", "budget='%': expected a share .* above 0% and at most 100%, such as '80%'"),
         (True, "budget=True: expected bytes as an int, text like '40GiB', or a share .* such as 0.8"),
         ([1], "budget=[1]: expected bytes as an int, text like '40GiB', or a share .* such as 0.8"),
         (0, "budget=0: expected more than zero bytes"),
@@ -177,6 +192,7 @@ def test_other_values_are_refused_with_a_correction(value, message):
         ("40GiB", "40GiB"),
         (" 37.5 gib ", "37.5 gib"),
         (0.8, "0.8 of the device's memory"),
+        (" 80% ", "80% of the device's memory"),
         (40 * 2**30, "42949672960 bytes (40.00 GiB)"),
         (np.int64(2**20), "1048576 bytes (1.00 MiB)"),
         ("42949672960", "42949672960 bytes (40.00 GiB)"),

@@ -4,6 +4,7 @@
 which tests/test_config.py compares. The file imports no torch, because `ebbtide plan` runs without torch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -179,7 +180,7 @@ def as_names(setting: str, value: Any) -> tuple[Names, ...]:
 
 
 class Budget:
-    """A peak to stay under: bytes, text like "40GiB", or a share of the device memory, a float of at most 1.
+    """A peak to stay under: bytes, text like "40GiB", or a share of the device memory, a float of at most 1 or "80%".
 
     `str()` gives the budget as written by the user.
 
@@ -195,7 +196,10 @@ class Budget:
                 f"budget={value!r}: expected bytes as an int, text like '40GiB', or a share of the device's memory "
                 "such as 0.8"
             )
-        if isinstance(value, float):
+        if isinstance(value, str) and value.rstrip().endswith("%"):
+            self._share = _share_of_percent(value)
+            self._text = f"{value.strip()} of the device's memory"
+        elif isinstance(value, float):
             _check_share(value)
             self._share = value
             self._text = f"{value:g} of the device's memory"
@@ -227,6 +231,18 @@ def parse_budget(text: str) -> float | str:
     except ValueError:
         return text
     return number if number < MIN_BUDGET_BYTES else text
+
+
+def _share_of_percent(text: str) -> float:
+    try:
+        percent = float(text.rstrip().removesuffix("%"))
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise ConfigError(
+            f"budget={text!r}: expected a share of the device's memory above 0% and at most 100%, such as '80%'"
+        )
+    return percent / 100
 
 
 def _check_share(share: float) -> None:

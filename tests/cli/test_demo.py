@@ -109,6 +109,9 @@ def test_unreadable_arguments_end_with_status_2(capsys):
 def test_missing_extra_names_the_install_line(package, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith(("ebbtide._cli.demo", "ebbtide._reports.pictures"))]:
         monkeypatch.delitem(sys.modules, name)
+        package_name, _, module_name = name.rpartition(".")
+        # `from package import module` takes the attribute, if there is one, and imports nothing.
+        monkeypatch.delattr(sys.modules[package_name], module_name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -82,6 +82,7 @@ def test_two_ranks_have_one_plan(tmp_path):
     check_one_plan(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("steps_before", "has_file"), [(0, False), (5, False), (5, True)])
 def test_ranks_that_meet_after_they_were_offloaded_have_one_plan_too(tmp_path, steps_before, has_file):
     spawn(work_that_joins_late, str(tmp_path), steps_before, has_file)
@@ -139,6 +140,7 @@ def some_of_the_ranks(rank: int, folder: str, ranks: int, has_file: bool) -> Non
     write_down(rank, folder, handle, ours == losses_and_gradients(parallel(), rank))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "has_file"), [(2, False), (3, False), (3, True)])
 def test_the_ranks_of_a_group_agree_without_the_others(tmp_path, ranks, has_file):
     spawn(some_of_the_ranks, str(tmp_path), ranks, has_file, ranks=ranks)

@@ -33,11 +33,13 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
 def test_captured_programs_equal_their_plain_twins(first):
     assert [found for seed in range(first, first + CHUNK) if (found := explore_captured(seed))] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_programs_equal_their_plain_twins_and_race_nowhere(first):
     assert [found for seed in range(first, first + CHUNK) if (found := explore(seed))] == []

@@ -21,6 +21,7 @@ SEEDS = 200
 CHUNK = 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_programs_equal_their_plain_twins_without_races(first):
     assert [found for seed in range(first, first + CHUNK) if (found := explore_recipes(seed))] == []
@@ -146,6 +147,7 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_mutation_is_caught(mutate, monkeypatch):
     mutate(monkeypatch.setattr)

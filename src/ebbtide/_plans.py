@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,7 +232,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe for every region, with release and fetch points. `str()` gives a table.
+    """A recipe for every region, with release and fetch points. `str()` gives a table of at most 100 columns.
 
     Attributes:
         regions: by name. Without `outside`, the default of the entry point holds for regions without an entry.
@@ -282,7 +283,7 @@ class Plan:
         return None if found is None else found.recipe
 
     def __str__(self) -> str:
-        return "\n".join([_headline(self), plain_table([_COLUMNS, *_rows(self)], right=(2, 3, 4, 5, 6))])
+        return "\n".join([_headline(self), *_table(self)])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, for `Plan.load`.
@@ -385,11 +386,13 @@ def _past(place: Place) -> str:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 _FIGURE = re.compile(r"[0-9][0-9.]* \w+")
-_COLUMNS = ("regions", "recipe", "kept", "moved", "recompute", "window", "prefetch", "why")
+_COLUMNS = ("regions", "recipe", "kept", "moved", "recompute")
+_WIDTH = 100
+_LONGEST_NAME = 36  # leaves room for the other columns
 
 
-_Line: TypeAlias = "tuple[str, RegionPlan, str]"
-"""A region: name, plan, and the window that holds at the end, set by own release points or by an earlier region."""
+_Line: TypeAlias = "tuple[str, RegionPlan]"
+"""A region: name and plan."""
 
 
 def _headline(plan: Plan) -> str:
@@ -399,53 +402,59 @@ def _headline(plan: Plan) -> str:
     within = f" within {budget}" if budget else ""
     if plan.predicted is None:
         return f"plan{within}, {len(plan.regions)} regions"
-    return f"plan{within}: {plan.predicted}"
+    return textwrap.fill(f"plan{within}: {plan.predicted}", _WIDTH, subsequent_indent="  ")
 
 
-def _rows(plan: Plan) -> Iterator[Sequence[str]]:
-    """Consecutive regions share a row if their names count up and nothing but figures differs."""
-    lines: list[_Line] = []
-    window = ""
-    for name, region in (*plan.regions.items(), *([] if plan.outside is None else [("outside", plan.outside)])):
-        window = format_bytes(region.release[-1].window_bytes) if region.release else window
-        lines.append((name, region, window))
-    return map(_row, consecutive(lines, _are_alike))
+def _table(plan: Plan) -> Iterator[str]:
+    """A line for each run of regions with names that count up and equal recipes, with sums of their costs; below the
+    line, indented, the reason, with the figures of the first region."""
+    lines: list[_Line] = [*plan.regions.items(), *([] if plan.outside is None else [("outside", plan.outside)])]
+    runs = list(consecutive(lines, _are_alike))
+    titles, *rows = plain_table([_COLUMNS, *map(_row, runs)], right=(2, 3, 4)).splitlines()
+    yield titles
+    for row, run in zip(rows, runs, strict=True):
+        yield row
+        notes = "; ".join(filter(None, (_places(run[0][1].recipe), run[0][1].reason)))
+        each = "each: " if notes and len(run) > 1 else ""
+        yield from textwrap.wrap(each + notes, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _are_alike(one: _Line, other: _Line) -> bool:
-    (_, first, _), (_, second, _) = one, other
+    (_, first), (_, second) = one, other
     return first.recipe == second.recipe and _FIGURE.sub("", first.reason) == _FIGURE.sub("", second.reason)
 
 
 def _row(lines: Sequence[_Line]) -> Sequence[str]:
-    names, regions, windows = zip(*lines, strict=True)
-    costs = [region.cost for region in regions if region.cost is not None]
+    name = as_range(lines[0][0], lines[-1][0])
+    short = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+    costs = [region.cost for _, region in lines if region.cost is not None]
+    recipe = _short(lines[0][1].recipe)
+    if not costs:
+        return short, recipe, "", "", ""
     return (
-        as_range(names[0], names[-1]),
-        _recipe_text(regions[0].recipe),
-        _span([format_bytes(cost.kept_bytes) for cost in costs]),
-        _span([format_bytes(cost.moved_bytes) for cost in costs]),
-        _span([_ms(cost.recompute_s) for cost in costs]),
-        _span(windows),
-        _span([format_bytes(region.prefetch_bytes) for region in regions if region.prefetch_bytes]),
-        regions[0].reason,
+        short,
+        recipe,
+        format_bytes(sum(cost.kept_bytes for cost in costs)),
+        format_bytes(sum(cost.moved_bytes for cost in costs)),
+        _ms(sum(cost.recompute_s for cost in costs)),
     )
 
 
-def _recipe_text(recipe: Recipe) -> str:
-    if recipe.action == "selective" and set(recipe.ops) == set(OP_CLASSES):
-        # A planner names every class and chooses by sites: a list of all classes would say nothing.
-        text = f"selective, outputs {_past(recipe.outputs)}, inputs {_past(recipe.inputs)}"
-    else:
-        text = str(recipe)
-    text = text if recipe.sites is None else f"{text}, sites {','.join(map(str, recipe.sites))}"
-    return f"{text}, prune {','.join(map(str, recipe.prune))}" if recipe.prune else text
+def _short(recipe: Recipe) -> str:
+    if recipe.sites is None:
+        return recipe.action
+    what = "outputs" if recipe.action == "selective" else "tensors"
+    return f"{recipe.action}, {len(recipe.sites)} {what}"
 
 
-def _span(texts: Sequence[str]) -> str:
-    if not texts:
+def _places(recipe: Recipe) -> str:
+    """What a recipe that recomputes does with outputs and inputs."""
+    if not recipe.recomputes:
         return ""
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} .. {texts[-1]}"
+    if recipe.action == "selective" and recipe.sites is not None:  # by a planner, which names every class of operators
+        pruned = f", {len(recipe.prune)} pruned" if recipe.prune else ""
+        return f"outputs {_past(recipe.outputs)}{pruned}, inputs {_past(recipe.inputs)}"
+    return str(recipe).removeprefix("recompute, ")
 
 
 def _ms(seconds: float) -> str:

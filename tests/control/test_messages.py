@@ -162,7 +162,7 @@ def test_a_plan_that_keeps_all_because_all_fits_says_so_in_the_log_only(caplog):
         warnings.simplefilter("error")
         follow(model, 5)
     assert handle.plan.keeps_all
-    assert caplog.messages[3].endswith("; everything stays on the device")
+    assert "; everything stays on the device; solved in " in caplog.messages[3]
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ def test_the_log_says_what_is_measured_and_what_is_in_force(caplog):
     follow(model, 4)
     measuring = [f"no plan yet: measuring step {number} of 3" for number in (1, 2, 3)]
     assert caplog.messages[:3] == measuring
-    assert caplog.messages[3].startswith(f"plan in force (budget 64.00 GiB): {handle.plan.predicted}")
+    in_force = f"plan in force (budget 64.00 GiB): {handle.plan.predicted}; everything stays on the device; solved in "
+    assert caplog.messages[3].startswith(in_force)
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert all(record.name.startswith("ebbtide.") for record in caplog.records)
 
@@ -204,6 +205,8 @@ def test_the_log_says_what_was_corrected_and_why(caplog, budget_bytes, ratios, e
     assert len(caplog.messages) == len(handle.plans)
     assert caplog.messages[0].startswith("plan in force")
     assert any(re.match(expected_text, message) for message in caplog.messages)
+    is_recomputed = (region.recipe.recomputes for region in handle.plans[0].regions.values())
+    assert f"; {sum(is_recomputed)} of {len(handle.plans[0].regions)} regions recompute; " in caplog.messages[0]
 
 
 def test_the_log_names_batches_of_another_size_once(caplog):

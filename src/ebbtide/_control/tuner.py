@@ -26,6 +26,7 @@ Note [PlanTuner]
 
 import dataclasses
 import math
+import time
 import warnings
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
@@ -128,6 +129,7 @@ class PlanTuner:
         self._may_keep_all = True  # until keeping everything runs out of memory
         self._was_slower = False  # the plan of the last comparison
         self._was_cpu_refitted = False
+        self._solving_s = 0.0  # since the last record of the log
         self._has_warned_of_peak = False
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_rates = LinkRates(recorder)
@@ -374,13 +376,20 @@ class PlanTuner:
     # -- plans -----------------------------------------------------------------------------------------------------
 
     def _solve(self, size: _BatchSize) -> Plan:
-        return _solve(size.solver, self._margin.planned_bytes(size.tokens))
+        return self._solved(size.solver, self._margin.planned_bytes(size.tokens))
+
+    def _solved(self, solver: Solver, budget_bytes: int | None) -> Plan:
+        start = time.perf_counter()
+        with span("ebbtide::solve"):
+            plan = solver.solve(budget_bytes)
+        self._solving_s += time.perf_counter() - start
+        return plan
 
     def _make_size(self, tokens: int, fallback: Callable[[int, Solver], Plan] | None = None) -> _BatchSize:
         """Raises PlanError if nothing fits the budget and no `fallback` is given."""
         solver = self._solver_for(tokens)
         try:
-            plan = _solve(solver, self._margin.planned_bytes(tokens))
+            plan = self._solved(solver, self._margin.planned_bytes(tokens))
         except PlanError:
             if fallback is None:
                 raise
@@ -406,14 +415,14 @@ class PlanTuner:
         """For a batch too large for the budget: training is under way, and an error would stop it."""
         least_bytes, limit_bytes = solver.smallest_budget(), self._margin.limit_bytes
         if limit_bytes is not None and least_bytes <= limit_bytes:
-            return _solve(solver, limit_bytes)  # without the margin of another size
+            return self._solved(solver, limit_bytes)  # without the margin of another size
         warnings.warn(
             f"a batch with {tokens} tokens does not fit the budget of {format_bytes(limit_bytes or 0)}: the plan with "
             f"the smallest peak is used, with a peak of {format_bytes(least_bytes)}",
             EbbtideWarning,
             stacklevel=2,
         )
-        return _solve(solver, least_bytes)
+        return self._solved(solver, least_bytes)
 
     def _change_to(
         self,
@@ -433,8 +442,12 @@ class PlanTuner:
     def _log_plan(self, what: str, size: _BatchSize) -> None:
         limit_bytes, plan = self._margin.limit_bytes, size.stats.plan
         budget = "no budget" if limit_bytes is None else f"budget {format_bytes(limit_bytes)}"
-        keeps = "; everything stays on the device" if plan.keeps_all else ""
-        _log.info("%s (%s): %s%s", what, budget, plan.predicted, keeps)
+        recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
+        does = f"{recomputed} of {len(plan.regions)} regions recompute"
+        does = "everything stays on the device" if plan.keeps_all else does
+        solved = f"; solved in {self._solving_s:.1f} s" if self._solving_s else ""
+        self._solving_s = 0.0
+        _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
 
     def _apply(self, size: _BatchSize) -> None:
         if size is self._size:
@@ -464,7 +477,7 @@ class PlanTuner:
         limit_bytes = self._margin.limit_bytes
         assert limit_bytes is not None
         try:
-            plan = _solve(size.solver, limit_bytes - margin_bytes - oom_bytes)
+            plan = self._solved(size.solver, limit_bytes - margin_bytes - oom_bytes)
         except PlanError:
             self._warn_if_over(size.stats.peak_bytes)
             return
@@ -543,11 +556,6 @@ def bucket_of(tokens: int, measured: int = 1) -> int:
     """The smallest bucket of at least `tokens`. An octave has eight buckets, counted from `measured`."""
     steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
     return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
-
-
-def _solve(solver: Solver, budget_bytes: int | None) -> Plan:
-    with span("ebbtide::solve"):
-        return solver.solve(budget_bytes)
 
 
 def _waits_for_cpu(plan: Plan) -> bool:

@@ -277,13 +277,5 @@ def describe(option: Option, region: RegionProfile) -> str:
         return f"the link carries {format_bytes(option.moved_bytes)} of {format_bytes(region.saved_bytes)} meanwhile"
     spared = region.recompute_s - option.recompute_s
     freed = format_bytes(region.saved_bytes + region.after_bytes - option.kept_bytes)
-    if recipe.action == "recompute":
-        return f"{freed} freed for {option.recompute_s * 1e3:.1f} ms of recomputation; inputs {_place(recipe.inputs)}"
-    return (
-        f"{freed} freed for {option.recompute_s * 1e3:.1f} ms of recomputation; {len(recipe.sites or ())} saved "
-        f"outputs {_place(recipe.outputs)} and spare {spared * 1e3:.1f} ms"
-    )
-
-
-def _place(place: str) -> str:
-    return "stay" if place == "keep" else "move"
+    text = f"{freed} freed for {option.recompute_s * 1e3:.1f} ms of recomputation"
+    return text if recipe.action == "recompute" else f"{text}; the saved outputs spare {spared * 1e3:.1f} ms"

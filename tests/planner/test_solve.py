@@ -503,3 +503,44 @@ def test_large_moves_are_proposed_first_even_if_they_keep_more(moving):
     simulated = set(placed(grouping, [GroupCounts(tuple(range(6)), {lean: 6 - moving, part: moving})]))
     assert (*[part] * moving, *[lean] * (6 - moving)) in simulated
     assert all(choices.count(part) == moving for choices in simulated)
+
+
+def recomputing(step, count):
+    """Options that recompute `count` of the regions, evenly spread, with their inputs kept, and keep the others.
+
+    A region without a measured recomputation is kept."""
+    total = len(step.regions)
+    chosen = [(k + 1) * count // total > k * count // total for k in range(total)]
+    recipes = [
+        Recipe("recompute", inputs="keep") if each and region.recompute_s > 0 else Recipe("keep")
+        for each, region in zip(chosen, step.regions, strict=True)
+    ]
+    return tuple(option_for(*each) for each in zip(step.regions, recipes, strict=True))
+
+
+def fewest_recomputed_s(step, budget_bytes):
+    """Time of the step that recomputes the fewest regions that fit: what checkpointing would do by hand."""
+    found = (recomputing(step, count) for count in range(len(step.regions) + 1))
+    choice = next(choice for choice in found if least_budget(step, choice) <= budget_bytes)
+    return simulate(step, choice, windows_within(step, choice, budget_bytes)).step_s
+
+
+@pytest.mark.long(cases=0)
+@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_plan_is_never_slower_than_recomputing_the_fewest_regions(path):
+    step = Profile.load(path)
+    if not step.has_recomputation:
+        pytest.skip("measured without a budget")
+    solver = Solver(step)
+    most = solver.keeping_all().predicted.peak_bytes
+    least = least_budget(step, recomputing(step, len(step.regions)))
+    for share in (0.0, 0.25, 0.5, 0.75):
+        budget = int(least + share * (most - least))
+        assert solver.solve(budget).predicted.step_s <= fewest_recomputed_s(step, budget) + EXACT
+
+
+@given(profiles(most_regions=5))
+def test_no_random_profile_has_a_plan_slower_than_recomputing_the_fewest_regions(step):
+    for count in range(len(step.regions) + 1):
+        budget = least_budget(step, recomputing(step, count))
+        assert Solver(step).solve(budget).predicted.step_s <= fewest_recomputed_s(step, budget) + EXACT

@@ -10,6 +10,7 @@ from planner.workloads import workload_a
 
 from ebbtide import Plan, PlanError, Recipe, RegionPlan
 from ebbtide._plans import OP_CLASSES, Cost, Prediction, ReleasePoint
+from ebbtide._reports.plan_html import plan_html
 from ebbtide._utils.text import as_range, counts_up, plain_table
 
 MIB = 1024**2
@@ -49,7 +50,7 @@ def test_text_folds_equal_regions():
         "  96.00 MiB out and back, 90.00 MiB on the host",
         "regions     recipe                      kept      moved  recompute",
         "layers.0-1  selective, 2 outputs         0 B  96.00 MiB     8.0 ms",
-        "    each: outputs offloaded, inputs offloaded; the link is full",
+        "    outputs offloaded, inputs offloaded; each: the link is full",
         "layers.2    keep                  300.00 MiB        0 B     0.0 ms",
         "    late",
         "head        recompute",
@@ -64,20 +65,48 @@ def test_text_folds_reasons_that_differ_in_figures():
     assert [cells(row)[0] for row in rows_of(Plan(regions))] == ["layers.0-1", "layers.2"]
 
 
-def test_text_has_at_most_100_columns():
-    name = "down_blocks.2.attentions.1.transformer_blocks.0.feed_forward"
+def test_figures_of_the_first_region_are_said_to_be():
+    reasons = ["late: 64.00 MiB of 1.00 GiB", "late: 1.00 GiB of 1.00 GiB"]
+    regions = {f"layers.{k}": RegionPlan(Recipe("keep"), reason=reason) for k, reason in enumerate(reasons)}
+    assert str(Plan(regions)).splitlines()[3] == "    first: late: 64.00 MiB of 1.00 GiB"
+
+
+def test_text_fits_100_columns():
     recipe = Recipe("selective", ops=("attention", "matmul@self_attn", "matmul@mlp"), outputs="keep")
     pruned = dataclasses.replace(MOVED.recipe, sites=tuple(range(128)), prune=(0,))
     cost = Cost(999 * 2**30, 999 * 2**30, 99.0)
-    regions = {
-        name: RegionPlan(recipe, reason="the link is full; " * 20, cost=cost),
-        "x": RegionPlan(pruned, cost=cost),
-    }
+    names = [
+        f"{part}_blocks.{k}.attentions.0.transformer_blocks.0.feed_forward" for part in ("down", "up") for k in (1, 3)
+    ]
+    regions = {name: RegionPlan(recipe, reason="the link is full; " * 20, cost=cost) for name in names}
+    regions["x"] = RegionPlan(pruned, cost=cost)
     lines = str(dataclasses.replace(PLAN, regions=regions, budget="42949672960 bytes (40.00 GiB)")).splitlines()
     assert max(map(len, lines)) <= 100
-    assert cells(lines[3])[0] == "..." + name[-33:]
+    shown = {cells(line)[0] for line in lines if "_blocks" in line}
+    assert len(shown) == 4
+    assert all("..." in name for name in shown)
     assert lines[4].startswith("    selective (attention, matmul@self_attn, matmul@mlp) kept, inputs offloaded; the ")
     assert "    outputs offloaded, 1 pruned, inputs offloaded" in lines
+
+
+def test_text_keeps_numbers_and_units_together():
+    for width in range(30):
+        lines = str(dataclasses.replace(PLAN, budget="x" * width)).splitlines()
+        assert not any(re.search(r"[0-9]$", line) for line in lines[:2])
+
+
+def test_text_names_the_operators_of_a_recipe_by_hand():
+    plan = Plan({"layers.0": RegionPlan(Recipe("selective", ops=("matmul",), sites=(3,)))})
+    assert str(plan).splitlines()[2:] == [
+        "layers.0  selective, 1 output",
+        "    selective (matmul) offloaded, inputs offloaded",
+    ]
+
+
+def test_a_notebook_shows_the_whole_headline():
+    html = plan_html(PLAN)
+    assert "peak 1000.00 MiB, 96.00 MiB out and back, 90.00 MiB on the host</caption>" in html
+    assert "<td>selective, 2 outputs</td><td>0 B</td><td>48.00 MiB</td><td>outputs offloaded, inputs off" in html
 
 
 def test_text_says_what_waits_for_the_host():

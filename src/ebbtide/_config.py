@@ -54,7 +54,7 @@ SETTINGS: Mapping[str, Setting] = {
     "mode": Setting("Mode", '"auto": a planner decides what moves. "all": all saved tensors move. "off": none.'),
     "budget": Setting(
         "int | float | str",
-        'Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory such as 0.8.',
+        'Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8 or "80%".',
     ),
     "include": Setting(
         _MODULES,
@@ -218,6 +218,11 @@ class Budget:
 
     def __str__(self) -> str:
         return self._text
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the bytes depend on the memory of the device."""
+        return self._share is not None
 
     def __call__(self, total_bytes: int) -> int:
         """Bytes of the budget on a device with `total_bytes` of memory."""

@@ -61,8 +61,8 @@ def plan(
         model: in training mode, on its device, compiled or wrapped as for training.
         example_batch: arguments of the model: a mapping (by keyword), a tuple or list (by position) or one tensor; as
             large as batches get. Call within the autocast context of the training, if any.
-        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory such as
-            0.8. None: move what slows no step.
+        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
+            or "80%". None: move what slows no step.
         loss: function of the model's output that backward begins with. Default: the output's `loss`, or the output if
             that is one number, else the sum of all floating-point tensors in the output.
         store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for

@@ -238,8 +238,8 @@ def offload(
             devices are checked and the plan is made in the first forward after to_empty() or loading weights.
         mode: "auto": a planner decides what moves. "all": all saved tensors move. "off": none. Default: "auto", unless
             another setting says what moves and how (include, exclude, keep_last, recipe, plan, window, prefetch).
-        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory such as
-            0.8. The planner keeps, moves and recomputes for the fastest step.
+        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
+            or "80%". The planner keeps, moves and recomputes for the fastest step.
         include: Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these
             move. Of nested modules the innermost decides.
         exclude: Names, patterns or classes of modules: tensors saved in the forward of these stay.

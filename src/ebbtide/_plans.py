@@ -232,7 +232,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe for every region, with release and fetch points. `str()` gives a table of at most 100 columns.
+    """A recipe for every region, with release and fetch points. `str()` gives a table for a page of 100 columns.
 
     Attributes:
         regions: by name. Without `outside`, the default of the entry point holds for regions without an entry.
@@ -283,7 +283,7 @@ class Plan:
         return None if found is None else found.recipe
 
     def __str__(self) -> str:
-        return "\n".join([_headline(self), *_table(self)])
+        return "\n".join([*_wrapped(headline(self), ""), *_table(self)])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, for `Plan.load`.
@@ -388,21 +388,42 @@ def _past(place: Place) -> str:
 _FIGURE = re.compile(r"[0-9][0-9.]* \w+")
 _COLUMNS = ("regions", "recipe", "kept", "moved", "recompute")
 _WIDTH = 100
-_LONGEST_NAME = 36  # leaves room for the other columns
+_LEAST_NAME = 24  # characters of a name that are shown, however wide the other columns are
 
 
 _Line: TypeAlias = "tuple[str, RegionPlan]"
 """A region: name and plan."""
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """Budget and prediction, or why there is no plan yet."""
     budget = plan.budget or ("" if plan.budget_bytes is None else format_bytes(plan.budget_bytes))
     if plan.status:
         return f"{plan.status} (budget {budget})" if budget else plan.status
     within = f" within {budget}" if budget else ""
     if plan.predicted is None:
         return f"plan{within}, {len(plan.regions)} regions"
-    return textwrap.fill(f"plan{within}: {plan.predicted}", _WIDTH, subsequent_indent="  ")
+    return f"plan{within}: {plan.predicted}"
+
+
+def short_recipe(recipe: Recipe) -> str:
+    """The action, and how many tensors or outputs are chosen."""
+    if recipe.sites is None:
+        return recipe.action
+    count = len(recipe.sites)
+    what = "output" if recipe.action == "selective" else "tensor"
+    return f"{recipe.action}, {count} {what}{'' if count == 1 else 's'}"
+
+
+def places(recipe: Recipe) -> str:
+    """What a recipe that recomputes does with outputs and inputs; "" for other recipes."""
+    if not recipe.recomputes:
+        return ""
+    pruned = f", {len(recipe.prune)} pruned" if recipe.prune else ""
+    if recipe.action == "selective" and set(recipe.ops) == set(OP_CLASSES):
+        # A planner names every class and chooses by sites: a list of all classes would say nothing.
+        return f"outputs {_past(recipe.outputs)}{pruned}, inputs {_past(recipe.inputs)}"
+    return f"{str(recipe).removeprefix('recompute, ')}{pruned}"
 
 
 def _table(plan: Plan) -> Iterator[str]:
@@ -410,13 +431,37 @@ def _table(plan: Plan) -> Iterator[str]:
     line, indented, the reason, with the figures of the first region."""
     lines: list[_Line] = [*plan.regions.items(), *([] if plan.outside is None else [("outside", plan.outside)])]
     runs = list(consecutive(lines, _are_alike))
-    titles, *rows = plain_table([_COLUMNS, *map(_row, runs)], right=(2, 3, 4)).splitlines()
+    rows = [_COLUMNS, *map(_row, runs)]
+    room = _WIDTH - sum(2 + max(map(len, column)) for column in list(zip(*rows, strict=True))[1:])
+    short_rows = [(_shortened(name, max(_LEAST_NAME, room)), *cells) for name, *cells in rows]
+    titles, *texts = plain_table(short_rows, right=(2, 3, 4)).split("\n")
     yield titles
-    for row, run in zip(rows, runs, strict=True):
-        yield row
-        notes = "; ".join(filter(None, (_places(run[0][1].recipe), run[0][1].reason)))
-        each = "each: " if notes and len(run) > 1 else ""
-        yield from textwrap.wrap(each + notes, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    for text, run in zip(texts, runs, strict=True):
+        yield text
+        yield from _notes(run)
+
+
+def _notes(run: Sequence[_Line]) -> Iterator[str]:
+    recipe, reason = run[0][1].recipe, run[0][1].reason
+    # The figures of a reason are of one region, and may differ from region to region.
+    first = "" if len({(region.reason, region.cost) for _, region in run}) == 1 else "first: "
+    each = "each: " if reason and len(run) > 1 and not first else ""
+    yield from _wrapped("; ".join(filter(None, (places(recipe), reason and f"{first}{each}{reason}"))), "    ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Lines of at most 100 columns. A number and its unit stay together."""
+    joined = _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    lines = textwrap.wrap(joined, _WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _shortened(name: str, most: int) -> str:
+    """At most `most` characters: names of modules differ at either end."""
+    if len(name) <= most:
+        return name
+    front = (most - 3) // 2
+    return f"{name[:front]}...{name[front + 3 - most :]}"
 
 
 def _are_alike(one: _Line, other: _Line) -> bool:
@@ -425,36 +470,17 @@ def _are_alike(one: _Line, other: _Line) -> bool:
 
 
 def _row(lines: Sequence[_Line]) -> Sequence[str]:
-    name = as_range(lines[0][0], lines[-1][0])
-    short = name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+    name, recipe = as_range(lines[0][0], lines[-1][0]), short_recipe(lines[0][1].recipe)
     costs = [region.cost for _, region in lines if region.cost is not None]
-    recipe = _short(lines[0][1].recipe)
     if not costs:
-        return short, recipe, "", "", ""
+        return name, recipe, "", "", ""
     return (
-        short,
+        name,
         recipe,
         format_bytes(sum(cost.kept_bytes for cost in costs)),
         format_bytes(sum(cost.moved_bytes for cost in costs)),
         _ms(sum(cost.recompute_s for cost in costs)),
     )
-
-
-def _short(recipe: Recipe) -> str:
-    if recipe.sites is None:
-        return recipe.action
-    what = "outputs" if recipe.action == "selective" else "tensors"
-    return f"{recipe.action}, {len(recipe.sites)} {what}"
-
-
-def _places(recipe: Recipe) -> str:
-    """What a recipe that recomputes does with outputs and inputs."""
-    if not recipe.recomputes:
-        return ""
-    if recipe.action == "selective" and recipe.sites is not None:  # by a planner, which names every class of operators
-        pruned = f", {len(recipe.prune)} pruned" if recipe.prune else ""
-        return f"outputs {_past(recipe.outputs)}{pruned}, inputs {_past(recipe.inputs)}"
-    return str(recipe).removeprefix("recompute, ")
 
 
 def _ms(seconds: float) -> str:

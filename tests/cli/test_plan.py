@@ -14,6 +14,7 @@ from ebbtide import Plan
 from ebbtide._cli import main
 from ebbtide._cli._plan_pareto import Solvers, recompute_s
 from ebbtide._cli._plan_profile import WhatIf
+from ebbtide._config import Budget
 from ebbtide._planner.explain import as_budget
 from ebbtide._planner.solve import Solver
 from ebbtide._profiling.profile import Profile
@@ -85,12 +86,17 @@ def saved(file, *arguments):
     return Plan.load(path)
 
 
+def solved(profile, budget):
+    """The plan for a budget, with the budget as it was written."""
+    return dataclasses.replace(Solver(profile).solve(Budget(budget)(0)), budget=str(Budget(f"{budget}")))
+
+
 # -- from a file -------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_printed_and_saved(file, capsys):
     planned = saved(file, "--budget", MIDDLE)
-    assert planned == Solver(MEASURED).solve(MIDDLE)
+    assert planned == solved(MEASURED, MIDDLE)
     printed = capsys.readouterr().out
     assert str(planned) in printed
     assert "small on none, 4 regions, 1000 tokens: 120.0 ms" in printed
@@ -110,7 +116,7 @@ def test_what_ifs_are_planned_with_and_noted(file, capsys):
     what_if = WhatIf(link=5, scale=2, host_limit="100MiB", reserve="1GiB", graphs=2)
     arguments = ["--link", 5, "--scale", 2, "--host-limit", "100MiB", "--reserve", "1GiB", "--graphs", 2]
     planned = saved(file, *arguments, "--budget", "3.5GiB")
-    assert planned == Solver(what_if.applied_to(MEASURED)[0]).solve(7 * GIB // 2)
+    assert planned == solved(what_if.applied_to(MEASURED)[0], "3.5GiB")
     printed = capsys.readouterr().out
     for expected_text in (
         "5 GB/s each way, not 10.0",
@@ -148,7 +154,7 @@ def test_the_pareto_curve_is_a_table_and_a_picture(file, capsys):
     assert "1.000" in rows[-1]
     assert "4 keep" in rows[-1]
     assert "only recomputing" in printed
-    assert "prefetch" not in printed  # of a plan, without --budget or --save
+    assert "waiting" not in printed  # of a plan, without --budget or --save
     assert matplotlib.image.imread(picture).std() > 0
 
 
@@ -156,7 +162,7 @@ def test_a_plan_and_the_pareto_curve_together(file, capsys):
     assert run(file, "--front", "--points", 2, "--budget", MIDDLE) == 0
     printed = capsys.readouterr().out
     assert "x plain" in printed
-    assert str(Solver(MEASURED).solve(MIDDLE)) in printed
+    assert str(solved(MEASURED, MIDDLE)) in printed
 
 
 def test_no_restricted_plan_is_faster():
@@ -235,6 +241,7 @@ def test_a_script_without_a_profile(here, how, expected_text, capfd):
         (["{unknown}", "--scale", "2"], "does not say how large its batches were"),
         (["{file}", "--budget", str(LEAST - 1)], "smallest budget"),
         (["{unknown}", "--budget", "0.5"], "does not say how much memory its device has"),
+        (["{unknown}", "--budget", "50%"], "does not say how much memory its device has"),
         (["{file}", "--budget", "9" * 400], "is more than any device has"),
         (["{file}", "--reserve", "9" * 308 + "TiB"], "is more than any device has"),
         (["{file}", "--scale", "1e9", "--budget", "20GiB"], "budget 20.00 GiB: no plan fits"),

@@ -157,12 +157,11 @@ class WhatIf:
 
 
 def budget_bytes(text: str | None, profile: Profile) -> int | None:
-    """Bytes of "40GiB", or of "0.8" of the device's memory. Raises ConfigError."""
+    """Bytes of "40GiB", or of "0.8" or "80%" of the device's memory. Raises ConfigError."""
     if text is None:
         return None
-    value = parse_budget(text)
-    budget = Budget(value)
-    if isinstance(value, float) and profile.device_bytes is None:
+    budget = Budget(parse_budget(text))
+    if budget.is_share and profile.device_bytes is None:
         raise ConfigError(
             f"--budget {text}: the profile does not say how much memory its device has: write bytes, such as 40GiB"
         )

@@ -1,6 +1,7 @@
 """`ebbtide plan`: the plan of a profile, and the time of a step by the plan."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from ebbtide._cli._plan_profile import WhatIf, budget_bytes, measure_model, measure_script
+from ebbtide._config import Budget, parse_budget
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import format_bytes
@@ -51,8 +53,8 @@ def plan(
         script: a training script with ebbtide.offload(model) in it. The script runs until the fourth step.
         script_arguments: of the script, as one text, like the arguments behind "--".
         save_profile: a file for the profile.
-        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory such as
-            0.8. Default: move what makes the step no slower.
+        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
+            or "80%". Default: move what makes the step no slower.
         link: what if the link carried so many GB/s each way.
         tokens: what if a batch had so many tokens: elements of the largest tensor that the model is called with.
         scale: what if a batch had so many times the measured tokens.
@@ -122,6 +124,8 @@ def _answer(
         )
     if points is None or budget is not None or save is not None:
         planned = solvers.solver.solve(nbytes)
+        if budget is not None:
+            planned = replace(planned, budget=str(Budget(parse_budget(budget))))
         say(f"\n{planned}")
         if save is not None:
             _write("--save", save, planned.save)

@@ -380,10 +380,11 @@ class PlanTuner:
 
     def _solved(self, solver: Solver, budget_bytes: int | None) -> Plan:
         start = time.perf_counter()
-        with span("ebbtide::solve"):
-            plan = solver.solve(budget_bytes)
-        self._solving_s += time.perf_counter() - start
-        return plan
+        try:
+            with span("ebbtide::solve"):
+                return solver.solve(budget_bytes)
+        finally:
+            self._solving_s += time.perf_counter() - start
 
     def _make_size(self, tokens: int, fallback: Callable[[int, Solver], Plan] | None = None) -> _BatchSize:
         """Raises PlanError if nothing fits the budget and no `fallback` is given."""
@@ -445,7 +446,7 @@ class PlanTuner:
         recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
         does = f"{recomputed} of {len(plan.regions)} regions recompute"
         does = "everything stays on the device" if plan.keeps_all else does
-        solved = f"; solved in {self._solving_s:.1f} s" if self._solving_s else ""
+        solved = f"; solving took {self._solving_s:.1f} s" if self._solving_s else ""
         self._solving_s = 0.0
         _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
 

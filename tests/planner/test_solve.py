@@ -70,7 +70,10 @@ def test_no_assignment_is_faster(data):
     step = data.draw(profiles(most_regions=2))
     solver = Solver(step)
     budget = solver.smallest_budget() + data.draw(st.integers(-5, 150)) * MB
-    fastest = by_brute_force(step, budget)
+    # Recipes that recompute may make moves look superfluous that are faster where the host is slow, so the solver looks
+    # at assignments without recomputation too.
+    found = [by_brute_force(step, budget, only_moves) for only_moves in (False, True)]
+    fastest = min((step_s for step_s in found if step_s is not None), default=None)
     if fastest is None:
         with pytest.raises(PlanError):
             solver.solve(budget)

@@ -443,10 +443,10 @@ def _table(plan: Plan) -> Iterator[str]:
 
 def _notes(run: Sequence[_Line]) -> Iterator[str]:
     recipe, reason = run[0][1].recipe, run[0][1].reason
-    # The figures of a reason are of one region, and may differ from region to region.
-    first = "" if len({(region.reason, region.cost) for _, region in run}) == 1 else "first: "
-    each = "each: " if reason and len(run) > 1 and not first else ""
-    yield from _wrapped("; ".join(filter(None, (places(recipe), reason and f"{first}{each}{reason}"))), "    ")
+    if reason and len(run) > 1:  # its figures are of one region
+        are_equal = len({(region.reason, region.cost) for _, region in run}) == 1
+        reason = f"{'each' if are_equal else 'first'}: {reason}"
+    yield from _wrapped("; ".join(filter(None, (places(recipe), reason))), "    ")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

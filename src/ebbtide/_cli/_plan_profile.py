@@ -156,8 +156,8 @@ class WhatIf:
         return profile.scaled(tokens), notes
 
 
-def budget_bytes(text: str | None, profile: Profile) -> int | None:
-    """Bytes of "40GiB", or of "0.8" or "80%" of the device's memory. Raises ConfigError."""
+def budget_of(text: str | None, profile: Profile) -> Budget | None:
+    """The budget of "40GiB", or of "0.8" or "80%" of the device's memory. Raises ConfigError."""
     if text is None:
         return None
     budget = Budget(parse_budget(text))
@@ -165,4 +165,4 @@ def budget_bytes(text: str | None, profile: Profile) -> int | None:
         raise ConfigError(
             f"--budget {text}: the profile does not say how much memory its device has: write bytes, such as 40GiB"
         )
-    return budget(profile.device_bytes or 0)
+    return budget

@@ -9,8 +9,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ebbtide._cli._plan_profile import WhatIf, budget_bytes, measure_model, measure_script
-from ebbtide._config import Budget, parse_budget
+from ebbtide._cli._plan_profile import WhatIf, budget_of, measure_model, measure_script
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import format_bytes
@@ -108,7 +107,7 @@ def _answer(
 
     profile, notes = what_if.applied_to(measured)
     solvers, of = Solvers(profile), profile.made_for
-    nbytes, plain = budget_bytes(budget, profile), solvers.plain
+    limit, plain = budget_of(budget, profile), solvers.plain
     say(
         f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
         f"{profile.tokens} tokens: {plain.step_s * 1e3:.1f} ms at a peak of {format_bytes(plain.peak_bytes)} with "
@@ -123,9 +122,8 @@ def _answer(
             "--script."
         )
     if points is None or budget is not None or save is not None:
-        planned = solvers.solver.solve(nbytes)
-        if budget is not None:
-            planned = replace(planned, budget=str(Budget(parse_budget(budget))))
+        planned = solvers.solver.solve(None if limit is None else limit(profile.device_bytes or 0))
+        planned = replace(planned, budget="" if limit is None else str(limit))
         say(f"\n{planned}")
         if save is not None:
             _write("--save", save, planned.save)

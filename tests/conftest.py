@@ -1,6 +1,7 @@
 """Fixtures and options of every test; how much of each matrix runs (see README.md)."""
 
 import importlib.util
+import os
 import warnings
 
 import pytest
@@ -17,6 +18,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without 
     settings.register_profile("all", **clockless)
 else:
     settings = None
+
+os.environ.setdefault("EBBTIDE_WAIT", "1")  # plans come in the same step of every run, here and in subprocesses
 
 
 def pytest_addoption(parser):

@@ -11,6 +11,7 @@ from support import Rig, assert_equal
 from torch import nn
 
 import ebbtide
+from ebbtide._control.trial import Trial
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.stats import TOTALS, CopyTiming, Count, Stats
 from ebbtide._types import Memory, Reason, Unable
@@ -115,13 +116,13 @@ def test_a_handle_knows_budget_prediction_and_measurement():
         assert_equal(step(model, seed), step(twin, seed))
     stats, predicted = handle.stats(), handle.plan.predicted
     assert (stats.predicted_step_s, stats.predicted_peak_bytes) == (predicted.step_s, predicted.peak_bytes)
-    plan_stats = handle._planning.controller.tuner._size.stats
-    plan_stats.start_plan(plan_stats.plan)
+    size = handle._planning.controller.tuner._size
+    size.trial = trial = Trial(size.trial.plan, None)
     assert handle.stats().measured_step_s is None
     assert "measured" not in handle.report()
     for _ in range(5):
-        plan_stats.add_step(0.25)
-        plan_stats.add_peak(5 * GIB, 1.0)
+        trial.add_step(0.25)
+        trial.add_peak(5 * GIB)
     stats = handle.stats()
     assert (stats.measured_step_s, stats.measured_peak_bytes) == (0.25, 5 * GIB)
     handle.remove()

@@ -34,7 +34,7 @@ def main() -> None:
         result = measure_model(name, device, options.shares, options.steps)
         file = options.out / f"zoo-{name.replace(' ', '-')}.json"
         file.write_text(json.dumps({**about, **result}, indent=1) + "\n")
-        print(name, json.dumps(result["points"], indent=1), flush=True)
+        print(name, json.dumps(result, indent=1), flush=True)
         ebbtide.release_memory()
         gc.collect()
         torch.cuda.empty_cache()

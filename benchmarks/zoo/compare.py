@@ -124,6 +124,8 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         "most_over": _peak(steps) / max(1, act_bytes),
         "first_steps_cost_s": sum(step.step_ms - typical_ms for step in steps[:FIRST]) / 1e3,
         "slowest_later": max(step.step_ms for step in steady) / typical_ms,
+        "steps_ms": [round(step.step_ms, 1) for step in steps],
+        "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],
     }
 
 

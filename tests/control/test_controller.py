@@ -390,7 +390,7 @@ def test_alternating_sizes_are_not_planned_for_again_and_again():
     model = make()
     handle = ebbtide.offload(model, **SETTINGS)
     follow(model, 60, rows=lambda k: ROWS if k % 10 < 5 else 2 * ROWS)
-    assert handle._planning.controller.tuner._replans <= 8
+    assert all(size.corrections <= 2 for size in handle._planning.controller.tuner._sizes.values())
 
 
 @pytest.mark.parametrize(
@@ -480,11 +480,12 @@ def test_out_of_memory_says_what_was_planned_and_goes_on(steps_before, on_oom):
     handle = ebbtide.offload(model, budget=a_large_budget(), on_oom=on_oom, **SETTINGS)
     for _ in range(steps_before):
         model(batch(0)).sum().backward()
-    before = handle._planning.controller.budget_bytes
+    before = handle._planning.controller.user_budget_bytes
     model[1].is_exhausted = True
     assert "was predicted for a budget of" in said_when_out_of_memory(model)
     model[1].is_exhausted = False
-    assert (handle._planning.controller.budget_bytes < before) == (on_oom == "replan")
+    after = handle._planning.controller.tuner.limit_bytes
+    assert (after < before) == (on_oom == "replan")
     model(batch(0)).sum().backward()
 
 
@@ -528,7 +529,7 @@ def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
     for k in range(12):
         assert_equal(together(model, k), together(twin, k))
     assert handle._planning.controller.phase is Phase.PLANNED
-    assert handle._planning.controller.tuner._replans == 0
+    assert handle._planning.controller.tuner._size.corrections == 0
     assert handle.profile.graphs == 2
 
 

@@ -4,7 +4,7 @@ Note [PlanController]
 ~~~~~~~~~~~~~~~~~~~~~
 1. The first steps run with the smallest memory: with a budget every region is recomputed and inputs are offloaded,
    without a budget every region keeps. The first step warms up, the second is measured for times, and the third for
-   details. The plan follows.
+   details. The solver is asked for a plan, and training goes on with these recipes until the plan is there.
 2. From then on the tuner compares and corrects (Note [PlanTuner]).
 3. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
    sizes of the ranks. Ranks agree on a plan between two steps: before step 4, and again before steps 12 and 36 if not
@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from ebbtide._engine.context import HookContext
 from ebbtide._engine.engine import Engine
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
+from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.simulate import with_host
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.build import ProfileInputs, profile_of
@@ -36,9 +37,12 @@ from ebbtide._profiling.profile import Link, Profile
 from ebbtide._profiling.recorder import ProfilingRecorder
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._types import OpClasses, StepRecorder
+from ebbtide._utils import env
 from ebbtide._utils.logs import logger_of
 
 _log = logger_of(__name__)
+
+_Result = TypeVar("_Result")
 
 _FIRST_VOTE = 4  # steps: a warm-up, two measured steps, and the step that begins with a vote
 _LATENCY_S = 1e-5
@@ -85,6 +89,7 @@ class Phase(enum.Enum):
     WARM = "warms up"
     TIMES = "is measured for times"
     DETAILS = "is measured for details"
+    SOLVING = "waits for a plan"
     PLANNED = "runs by the plan"
     GAVE_UP = "keeps its first recipes"
 
@@ -200,13 +205,15 @@ class PlanController:
         """Reason for a missing plan; "" with a plan."""
         if self.is_measuring:
             return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
+        if self.phase is Phase.SOLVING:
+            return "no plan yet: solving"
         return f"no plan: training {self.phase.value}" if self.tuner is None else ""
 
     def start(self) -> None:
         """Apply the first plan. Raises PlanError if the given profile does not match the model, or if no plan fits."""
         profile = self._measured
         if profile is None:
-            self._set_first()
+            self._handle.apply_plan(self._first_plan())
             return
         profile.check_made_for(self._handle.made_for())
         if self._budget_of is not None:
@@ -215,21 +222,43 @@ class PlanController:
             profile = self._agreed(profile)
             assert profile is not None
         self._plan_from(profile)
+        assert self.tuner is not None
+        self._or_give_up(self.tuner.wait)
+        self.phase = Phase.PLANNED
 
     def _plan_from(self, profile: Profile) -> None:
-        """Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak."""
+        """Ask for a plan. Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak."""
         self.phase = Phase.GAVE_UP
         self._measured = profile
+        # Ranks take up a plan in one step: all of them wait for the solver.
+        waits = self._agree is not None or env.waits_for_plans()
         self.tuner = PlanTuner(
             _WithUnseenRegions(self._handle, self._unseen_in(profile)),
             profile,
             self._context.recorder,
             self._goal_bytes,
             self._handle.engine(),
+            solve=solve_here if waits else solve_elsewhere,
+            smallest=self._first_plan(prefetch_bytes=1) if self._budget_of is not None else None,
             replans_on_oom=self._replans_on_oom,
             is_shared=self._agree is not None,
         )
-        self.phase = Phase.PLANNED
+        self.phase = Phase.PLANNED if self.tuner.has_plan else Phase.SOLVING
+        if self.phase is Phase.SOLVING:
+            _log.info("%s", self.status)
+
+    def _or_give_up(self, do: Callable[[], _Result]) -> _Result:
+        """The result of `do`. After a PlanError the first recipes stay."""
+        try:
+            return do()
+        except PlanError:
+            self.tuner, self.phase = None, Phase.GAVE_UP
+            raise
+
+    def replan(self) -> None:
+        """Plan again from what was measured; nothing to do before the first plan."""
+        if self.tuner is not None:
+            self.tuner.replan()
 
     def _unseen_in(self, profile: Profile) -> dict[str, RegionPlan]:
         """With a budget, the recipe with the smallest peak for regions that no measured step entered."""
@@ -239,13 +268,13 @@ class PlanController:
         least = RegionPlan(Recipe("recompute"), reason="entered by no measured step: smallest peak")
         return {name: least for name in self._names if name not in known}
 
-    def _set_first(self, prefetch_bytes: int | None = None) -> None:
+    def _first_plan(self, prefetch_bytes: int | None = None) -> Plan:
         recipe, keep = Recipe("recompute" if self.recomputes else "keep"), Recipe("keep")
         kept = self._handle.never_recomputed()
         regions = {
             name: RegionPlan(keep if name in kept else recipe, prefetch_bytes=prefetch_bytes) for name in self._names
         }
-        self._handle.apply_plan(Plan(regions, outside=RegionPlan(Recipe("keep"))))
+        return Plan(regions, outside=RegionPlan(Recipe("keep")))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -254,14 +283,22 @@ class PlanController:
         duration of a verified step is ignored."""
         self.is_warming_up = False
         engine = self._handle.engine()
-        if engine is None and self.is_measuring and self._handle.is_captured():
+        if engine is None and self.status and self._handle.is_captured():
             self._warn_of_capture()
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
         if self.tuner is not None:
-            self.tuner.never_recompute(self._handle.never_recomputed())
-            return self.tuner.step_begins(engine, tokens, is_verified)
+            return self._planned_step(engine, tokens, is_verified)
         return self._recorded_step(engine, tokens)
+
+    def _planned_step(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor | None:
+        tuner = self.tuner
+        assert tuner is not None
+        tuner.never_recompute(self._handle.never_recomputed())
+        monitor = self._or_give_up(lambda: tuner.step_begins(engine, tokens, is_verified))
+        if self.phase is Phase.SOLVING and tuner.has_plan:
+            self.phase = Phase.PLANNED
+        return monitor
 
     def _warn_of_capture(self) -> None:
         if not self._has_warned_of_capture:
@@ -277,7 +314,7 @@ class PlanController:
     def _recorded_step(self, engine: Engine, tokens: int) -> StepRecorder | None:
         if self._agree is not None and self._is_to_vote():
             self._vote(engine)
-            return None if self.tuner is None else self.tuner.step_begins(engine, tokens)
+            return None if self.tuner is None else self._planned_step(engine, tokens)
         pending = None if self._recorded is None else self._recorded.pending
         if pending is not None:
             return self._wait_for_backward(pending, engine)
@@ -289,14 +326,14 @@ class PlanController:
                 return self._monitor_only(engine)  # until all ranks vote, or the device has finished
             self._move_on(ended, engine)
             if self.tuner is not None:
-                return self.tuner.step_begins(engine, tokens)
+                return self._planned_step(engine, tokens)
         is_detailed = self.phase is Phase.DETAILS
         self._tokens = tokens
         if self.phase is Phase.TIMES:
             self._tokens_of_times = tokens
         if is_detailed:
             self._memory_before = self._handle.memory_before()
-        self._set_first(prefetch_bytes=1 if is_detailed and self.recomputes else None)
+        self._handle.apply_plan(self._first_plan(prefetch_bytes=1 if is_detailed and self.recomputes else None))
         self.is_warming_up = self.phase is Phase.WARM and self.recomputes
         _log.info("%s", self.status)
         recorder = ProfilingRecorder(
@@ -382,10 +419,10 @@ class PlanController:
         return profile
 
     def conclude(self) -> Profile | None:
-        """Finish measuring without another step. Returns the profile if the steps so far suffice."""
+        """Finish measuring without another step or a plan. Returns the profile if the steps so far suffice."""
         engine, ended = self._handle.engine(), self._ended_recorder
         if self.phase is Phase.DETAILS and engine is not None and ended is not None:
-            self._move_on(ended, engine)
+            self._measured = self._read(ended, engine)
         return self.profile
 
     def _could_not_read(self) -> None:

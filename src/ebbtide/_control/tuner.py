@@ -1,68 +1,54 @@
-"""Compares the steps of a plan with the prediction, and corrects the plan.
+"""Asks for plans, follows their first steps, and corrects them. Training never waits (law 13).
 
 Note [PlanTuner]
 ~~~~~~~~~~~~~~~~
-1. The duration of each step is compared with the prediction without waiting for the step: the CPU may be steps ahead of
-   the device, so several monitors are in flight. Overlapping steps (two forwards, then backward) are not compared.
-2. After a lasting deviation of more than `plan_stats.REPLAN_AT` the profile is refitted and solved again. The link gets
-   the rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of
-   regions without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow
-   CPU: a CPU with shared cores is slow for seconds, and regions that keep would look as slow as recomputed regions.
-   Each correction takes more patience, a plan slower than the best plan so far gives way to the best plan, and the
-   number of corrections is limited over all batch sizes: plans cannot oscillate.
-   With a budget, replan once after 5 s if the step is off by 2 %: clocks have settled by then, and plans at the limit
-   of the link change if compute is a few percent slower.
-3. Without a budget no step may be slower than keeping everything (law 12). The prediction cannot tell a slow plan from
-   a slow machine, so a plan over the predicted time is compared: eight steps keep everything and, if these were faster,
-   eight steps follow the plan again. A plan as fast as keeping everything stays, until steps are slower than in the
-   comparison. Else the profile is refitted to the steps that kept everything, and a plan that offloads less follows, or
-   everything is kept. A larger batch than the measured one may not fit with everything kept, and is solved again only.
-4. The peak is measured in two steps as soon as a plan has run twice, after a reset of the device's peak statistics. The
-   margin below the budget grows or shrinks by the error of the predicted peak, a few times. The peak is measured again
-   if the device's statistics go over the budget later.
-5. Smaller deviations show in `PlanTuner.profile` only, as speed scales of the last steps of the current batch size.
-6. Another batch size has a plan of its own, from the profile scaled to the size: one plan for each bucket of sizes.
+1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
+   one at a time, and the answer is taken up before a later forward. Until then the size runs by the plan of a larger
+   size or, within a budget, by the recipes with the smallest peak.
+2. A plan is on trial for its first steps (Note [Trials]). After a correction the profile is refitted: the link gets the
+   rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of regions
+   without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow CPU.
+3. A plan whose steps are slower than its fallback's would be is compared: the fallback runs for a trial, and the faster
+   of the two stays. Within a budget the fallback recomputes the fewest regions that fit; without one it keeps
+   everything, and a slow plan gives way to one that moves less before it gives way to the fallback.
+4. After two corrections the plan is frozen. What wakes it: a peak over the budget, memory from before the step that has
+   grown (the state of an optimizer, gradients that accumulate), running out of memory, another batch size, `replan`.
+   A plan over the budget runs no further step: the recipes with the smallest peak take over until the answer is there.
+5. The durations of steps are compared with predictions without waiting for a step: the CPU may be steps ahead of the
+   device, so several monitors are in flight. Overlapping steps (two forwards, then backward) are not compared.
 """
 
 import dataclasses
 import math
-import time
 import warnings
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ebbtide._control.budget_margin import BudgetMargin
-from ebbtide._control.plan_stats import STEPS_TO_LEARN, MeasuredPlan, PlanStats, bounded
 from ebbtide._control.speed_scale import ComputeScale, FinishedStep, LinkRates, SpeedScales
+from ebbtide._control.trial import THRESHOLDS, Trial, Verdict, bounded, first_margin, margin_after, verdict
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.stats import StatsRecorder
-from ebbtide._errors import EbbtideWarning, PlanError, add_note
+from ebbtide._errors import EbbtideWarning, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
-from ebbtide._planner.solve import Solver
+from ebbtide._planner.solve import Answer, Question
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._utils.logs import logger_of
 from ebbtide._utils.sizes import format_bytes
-from ebbtide._utils.tracing import span
 
 _log = logger_of(__name__)
 
-_SETTLES_IN_S = 5.0  # of steps by one plan: clocks have settled
-_SETTLED_AT = 0.02
-_MOST_REPLANS = 8  # of all batch sizes
 _MOST_IN_FLIGHT = 64
-_LOOK_EVERY = 16  # forwards of one size
 _BUCKETS_PER_OCTAVE = 8
-_OOM_SHARE = 20  # divisor: share of the budget taken off after running out of memory
-_LOOKS_SLOW = 1.02  # times the predicted step that keeps everything
-_LONGEST_COMPARISON = 24  # forwards: steps in flight, and steps that cannot be timed
-_AS_MUCH = 0.95  # of the bytes that a plan offloaded
 _WAITS_FOR_CPU = 0.01  # of a step: the real waiting time is unknown
 _UNMEASURED = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention
+
+Solve = Callable[[Question], "Future[Answer]"]
 
 
 class PlanTarget(Protocol):
@@ -73,14 +59,32 @@ class PlanTarget(Protocol):
 
 @dataclasses.dataclass
 class _BatchSize:
-    """One bucket of batch sizes. `profile`: source of the plans, before scaling to the size."""
+    """One bucket of batch sizes.
+
+    Attributes:
+        tokens: the largest batch of the bucket.
+        profile: source of the plan, before scaling to the size.
+        margin_bytes: part of the budget left free.
+        trial: the plan; None until the first answer.
+        wanted: why another plan is wanted; "" if none is.
+        rival: trial of the plan that a comparison is about, while the fallback runs.
+        corrections: so far.
+        smallest_bytes: the smallest budget, as of the last answer.
+        solving_s: seconds that the last answer took.
+        is_used: whether a step has followed a plan.
+    """
 
     tokens: int
     profile: Profile
-    solver: Solver
-    stats: PlanStats
+    margin_bytes: int = 0
+    trial: Trial | None = None
+    wanted: str = ""
+    rival: Trial | None = None
+    corrections: int = 0
+    smallest_bytes: int = 0
+    solving_s: float = 0.0
+    is_used: bool = False
     scales: SpeedScales = dataclasses.field(default_factory=SpeedScales)
-    is_logged: bool = False
 
 
 class _PlannedStep(NamedTuple):
@@ -88,7 +92,7 @@ class _PlannedStep(NamedTuple):
 
     step: InFlightStep[StepMonitor]
     size: _BatchSize
-    plan: Plan
+    trial: Trial
     share: float
 
 
@@ -101,6 +105,8 @@ class PlanTuner:
         recorder: statistics of the handle: stalls and copy rates.
         budget: returns the peak to stay under in bytes; None: offload without slowing the step.
         engine: engine of the model's device.
+        solve: answers a question, now or later.
+        smallest: plan with the smallest peak, within a budget.
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
         is_shared: all ranks share one plan for all batch sizes. The plan never changes, because the measurements of one
             rank are unknown to the other ranks.
@@ -114,40 +120,51 @@ class PlanTuner:
         budget: Callable[[], int | None],
         engine: Engine | None,
         *,
+        solve: Solve,
+        smallest: Plan | None,
         replans_on_oom: bool,
         is_shared: bool,
     ) -> None:
         self._handle = handle
         self._profile = profile
-        self._margin = BudgetMargin(budget)
+        self._budget = budget
+        self._solve = solve
+        self._smallest = smallest
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
-        self._sizes: dict[int, _BatchSize] = {}
         self._in_flight: list[_PlannedStep] = []
-        self._replans = 0
-        self._has_settled = False
-        self._may_keep_all = True  # until keeping everything runs out of memory
-        self._was_slower = False  # the plan of the last comparison
-        self._was_cpu_refitted = False
-        self._solving_s = 0.0  # since the last record of the log
+        self._asked: tuple[_BatchSize, str, Future[Answer]] | None = None
+        self._oom_bytes = 0  # taken off the budget of all sizes, for good
+        self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
+        self._was_cpu_refitted = False
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_rates = LinkRates(recorder)
         self._measured_tokens = profile.tokens
-        self._size = self._make_size(profile.tokens)
-        self._apply(self._size)
+        self._sizes: dict[int, _BatchSize] = {}
+        self._size = self._new_size(profile.tokens)
+        self._ask_next()
+        if self._size.trial is None:
+            self._apply()
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the first answer is there."""
+        return any(size.trial is not None or size.is_used for size in self._sizes.values())
 
     @property
     def profile(self) -> Profile:
         """Source of the plans, at the measured speed of compute and CPU for the current batch size (see Note [Speed
         scales])."""
         size = self._size
-        if self._is_shared or size.profile is not self._profile:
+        if self._is_shared or size.trial is None or size.profile is not self._profile:
             return self._profile  # equal on all ranks; or the last steps were compared with another profile
-        cpu, compute = self._cpu_scale(size), self._compute_scale(size)
+        cpu, compute = self._cpu_scale(size, size.trial), self._compute_scale(size, size.trial)
         if compute is None:
-            waits = size.solver.profile.host is not None and _waits_for_cpu(size.stats.plan)
-            scale = 1.0 if waits else size.stats.compute_scale
+            waits = size.profile.host is not None and _waits_for_cpu(size.trial.plan)
+            scale = 1.0 if waits else size.trial.compute_scale
             compute = ComputeScale(scale, scale)
         if cpu == compute.forward == compute.backward == 1.0:
             return self._profile
@@ -162,59 +179,74 @@ class PlanTuner:
     @property
     def plans(self) -> dict[int, Plan]:
         """Plans by batch size in tokens."""
-        return {tokens: size.stats.plan for tokens, size in self._sizes.items()}
+        return {tokens: size.trial.plan for tokens, size in self._sizes.items() if size.trial is not None}
 
     @property
     def measured(self) -> tuple[float, int]:
         """Median seconds of the last steps of the active plan, and measured peak in bytes; 0: unknown."""
-        return self._size.stats.typical_s, self._size.stats.peak_bytes
+        trial = self._size.trial
+        return (0.0, 0) if trial is None else (trial.typical_s, trial.peak_bytes)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Limit of a measured peak: the budget less the bytes taken off after running out of memory."""
+        budget_bytes = self._budget()
+        return None if budget_bytes is None else budget_bytes - self._oom_bytes
 
     @property
     def budget_bytes(self) -> int | None:
         """Limit of predicted peaks: the budget less the margin."""
-        return self._margin.planned_bytes(self._size.tokens)
+        limit_bytes = self.limit_bytes
+        return None if limit_bytes is None else limit_bytes - self._size.margin_bytes
 
-    def never_recompute(self, names: Collection[str]) -> None:
-        """Plan without recomputing `names`: regions with a recomputation that differed from forward."""
-        if not names:
-            return
-        regions = [dataclasses.replace(r, recompute_s=0.0) if r.name in names else r for r in self._profile.regions]
-        if self._is_shared or tuple(regions) == self._profile.regions:
-            return  # ranks never change a plan: the saved tensors of the regions are offloaded
-        self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
-        self._sizes = {}
-        self._size = self._make_size(self._size.tokens, self._smallest_plan)
-        self._apply(self._size)
+    # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step_begins(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor:
-        """Apply the plan of the batch size before a forward, and return the monitor of the step. The duration of a
-        verified step is ignored."""
+    def step_begins(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor | None:
+        """Apply the plan of the batch size before a forward, and return the monitor of the step; None without a plan.
+        The duration of a verified step is ignored. Raises PlanError if no plan fits the budget."""
         if any(each.step.ended is None for each in self._in_flight):
             self._check_failed_allocations(engine)
         self._read_finished()
+        self._look_at_memory(engine)
         bucket = self._bucket(tokens)
-        size = self._sizes.get(bucket) or self._make_size(bucket, self._smallest_plan)
-        if size is not self._size:
-            self._size = size
-            self._apply(size)
-        if not size.is_logged:
-            size.is_logged = True
+        size = self._sizes.get(bucket) or self._new_size(bucket)
+        has_changed, self._size = size is not self._size, size
+        self._take_answer()
+        self._ask_next()
+        if has_changed:
+            self._apply()
+        trial = size.trial
+        if trial is None:
+            return None
+        if not size.is_used:
+            size.is_used = True
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
-            self._log_plan(f"plan in force{other}", size)
-        size.stats.begun += 1
-        if size.stats.compared is not None and size.stats.begun > _LONGEST_COMPARISON:
-            plans = size.stats.plan, size.stats.compared.plan
-            self._change_to(size, max(plans, key=_moved_bytes), "too few steps can be compared")
-        self._recheck_peak(size, engine)
-        monitor = StepMonitor(engine.device, reads_peak=self._needs_peak(size.stats))
+            self._log_plan(f"plan in force{other}", size, trial.plan)
+        trial.begun += 1
+        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen)
+        monitor = StepMonitor(engine.device, reads_peak=needs_peak)
         monitor.is_alone = not is_verified
         for each in self._in_flight:
-            other = each.step.pending
-            if other is not None:
-                monitor.is_alone = other.is_alone = False
+            other_step = each.step.pending
+            if other_step is not None:
+                monitor.is_alone = other_step.is_alone = False
         share = tokens / size.tokens if tokens > 0 and size.tokens > 0 else 1.0
-        self._in_flight.append(_PlannedStep(InFlightStep(monitor), size, size.stats.plan, share))
+        self._in_flight.append(_PlannedStep(InFlightStep(monitor), size, trial, share))
         return monitor
+
+    def wait(self) -> None:
+        """Wait for the plan of the current batch size. Raises PlanError if no plan fits the budget."""
+        while self._asked is not None and self._size.wanted:
+            self._asked[2].exception()
+            self._take_answer()
+            self._ask_next()
+
+    def replan(self) -> None:
+        """Plan again for every batch size, with all corrections left."""
+        self._profile = self.profile
+        for size in self._sizes.values():
+            size.profile, size.wanted, size.corrections = self._profile, "asked for", 0
+        self._ask_next()
 
     def _bucket(self, tokens: int) -> int:
         """Planned batch size: at least `tokens`, and one of a few sizes in an octave."""
@@ -222,8 +254,6 @@ class PlanTuner:
         if tokens <= 0 or measured <= 0 or self._is_shared:
             return self._size.tokens  # unknown size; or all ranks share one plan for all batch sizes
         return bucket_of(tokens, measured)
-
-    # -- step times ------------------------------------------------------------------------------------------------
 
     def _read_finished(self) -> None:
         """Compare all steps that have passed with the predictions."""
@@ -242,263 +272,264 @@ class PlanTuner:
         took_s = max(sum(monitor.seconds() for _, monitor in finished), 1e-9)
         forward, backward = (waited_s / took_s for waited_s in self._link_rates.waited_s())
         for each, monitor in finished:
-            stats = each.size.stats
-            if each.plan is not stats.plan or self._sizes.get(each.size.tokens) is not each.size:
+            trial = each.trial
+            if trial is not each.size.trial:
                 continue  # the plan was replaced
-            seconds = monitor.seconds() / each.share
             if monitor.reads_peak:
-                if stats.add_peak(monitor.peak_bytes, each.share):
-                    self._fit_peak(each.size)
-            elif not monitor.is_alone:
-                stats.count_step()
-            else:
-                deviates = stats.add_step(seconds, seconds * min(1.0, forward + backward))
-                if monitor.launch_times is not None and stats.steps > STEPS_TO_LEARN:
+                trial.add_peak(monitor.peak_bytes)
+            if monitor.is_alone:
+                seconds = monitor.seconds() / each.share
+                trial.add_step(seconds, seconds * min(1.0, forward + backward))
+                if monitor.launch_times is not None and trial.steps > THRESHOLDS.learning_steps:
                     stalls_s = monitor.seconds() * forward, monitor.seconds() * backward
                     each.size.scales.add_step(FinishedStep(monitor.launch_times, each.share, *stalls_s))
-                if deviates or self._is_to_settle(stats):
-                    self._correct(each.size)
+            else:
+                trial.count_step()
+            self._judge(each.size, trial)
 
-    def _is_to_settle(self, stats: PlanStats) -> bool:
-        """Once, with a budget, and if the deviation is large enough."""
-        is_ready = stats.has_run_for(_SETTLES_IN_S) and self._margin.limit_bytes is not None
-        if not is_ready or self._has_settled or self._is_shared:
-            return False
-        self._has_settled = True
-        return stats.deviates_by(_SETTLED_AT) and not stats.is_as_measured
+    # -- verdicts --------------------------------------------------------------------------------------------------
 
-    def _correct(self, size: _BatchSize) -> None:
-        """Replace a plan whose steps deviate from the prediction."""
-        if self._is_shared:
+    def _judge(self, size: _BatchSize, trial: Trial) -> None:
+        if self._is_shared or size.wanted:
             return
-        if size.stats.compared is not None:
-            self._compare(size, size.stats.compared)
-        elif size.stats.is_slow and self._may_keep_all and self._can_keep_all(size):
-            self._keep_all(size)
-        elif self._replans < _MOST_REPLANS:
-            self._replans += 1
-            self._plan_again(size)
+        may_correct = size.corrections < THRESHOLDS.corrections
+        found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct)
+        if found is Verdict.OVER and size.rival is not None:
+            self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
+        elif found is Verdict.OVER:
+            self._leave_more_free(size, trial.peak_bytes)
+        elif size.rival is not None and trial.is_complete:
+            self._compare(size, trial, size.rival)
+        elif found is Verdict.CORRECT:
+            self._correct(size, trial)
+        elif found is Verdict.COMPARE:
+            assert trial.fallback is not None
+            size.rival = trial
+            self._follow(size, Trial(trial.fallback, None), f"compared, {_took(trial)}")
+        elif found is Verdict.STAY:
+            self._freeze(trial)
 
-    def _plan_again(self, size: _BatchSize) -> None:
-        """Solve the refitted profile. An earlier plan returns if the measured step was faster than the new prediction.
-        If an earlier plan no longer takes the measured time, the machine has changed, and old measurements are void."""
-        stats = size.stats
-        if stats.is_as_measured:
-            stats.best = None
-            self._change_to(size, self._solve(size), _took(stats))
+    def _correct(self, size: _BatchSize, trial: Trial) -> None:
+        """Ask for a plan by what was measured: times, and the peak within a budget."""
+        size.corrections += 1
+        reasons: list[str] = []
+        if trial.is_off:
+            self._refit(size, trial)
+            reasons.append(_took(trial))
+        limit_bytes = self.limit_bytes
+        if limit_bytes is not None:
+            margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
+            if margin_bytes != size.margin_bytes:
+                reasons.append(f"the peak was {format_bytes(trial.peak_bytes)}")
+            size.margin_bytes = margin_bytes
+        self._want(size, " and ".join(reasons))
+
+    def _leave_more_free(self, size: _BatchSize, peak_bytes: int) -> None:
+        """A peak over the budget. If no plan is smaller, the plan stays."""
+        trial, limit_bytes = size.trial, self.limit_bytes
+        assert trial is not None
+        assert limit_bytes is not None
+        predicted = trial.plan.predicted
+        if predicted is None or predicted.peak_bytes <= size.smallest_bytes:
+            self._warn_of_peak(peak_bytes, limit_bytes)
+            trial.is_frozen = True
             return
-        why = _took(stats)
-        before = stats.best if stats.best is not None and stats.best.plan is not stats.plan else None
-        self._refit(size)
-        plan = self._solve(size)
-        if before is None or plan.predicted is None or plan.predicted.step_s <= before.step_s:
-            self._change_to(size, plan, why)
+        size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
+        self._want(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
+
+    def _compare(self, size: _BatchSize, fallback: Trial, slow: Trial) -> None:
+        """The fallback has run too: choose, or ask for a plan that moves less."""
+        if not fallback.is_timed or slow.fastest_s <= fallback.fastest_s * THRESHOLDS.slower:
+            self._end_comparison(size, slow, "as fast as the fallback")
+        elif self.limit_bytes is None and size.corrections < THRESHOLDS.corrections:
+            size.corrections += 1
+            self._refit(size, fallback)
+            self._want(size, "keeping everything was faster")
         else:
-            plan = before.as_predicted()
-            self._change_to(size, plan, f"{why}: an earlier plan was faster", is_as_measured=True)
+            self._end_comparison(size, fallback, "the fallback is faster")
 
-    def _can_keep_all(self, size: _BatchSize) -> bool:
-        """Whether everything fits, and something moves."""
-        return size.tokens <= self._measured_tokens and _moved_bytes(size.stats.plan) > 0
+    def _end_comparison(self, size: _BatchSize, winner: Trial, why: str) -> None:
+        size.rival = None
+        stays = Trial(_as_measured(winner), None, is_as_measured=True)
+        self._follow(size, stays, f"frozen, {why}")
+        stays.is_frozen = True
 
-    def _keep_all(self, size: _BatchSize) -> None:
-        """Keep everything for a comparison. After too many corrections the verdict of another batch size holds."""
-        stats, keeping_all = size.stats, size.solver.keeping_all()
-        if self._replans < _MOST_REPLANS:
-            self._replans += 1
-            self._change_to(size, keeping_all, _took(stats), compared=stats.measured)
-        elif self._was_slower and not stats.is_as_measured:
-            self._change_to(size, keeping_all, "as with batches of another size", is_final=True)
-        else:
-            stats.is_final = True
+    def _freeze(self, trial: Trial) -> None:
+        trial.is_frozen = True
+        peak = f", peak {format_bytes(trial.peak_bytes)}" if trial.peak_bytes else ""
+        _log.info("plan frozen: steps of %.1f ms%s", trial.typical_s * 1e3, peak)
 
-    def _compare(self, size: _BatchSize, other: MeasuredPlan) -> None:
-        """Choose between two measured plans (law 12): the active plan and `other`, one of which keeps everything.
+    def _follow(self, size: _BatchSize, trial: Trial, what: str) -> None:
+        size.trial = trial
+        size.scales.clear()
+        self._log_plan(f"plan {what}", size, trial.plan)
+        if size is self._size:
+            self._apply()
 
-        The first steps of the offloading plan were compared because some were slow, maybe by chance: before a verdict
-        against the plan, the plan is measured again.
-        """
-        active, keeps_all = size.stats.measured, _moved_bytes(size.stats.plan) == 0
-        kept, offloading = (active, other) if keeps_all else (other, active)
-        self._was_slower = not offloading.is_as_fast_as(kept)
-        if not self._was_slower:
-            plan, why = offloading.as_predicted(), "as fast as keeping everything"
-            self._change_to(size, plan, why, is_as_measured=True)
-            size.stats.most_s = max(kept.fastest_s, offloading.fastest_s) * _LOOKS_SLOW
-        elif keeps_all:
-            self._refit(size)
-            self._change_to(size, offloading.plan, "keeping everything was faster", compared=kept)
-        else:
-            plan = self._solve(size)
-            offloads_less = _moved_bytes(plan) < _AS_MUCH * _moved_bytes(offloading.plan)
-            chosen = plan if offloads_less else size.solver.keeping_all()
-            self._change_to(size, chosen, "keeping everything was faster", is_final=not offloads_less)
+    # -- questions and answers -------------------------------------------------------------------------------------
 
-    def _refit(self, size: _BatchSize) -> None:
+    def _new_size(self, tokens: int) -> _BatchSize:
+        size = self._sizes[tokens] = _BatchSize(tokens, self._profile, wanted="first")
+        limit_bytes = self.limit_bytes
+        if limit_bytes is not None:
+            known = [each.margin_bytes for each in self._sizes.values()]
+            size.margin_bytes = max(first_margin(limit_bytes, self._profile.base_bytes), *known)
+        return size
+
+    def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
+        size.profile, size.wanted = self._profile, why
+        if stops_plan and self._smallest is not None and size.trial is not None:
+            size.trial.is_frozen = True
+            size.trial = None
+            if size is self._size:
+                self._apply()
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        """Send the next question: for the current size first, one at a time."""
+        wanting = [size for size in (self._size, *self._sizes.values()) if size.wanted]
+        if self._asked is not None or not wanting:
+            return
+        size, limit_bytes = wanting[0], self.limit_bytes
+        profile = size.profile.scaled(size.tokens)
+        if limit_bytes is None and size.tokens != self._measured_tokens:
+            profile = dataclasses.replace(profile, link=profile.link.times(_UNMEASURED, _UNMEASURED))
+        budget_bytes = None if limit_bytes is None else limit_bytes - size.margin_bytes
+        # Once training is under way by a plan, an error would stop it: the smallest plan follows instead.
+        must_fit = size.tokens == self._measured_tokens and not size.is_used
+        question = Question(profile, budget_bytes, limit_bytes if must_fit else None)
+        self._asked = size, size.wanted, self._solve(question)
+        if self._asked[2].done():
+            self._take_answer()
+
+    def _take_answer(self) -> None:
+        if self._asked is None or not self._asked[2].done():
+            return
+        (size, why, future), self._asked = self._asked, None
+        if self._sizes.get(size.tokens) is not size or size.wanted != why:
+            return  # asked anew meanwhile
+        size.wanted = ""
+        self._take(size, why, future.result())
+
+    def _take(self, size: _BatchSize, why: str, answer: Answer) -> None:
+        limit_bytes, plan, slow = self.limit_bytes, answer.plan, size.rival
+        size.smallest_bytes, size.solving_s, size.rival = answer.smallest_bytes, answer.seconds, None
+        if limit_bytes is not None and answer.smallest_bytes > limit_bytes:
+            self._warn_too_large(size, limit_bytes)
+        if size.trial is not None and size.trial.plan.regions == plan.regions and slow is None:
+            self._freeze(size.trial)  # the answer has not changed
+            return
+        if slow is not None and _moved_bytes(plan) >= THRESHOLDS.fewer_moves * _moved_bytes(slow.plan):
+            assert size.trial is not None
+            self._end_comparison(size, size.trial, "no plan moves less")
+            return
+        # A larger batch than the measured one may not fit with everything kept.
+        may_fall_back = limit_bytes is not None or (self._may_keep_all and size.tokens <= self._measured_tokens)
+        trial = Trial(plan, answer.fallback if may_fall_back else None)
+        trial.is_frozen = limit_bytes is not None and answer.smallest_bytes > limit_bytes
+        if size.is_used:
+            self._follow(size, trial, f"corrected, {why}")
+            return
+        size.trial = trial
+        if size is self._size:
+            self._apply()
+
+    def _apply(self) -> None:
+        """Follow the plan of the current size. Without one: of the next larger size, or the smallest recipes."""
+        size = self._size
+        larger = [each for each in self._sizes.values() if each.trial is not None and each.tokens >= size.tokens]
+        found = min(larger, key=lambda each: each.tokens).trial if larger else None
+        plan = self._smallest if found is None else found.plan
+        if plan is not None:
+            is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
+            self._handle.apply_plan(plan, 0 if is_first else size.tokens)
+
+    def _log_plan(self, what: str, size: _BatchSize, plan: Plan) -> None:
+        limit_bytes = self.limit_bytes
+        budget = "no budget" if limit_bytes is None else f"budget {format_bytes(limit_bytes)}"
+        recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
+        does = f"{recomputed} of {len(plan.regions)} regions recompute"
+        does = "everything stays on the device" if plan.keeps_all else does
+        solved = f"; solving took {size.solving_s:.1f} s" if size.solving_s else ""
+        size.solving_s = 0.0
+        _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
+
+    # -- refits ----------------------------------------------------------------------------------------------------
+
+    def _refit(self, size: _BatchSize, trial: Trial) -> None:
         """Refit link, CPU and compute of the profile to measured speeds. Without a change by regions, whole steps give
         the speed of compute."""
-        cpu, compute = self._cpu_scale(size), self._compute_scale(size)
+        cpu, compute = self._cpu_scale(size, trial), self._compute_scale(size, trial)
         if compute is None or cpu == compute.forward == compute.backward == 1.0:
-            ratio = self._ratio_by_steps(size, cpu)
+            ratio = self._ratio_by_steps(size, trial, cpu)
             compute = ComputeScale(ratio, ratio)
         refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
         refitted = dataclasses.replace(refitted, link=self._link_rates.refitted(self._profile.link))
         self._was_cpu_refitted = cpu != 1.0
         self._profile = self._with_launch_ahead(refitted)
-        # Plans of other sizes are void, except the results of comparisons.
-        self._sizes = {tokens: other for tokens, other in self._sizes.items() if other.stats.was_compared}
-        self._sizes[size.tokens] = size
-        size.profile, size.solver = self._profile, self._solver_for(size.tokens)
-        size.stats.most_s = self._most_s(size.solver)
 
-    def _ratio_by_steps(self, size: _BatchSize, cpu: float) -> float:
+    def _ratio_by_steps(self, size: _BatchSize, trial: Trial, cpu: float) -> float:
         """Measured over predicted time of compute, if compute waits for the CPU as long as predicted at scale `cpu`."""
-        stats = size.stats
-        predicted = stats.plan.predicted
+        predicted = trial.plan.predicted
         assert predicted is not None
         host_wait_s = predicted.host_wait_s
         if cpu != 1.0:
-            host_wait_s = simulate.host_wait_s(_with_cpu_times(size.solver.profile, cpu), stats.plan)
-        return stats.compute_ratio(stats.typical_s, host_wait_s)
+            host_wait_s = simulate.host_wait_s(_with_cpu_times(self._scaled(size), cpu), trial.plan)
+        return trial.compute_ratio(trial.typical_s, host_wait_s)
 
     def _with_launch_ahead(self, profile: Profile) -> Profile:
         """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
         return profile if self._was_cpu_refitted else simulate.with_host(profile, profile.host)
 
-    def _cpu_scale(self, size: _BatchSize) -> float:
-        return bounded(size.scales.of_cpu(size.solver.profile, size.stats.plan))
+    def _cpu_scale(self, size: _BatchSize, trial: Trial) -> float:
+        return bounded(size.scales.of_cpu(self._scaled(size), trial.plan))
 
-    def _compute_scale(self, size: _BatchSize) -> ComputeScale | None:
+    def _compute_scale(self, size: _BatchSize, trial: Trial) -> ComputeScale | None:
         """By regions in which compute does not wait for the CPU; None if unknown."""
-        scale = size.scales.of_compute(size.solver.profile, size.stats.plan)
+        scale = size.scales.of_compute(self._scaled(size), trial.plan)
         return None if scale is None else ComputeScale(bounded(scale.forward), bounded(scale.backward))
 
-    # -- plans -----------------------------------------------------------------------------------------------------
+    def _scaled(self, size: _BatchSize) -> Profile:
+        return size.profile.scaled(size.tokens)
 
-    def _solve(self, size: _BatchSize) -> Plan:
-        return self._solved(size.solver, self._margin.planned_bytes(size.tokens))
-
-    def _solved(self, solver: Solver, budget_bytes: int | None) -> Plan:
-        start = time.perf_counter()
-        try:
-            with span("ebbtide::solve"):
-                return solver.solve(budget_bytes)
-        finally:
-            self._solving_s += time.perf_counter() - start
-
-    def _make_size(self, tokens: int, fallback: Callable[[int, Solver], Plan] | None = None) -> _BatchSize:
-        """Raises PlanError if nothing fits the budget and no `fallback` is given."""
-        solver = self._solver_for(tokens)
-        try:
-            plan = self._solved(solver, self._margin.planned_bytes(tokens))
-        except PlanError:
-            if fallback is None:
-                raise
-            plan = fallback(tokens, solver)
-        size = self._sizes[tokens] = _BatchSize(tokens, self._profile, solver, PlanStats(plan, self._most_s(solver)))
-        return size
-
-    def _solver_for(self, tokens: int) -> Solver:
-        profile = self._profile.scaled(tokens)
-        if self._margin.limit_bytes is None and tokens != self._measured_tokens:
-            profile = dataclasses.replace(profile, link=profile.link.times(_UNMEASURED, _UNMEASURED))
-        return Solver(profile)
-
-    def _most_s(self, solver: Solver) -> float | None:
-        """Without a budget, limit of the step time by law 12."""
-        if self._margin.limit_bytes is not None:
-            return None
-        predicted = solver.keeping_all().predicted
-        assert predicted is not None
-        return predicted.step_s * _LOOKS_SLOW
-
-    def _smallest_plan(self, tokens: int, solver: Solver) -> Plan:
-        """For a batch too large for the budget: training is under way, and an error would stop it."""
-        least_bytes, limit_bytes = solver.smallest_budget(), self._margin.limit_bytes
-        if limit_bytes is not None and least_bytes <= limit_bytes:
-            return self._solved(solver, limit_bytes)  # without the margin of another size
-        warnings.warn(
-            f"a batch with {tokens} tokens does not fit the budget of {format_bytes(limit_bytes or 0)}: the plan with "
-            f"the smallest peak is used, with a peak of {format_bytes(least_bytes)}",
-            EbbtideWarning,
-            stacklevel=2,
-        )
-        return self._solved(solver, least_bytes)
-
-    def _change_to(
-        self,
-        size: _BatchSize,
-        plan: Plan,
-        why: str,
-        *,
-        is_as_measured: bool = False,
-        is_final: bool = False,
-        compared: MeasuredPlan | None = None,
-    ) -> None:
-        size.stats.start_plan(plan, is_as_measured=is_as_measured, is_final=is_final, compared=compared)
-        size.scales.clear()
-        self._apply(size)
-        self._log_plan(f"plan {'corrected' if compared is None else 'compared'}, {why}", size)
-
-    def _log_plan(self, what: str, size: _BatchSize) -> None:
-        limit_bytes, plan = self._margin.limit_bytes, size.stats.plan
-        budget = "no budget" if limit_bytes is None else f"budget {format_bytes(limit_bytes)}"
-        recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
-        does = f"{recomputed} of {len(plan.regions)} regions recompute"
-        does = "everything stays on the device" if plan.keeps_all else does
-        solved = f"; solving took {self._solving_s:.1f} s" if self._solving_s else ""
-        self._solving_s = 0.0
-        _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
-
-    def _apply(self, size: _BatchSize) -> None:
-        if size is self._size:
-            is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
-            self._handle.apply_plan(size.stats.plan, 0 if is_first else size.tokens)
-
-    # -- peaks -----------------------------------------------------------------------------------------------------
-
-    def _needs_peak(self, stats: PlanStats) -> bool:
-        """Whether to measure the peak: once the order of the plan has been learned, until the peak is known."""
-        is_limited = not self._is_shared and self._margin.limit_bytes is not None
-        return is_limited and stats.steps >= STEPS_TO_LEARN and stats.peak_bytes == 0
-
-    def _fit_peak(self, size: _BatchSize) -> None:
-        """Plan for a smaller peak if the measured peak was over the budget, and for a larger peak if room is left."""
-        predicted, peak_bytes = size.stats.plan.predicted, size.stats.peak_bytes
-        if predicted is None:
+    def never_recompute(self, names: Collection[str]) -> None:
+        """Plan without recomputing `names`: regions with a recomputation that differed from forward. Ranks never change
+        a plan: the saved tensors of the regions are offloaded."""
+        if not names or self._is_shared:
             return
-        margin_bytes = self._margin.corrected(size.tokens, peak_bytes, predicted.peak_bytes, size.stats.is_full_size)
-        if margin_bytes is not None:
-            self._plan_with(size, f"the measured peak was {format_bytes(peak_bytes)}", margin_bytes)
-        else:
-            self._warn_if_over(peak_bytes)
-
-    def _plan_with(self, size: _BatchSize, why: str, margin_bytes: int, oom_bytes: int = 0) -> None:
-        """Plan again with a part of the budget left free. If nothing fits, the plan stays."""
-        limit_bytes = self._margin.limit_bytes
-        assert limit_bytes is not None
-        try:
-            plan = self._solved(size.solver, limit_bytes - margin_bytes - oom_bytes)
-        except PlanError:
-            self._warn_if_over(size.stats.peak_bytes)
+        regions = [dataclasses.replace(r, recompute_s=0.0) if r.name in names else r for r in self._profile.regions]
+        if tuple(regions) == self._profile.regions:
             return
-        self._margin.leave_free(size.tokens, margin_bytes, oom_bytes)
-        self._sizes = {size.tokens: size}
-        size.stats.best = None  # made for a larger peak
-        self._change_to(size, plan, f"{format_bytes(margin_bytes + oom_bytes)} of the budget left free: {why}")
+        self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
+        for size in self._sizes.values():
+            size.rival, size.profile, size.wanted = None, self._profile, f"{', '.join(names)} cannot recompute"
+        self._ask_next()
 
-    def _recheck_peak(self, size: _BatchSize, engine: Engine) -> None:
-        """Memory may grow (an optimizer's first step, a longer evaluation) after the peak was measured. The device's
-        statistics show growth, unless somebody resets them."""
-        stats, limit_bytes = size.stats, self._margin.limit_bytes
-        if limit_bytes is None or self._is_shared or stats.begun % _LOOK_EVERY != 0 or stats.peak_bytes == 0:
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _look_at_memory(self, engine: Engine) -> None:
+        """Memory from before the step may grow (the state of an optimizer, gradients that accumulate), and the peak may
+        (a longer evaluation): the device's statistics show both, unless somebody resets them."""
+        size, limit_bytes = self._size, self.limit_bytes
+        if limit_bytes is None or self._is_shared or size.trial is None or not engine.device.tracks_peak:
             return
-        if stats.peak_bytes <= limit_bytes < engine.device.memory().peak_bytes:
-            stats.reset_peak()
+        if any(each.step.pending is not None for each in self._in_flight):
+            return
+        memory = engine.device.memory()
+        grown_bytes = memory.allocated_bytes - self._profile.base_bytes
+        if grown_bytes > max(size.margin_bytes, THRESHOLDS.room * limit_bytes):
+            self._profile = self._profile.with_reserved(grown_bytes)
+            for each in self._sizes.values():
+                why = f"{format_bytes(grown_bytes)} more are allocated before the step"
+                self._want(each, why, stops_plan=True)
+            return
+        trial, is_over = size.trial, memory.peak_bytes > limit_bytes >= size.trial.peak_bytes
+        if is_over and trial.is_frozen and not size.wanted and trial.begun % THRESHOLDS.look_every == 0:
+            trial.add_peak(memory.peak_bytes)
+            self._leave_more_free(size, memory.peak_bytes)
 
-    def _warn_if_over(self, peak_bytes: int) -> None:
-        limit_bytes = self._margin.limit_bytes
-        if limit_bytes is not None and peak_bytes > limit_bytes and not self._has_warned_of_peak:
+    def _warn_of_peak(self, peak_bytes: int, limit_bytes: int) -> None:
+        if not self._has_warned_of_peak:
             self._has_warned_of_peak = True
             warnings.warn(
                 f"the step has a peak of {format_bytes(peak_bytes)}, over the budget of {format_bytes(limit_bytes)}, "
@@ -507,7 +538,13 @@ class PlanTuner:
                 stacklevel=2,
             )
 
-    # -- out of memory ---------------------------------------------------------------------------------------------
+    def _warn_too_large(self, size: _BatchSize, limit_bytes: int) -> None:
+        warnings.warn(
+            f"a batch with {size.tokens} tokens does not fit the budget of {format_bytes(limit_bytes)}: the plan with "
+            f"the smallest peak is used, with a peak of {format_bytes(size.smallest_bytes)}",
+            EbbtideWarning,
+            stacklevel=2,
+        )
 
     def forward_failed(self, error: BaseException | None, engine: Engine | None) -> None:
         """An exception leaves forward. A note about the plan is added to an out-of-memory error."""
@@ -527,30 +564,36 @@ class PlanTuner:
         self._failed_allocations = failures
 
     def _plan_after_oom(self) -> None:
-        size, budget_bytes = self._size, self.budget_bytes
-        predicted = size.stats.plan.predicted
-        if self._is_shared or predicted is None:
+        size, limit_bytes = self._size, self.limit_bytes
+        trial = size.trial
+        if self._is_shared or trial is None or trial.plan.predicted is None:
             return
-        if budget_bytes is None:
-            if self._may_keep_all and (predicted.moved_bytes == 0 or size.stats.compared is not None):
-                self._may_keep_all = False
-                self._sizes = {size.tokens: size}
-                self._change_to(size, self._solve(size), "keeping everything ran out of memory", is_final=True)
+        if limit_bytes is None:
+            self._may_keep_all, why = False, "keeping everything ran out of memory"
+            if size.rival is not None:
+                self._end_comparison(size, size.rival, why)
+            elif trial.plan.keeps_all:
+                self._want(size, why)
+                self.wait()
         elif self._replans_on_oom:
-            planned_bytes = used_bytes(budget_bytes, predicted)
-            less_bytes = max(planned_bytes - planned_bytes // _OOM_SHARE, size.solver.smallest_budget())
+            budget_bytes = limit_bytes - size.margin_bytes
+            planned_bytes = used_bytes(budget_bytes, trial.plan.predicted)
+            less_bytes = max(int(planned_bytes * (1 - THRESHOLDS.oom)), size.smallest_bytes)
             if less_bytes < planned_bytes:
-                margin_bytes = self._margin.margin_bytes(size.tokens)
-                self._plan_with(size, "the device ran out of memory", margin_bytes, budget_bytes - less_bytes)
+                self._oom_bytes += budget_bytes - less_bytes
+                for each in self._sizes.values():
+                    self._want(each, "the device ran out of memory", stops_plan=True)
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
-        predicted = self._size.stats.plan.predicted
+        trial = self._size.trial
+        predicted = None if trial is None else trial.plan.predicted
         what_next = "the next steps use a smaller plan" if self._replans_on_oom else "or write on_oom='replan'"
         if self._is_shared:
             what_next = "a plan shared by ranks never changes"
-        least_bytes = 0 if self.budget_bytes is None else self._size.solver.smallest_budget()
-        return out_of_memory(self.budget_bytes, predicted, measured_bytes, _OOM_SHARE, least_bytes, what_next)
+        return out_of_memory(
+            self.budget_bytes, predicted, measured_bytes, THRESHOLDS.oom, self._size.smallest_bytes, what_next
+        )
 
 
 def bucket_of(tokens: int, measured: int = 1) -> int:
@@ -559,12 +602,20 @@ def bucket_of(tokens: int, measured: int = 1) -> int:
     return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
 
+def _as_measured(trial: Trial) -> Plan:
+    """The plan, with the measured step time as the prediction."""
+    predicted = trial.plan.predicted
+    if predicted is None or not trial.is_timed:
+        return trial.plan
+    return dataclasses.replace(trial.plan, predicted=dataclasses.replace(predicted, step_s=trial.typical_s))
+
+
 def _waits_for_cpu(plan: Plan) -> bool:
     return plan.predicted is not None and plan.predicted.host_wait_s > _WAITS_FOR_CPU * plan.predicted.step_s
 
 
-def _took(stats: PlanStats) -> str:
-    return f"the last steps took {stats.typical_s * 1e3:.1f} ms"
+def _took(trial: Trial) -> str:
+    return f"the last steps took {trial.typical_s * 1e3:.1f} ms"
 
 
 def _with_cpu_times(profile: Profile, ratio: float) -> Profile:

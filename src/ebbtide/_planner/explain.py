@@ -98,7 +98,7 @@ def out_of_memory(
     budget_bytes: int | None,
     predicted: Prediction | None,
     measured_bytes: int,
-    margin_share: int,
+    margin_share: float,
     least_bytes: int,
     what_next: str,
 ) -> str:
@@ -106,7 +106,7 @@ def out_of_memory(
 
     Args:
         measured_bytes: peak of the failed step.
-        margin_share: 1 / the part of the planned bytes that should stay free besides.
+        margin_share: part of the planned bytes that should stay free besides.
         least_bytes: the smallest budget of any plan.
         what_next: the next action, of ebbtide or of the user.
     """
@@ -116,7 +116,7 @@ def out_of_memory(
         return "ebbtide: the plan of this step has no prediction"
     excess_bytes = max(0, measured_bytes - predicted.peak_bytes)
     planned_bytes = used_bytes(budget_bytes, predicted)
-    fitting_bytes = max(0, planned_bytes - excess_bytes - planned_bytes // margin_share)
+    fitting_bytes = max(0, planned_bytes - excess_bytes - int(planned_bytes * margin_share))
     fits = f"budget={as_budget(fitting_bytes)!r} would have fitted; {what_next}"
     if fitting_bytes < least_bytes:
         fits = f"{format_bytes(fitting_bytes)} are left, and no plan needs less than {format_bytes(least_bytes)}"

@@ -10,6 +10,7 @@ Note [How a plan is found]
    by _NO_SLOWER where compute waits, by _INTERFERED where copies only interfere.
 """
 
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -41,6 +42,53 @@ class Point:
     budget_bytes: int
     plan: Plan
     outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    Attributes:
+        profile: the step.
+        budget_bytes: limit of the predicted peak; None: offload without slowing the step.
+        limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
+            whatever the smallest plan takes.
+    """
+
+    profile: Profile
+    budget_bytes: int | None
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan, and what to do if its steps are slow.
+
+    Attributes:
+        plan: the plan.
+        fallback: within a budget, recomputation of the fewest regions that fit, evenly spread, with inputs kept;
+            otherwise everything kept. None if even all regions do not fit so.
+        smallest_bytes: the smallest budget.
+        seconds: that solving took.
+    """
+
+    plan: Plan
+    fallback: Plan | None
+    smallest_bytes: int
+    seconds: float
+
+
+def answer(question: Question) -> Answer:
+    """Solve. Raises PlanError if no plan fits `limit_bytes`."""
+    start = time.perf_counter()
+    solver, budget_bytes = Solver(question.profile), question.budget_bytes
+    smallest_bytes = solver.smallest_budget(only_moves=budget_bytes is None)
+    if budget_bytes is not None and budget_bytes < smallest_bytes:
+        limit_bytes = question.limit_bytes
+        budget_bytes = smallest_bytes if limit_bytes is None else min(limit_bytes, smallest_bytes)
+    plan = solver.solve(budget_bytes)
+    fallback = solver.keeping_all() if budget_bytes is None else solver.fewest_recomputed(budget_bytes)
+    return Answer(plan, fallback, smallest_bytes, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -79,6 +127,21 @@ class Solver:
     def keeping_all(self) -> Plan:
         """The plan that moves nothing and recomputes nothing."""
         return _plan(self.profile, self._space(True).all_kept, None)
+
+    def fewest_recomputed(self, budget_bytes: int) -> Plan | None:
+        """Recomputation of the fewest regions that fit `budget_bytes`, evenly spread, with their inputs kept."""
+        profile = self.profile
+        names = list(dict.fromkeys(region.name for region in profile.regions if region.recompute_s > 0))
+        for count in range(len(names) + 1):
+            chosen = {n for k, n in enumerate(names) if (k + 1) * count // len(names) > k * count // len(names)}
+            recipes = [
+                Recipe("recompute", inputs="keep") if r.name in chosen else Recipe("keep") for r in profile.regions
+            ]
+            options = [option_for(*pair) for pair in zip(profile.regions, recipes, strict=True)]
+            found = self._space(False).simulated(assignment_of(profile, options), budget_bytes)
+            if found is not None:
+                return _plan(profile, found, budget_bytes)
+        return None
 
     def smallest_budget(self, *, only_moves: bool = False) -> int:
         """The smallest budget in bytes that a plan fits."""
@@ -135,7 +198,7 @@ class _Space:
         return [*self._grid.up_to(budget_bytes), *others]
 
     def _step_s(self, assignment: Assignment, budget_bytes: int, most_s: float) -> float | None:
-        simulated = None if assignment.least_bytes > budget_bytes else self._simulate(assignment, budget_bytes, most_s)
+        simulated = None if assignment.least_bytes > budget_bytes else self.simulated(assignment, budget_bytes, most_s)
         return None if simulated is None else simulated.outcome.step_s
 
     @cached_property
@@ -149,7 +212,7 @@ class _Space:
 
     def fastest(self, budget_bytes: int) -> _Simulated:
         """Raises PlanError if no assignment fits."""
-        best = self._simulate(self.kept, budget_bytes)
+        best = self.simulated(self.kept, budget_bytes)
         if best is not None:
             return best
         improved = self._improved(budget_bytes)
@@ -160,7 +223,7 @@ class _Space:
         for least_s, assignment in sorted(bounded, key=_most_likely_first):
             if best is not None and least_s > best.outcome.step_s + LAST_DIGITS_S:
                 break
-            simulated = self._simulate(assignment, budget_bytes, inf if best is None else best.outcome.step_s)
+            simulated = self.simulated(assignment, budget_bytes, inf if best is None else best.outcome.step_s)
             if simulated is not None and (best is None or simulated.rank < best.rank):
                 best = simulated
         if best is None:
@@ -170,7 +233,7 @@ class _Space:
 
     @cached_property
     def all_kept(self) -> _Simulated:
-        kept = self._simulate(self.kept, self.kept.least_bytes)
+        kept = self.simulated(self.kept, self.kept.least_bytes)
         assert kept is not None
         return kept
 
@@ -249,7 +312,7 @@ class _Space:
         return best
 
     def _simulate_unslowed(self, assignment: Assignment, budget_bytes: int) -> _Simulated | None:
-        simulated = self._simulate(assignment, budget_bytes)
+        simulated = self.simulated(assignment, budget_bytes)
         if simulated is None:
             return None
         outcome = simulated.outcome
@@ -300,7 +363,7 @@ class _Space:
     def _backward_s(self) -> float:
         return self._profile.plain_s - self._forward_s
 
-    def _simulate(self, assignment: Assignment, budget_bytes: int, most_s: float = inf) -> _Simulated | None:
+    def simulated(self, assignment: Assignment, budget_bytes: int, most_s: float = inf) -> _Simulated | None:
         """None if the assignment does not fit, or takes longer than `most_s`."""
         windows = windows_within(self._profile, assignment.options, budget_bytes)
         if windows is None:

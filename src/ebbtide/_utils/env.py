@@ -7,6 +7,7 @@
 | EBBTIDE_DISK_FOLDER | folder of a disk store without a folder of its own  | the system's temp    |
 | EBBTIDE_PROFILE     | file to write the profile of the first steps to     | no file              |
 | EBBTIDE_PROFILE_END | 1: end the process after writing the profile        | 0                    |
+| EBBTIDE_WAIT        | 1: training waits for plans, and repeats exactly    | 0                    |
 | LOCAL_WORLD_SIZE    | processes on the host (set by torchrun)             | 1                    |
 
 With EBBTIDE_PROFILE=profile.json, each planning handle of `offload` writes its profile at the start of step 4. The
@@ -36,6 +37,10 @@ def profile_path() -> Path | None:
 
 def ends_with_profile() -> bool:
     return _is_set("EBBTIDE_PROFILE_END", "write 1 to end the process with the profile, 0 or nothing to go on")
+
+
+def waits_for_plans() -> bool:
+    return _is_set("EBBTIDE_WAIT", "write 1 to have training wait for plans, 0 or nothing to go on meanwhile")
 
 
 def profiling_variables(path: Path) -> dict[str, str]:

@@ -1,342 +1,72 @@
-"""A controller corrects plans whose steps deviate from the prediction: scripted steps, no model."""
+"""Plans are asked for, followed, corrected and frozen: scripted steps, no model."""
 
 import contextlib
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
-from planner.workloads import GIB, MS, layers, outside, profile
+from control.scripted import LINK, ScriptedDevice, controller_of, remembered, step, steps, without_corrections
+from planner.workloads import GIB, MS
 
-from ebbtide import EbbtideWarning
-from ebbtide._control.controller import Phase, PlanController
-from ebbtide._engine.context import HookContext, Limits
+from ebbtide import EbbtideWarning, PlanError
+from ebbtide._control.controller import Phase
+from ebbtide._control.trial import THRESHOLDS
 from ebbtide._planner.options import option_for
-from ebbtide._planner.simulate import (
-    forward_launch_s,
-    host_wait_s,
-    options_of_plan,
-    simulate,
-    windows_within,
-    with_host,
-)
+from ebbtide._planner.simulate import forward_launch_s, host_wait_s, options_of_plan, simulate, windows_within
 from ebbtide._planner.solve import Solver
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Host, HostTime
 from ebbtide._profiling.step_events import LaunchTimes, StepMonitor
 from ebbtide._types import Memory
 
-LINK = profile().link
-
-
-_PLANS = {}
-
-
-class RememberingSolver(Solver):
-    """Most tests here begin with the same plan, and one takes seconds."""
-
-    def solve(self, budget_bytes):
-        key = repr(self.profile), budget_bytes
-        if key not in _PLANS:
-            _PLANS[key] = super().solve(budget_bytes)
-        return _PLANS[key]
+BUDGET = int(2.5 * GIB)
 
 
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch):
-    monkeypatch.setattr("ebbtide._control.tuner.Solver", RememberingSolver)
+    monkeypatch.setattr("ebbtide._planner.process.answer", remembered)
 
 
-class ScriptedEvent(NamedTuple):
-    """Of the step that begins or ends here, or of a region within it."""
-
-    step_s: float
-    at_s: float
+# -- the budget from below ---------------------------------------------------------------------------------------------
 
 
-class ScriptedDevice:
-    """A clock and an allocator that say what a test wants them to."""
-
-    supports_timing = True
-    is_async = False
-    tracks_peak = True
-    torch_device = torch.device("cpu")
-
-    def __init__(self):
-        self.step_s = 1.0
-        self.at_s = 0.0  # how far compute has come within the step
-        self.is_behind = False
-        self.peak_bytes = 0
-        self.peak_resets = 0
-        self.failures = 0
-
-    def current_stream(self):
-        return None
-
-    def record(self, stream):
-        return ScriptedEvent(self.step_s, self.at_s)
-
-    def matches_capture(self):
-        return True
-
-    def is_done(self, event):
-        return not self.is_behind
-
-    def seconds_between(self, start, end):
-        return start.step_s if start.at_s == end.at_s == 0.0 else end.at_s - start.at_s
-
-    def memory(self):
-        return Memory(0, self.peak_bytes)
-
-    def reset_peak_stats(self):
-        self.peak_resets += 1
-
-    def failed_allocations(self):
-        return self.failures
-
-    def total_bytes(self):
-        return 100 * GIB
-
-
-class ScriptedHandle:
-    def __init__(self):
-        self.device = ScriptedDevice()
-        self.plans = []
-
-    def apply_plan(self, plan, size=0):
-        self.plans.append(plan)
-        self.device.peak_bytes = plan.predicted.peak_bytes  # as long as a test does not say otherwise
-
-    @property
-    def plan(self):
-        return self.plans[-1]
-
-    def engine(self):
-        return SimpleNamespace(device=self.device)
-
-    def made_for(self):
-        return {"model": "small", "device": "none"}
-
-    def is_captured(self):
-        return False
-
-    def never_recomputed(self):
-        return {}
-
-    def waits(self, seconds):
-        """Compute waited so long for what comes back."""
-        self.scope.recorder.stats.stall_backward_s += seconds
-
-    def copies(self, share):
-        """The lanes copied a GiB each, at so much of the rates that were probed."""
-        stats = self.scope.recorder.stats
-        stats.out_sample.add(GIB, GIB / (LINK.out * share))
-        stats.in_sample.add(GIB, GIB / (LINK.back * share))
-
-    def compiled(self):
-        return ()
-
-    def memory_before(self):
-        return {}, {}
-
-
-def controller_of(budget_bytes=None, host=None, link=1.0, **settings):
-    """A controller with a profile, and the handle."""
-    measured = with_host(profile(*layers(6), outside=outside(after_s=0.001, peak_bytes=500_000_000)), host)
-    measured = replace(measured, link=measured.link.times(link, link))
-    handle = ScriptedHandle()
-    scope = handle.scope = HookContext(Limits(1, 1, 1), lambda _: True)
-    budget = None if budget_bytes is None else (lambda total_bytes: budget_bytes)
-    names = tuple(region.name for region in measured.regions)
-    controller = PlanController(handle, names, scope, budget, lambda *_: False, measured, **settings)
-    controller.start()
-    return controller, handle
-
-
-def step(controller, tokens=1000):
-    """One step that is followed to its end."""
-    monitor = controller.step_begins(tokens)
-    monitor.forward_ended()
-    monitor._end()
-
-
-def steps(controller, handle, count, ratio, peak_ratio=1.0):
-    """Steps that take `ratio` times what was predicted, of whatever plan is followed then."""
-    for _ in range(count):
-        predicted = handle.plan.predicted
-        handle.device.step_s = predicted.step_s * ratio
-        handle.device.peak_bytes = int(predicted.peak_bytes * peak_ratio)
-        step(controller)
-    controller.step_begins(1000)
-
-
-@pytest.mark.parametrize(("budget_bytes", "ratio"), [(None, 1.01), (None, 0.97), (int(2.5 * GIB), 1.015)])
-def test_steps_as_predicted_change_nothing(budget_bytes, ratio):
-    controller, handle = controller_of(budget_bytes)
-    steps(controller, handle, 40, ratio=ratio)
-    assert len(handle.plans) == 1
-    assert controller.phase is Phase.PLANNED
-
-
-@pytest.mark.parametrize("ratio", [0.7, 1.5])
-def test_steps_that_deviate_are_planned_again_with_measured_times(ratio):
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    before, predicted = controller.profile.plain_s, handle.plan.predicted
-    waits_s = predicted.stall_forward_s + predicted.stall_backward_s
-    handle.device.step_s = predicted.step_s * ratio
-    for _ in range(10):
-        handle.waits(waits_s)
-        step(controller)
+def test_a_plan_that_is_as_predicted_is_made_once_more_for_the_rest_of_the_budget_and_frozen():
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 60, ratio=1.0)
+    first, second = (plan.predicted for plan in handle.plans)
+    margin_bytes = int(THRESHOLDS.margin * (BUDGET - controller.profile.base_bytes))
+    assert first.peak_bytes <= BUDGET - margin_bytes < second.peak_bytes <= BUDGET
+    assert second.step_s <= first.step_s
+    steps(controller, handle, 60, ratio=1.3, peak_ratio=0.9)
     assert len(handle.plans) == 2
-    compute_s = predicted.step_s - waits_s
-    assert controller.profile.plain_s == pytest.approx(before * (handle.device.step_s - waits_s) / compute_s)
 
 
-@pytest.mark.parametrize("ratio", [0.97, 1.04])
-def test_a_plan_within_a_budget_is_made_once_more_when_clocks_have_settled(ratio):
-    """A deviation too small to plan again for later. The first seconds do not count."""
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    true = controller.profile.refitted(ratio, ratio)
-    plans, passed_s = [], 0.0
-    for _ in range(120):
-        outcome = step_by(true, handle.plan)
-        handle.device.step_s = outcome.step_s
-        handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
-        passed_s += outcome.step_s
+@pytest.mark.parametrize("peak_ratio", [0.9, 0.97, 1.0, 1.02, 1.03])
+def test_no_step_is_above_the_budget_if_predictions_err_by_less_than_the_margin(peak_ratio):
+    controller, handle = controller_of(BUDGET)
+    for _ in range(60):
+        handle.device.step_s = handle.plan.predicted.step_s
+        handle.device.peak_bytes = int(handle.plan.predicted.peak_bytes * peak_ratio)
+        assert handle.device.peak_bytes <= BUDGET
         step(controller)
-        plans.append((len(handle.plans), passed_s))
-    assert {count for count, _ in plans} == {1, 2}
-    assert 5.0 < next(seconds for count, seconds in plans if count == 2) < 7.0
-    assert handle.plan.predicted.step_s == pytest.approx(step_by(true, handle.plan).step_s, rel=0.005)
+    assert len(handle.plans) <= 1 + THRESHOLDS.corrections
 
 
-def test_one_slow_step_is_no_settled_speed(monkeypatch):
-    """However long steps are."""
-    monkeypatch.setattr("ebbtide._control.tuner._SETTLES_IN_S", 0.0)
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    for k in range(30):
-        handle.device.step_s = handle.plan.predicted.step_s * (1.04 if k < 6 else 1.0)
-        step(controller)
-    assert len(handle.plans) == 1
-
-
-def test_a_plan_whose_step_was_measured_is_settled(monkeypatch):
-    monkeypatch.setattr("ebbtide._control.tuner._SETTLES_IN_S", 0.0)
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    controller.tuner._size.stats.is_as_measured = True
-    steps(controller, handle, 30, ratio=1.03)
-    assert len(handle.plans) == 1
-
-
-def test_one_slow_step_is_no_reason_to_plan_again():
-    controller, handle = controller_of()
-    for k in range(30):
-        handle.device.step_s = handle.plan.predicted.step_s * (3.0 if k % 3 == 0 else 1.0)
-        step(controller)
-    assert len(handle.plans) == 1
-
-
-def test_steps_that_always_deviate_are_planned_again_a_few_times_only():
-    controller, handle = controller_of()
-    steps(controller, handle, 400, ratio=1.2)
-    planned = len(handle.plans)
-    assert 2 <= planned <= 12
-    steps(controller, handle, 200, ratio=1.2)
-    assert len(handle.plans) == planned
-
-
-def test_a_peak_over_the_budget_is_planned_for():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
+def test_a_plan_above_the_budget_runs_no_further_step():
+    controller, handle = controller_of(BUDGET)
     first = handle.plan.predicted.peak_bytes
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=1.1)
-    assert handle.plan.predicted.peak_bytes * 1.1 <= 2.5 * GIB * 1.02
-    assert handle.plan.predicted.peak_bytes < first
-    assert controller.budget_bytes < 2.5 * GIB
-
-
-def test_a_peak_well_below_the_prediction_gives_the_budget_back():
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB))
-    before = handle.plan.predicted.step_s
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=0.9)
-    assert controller.budget_bytes > 2.0 * GIB
-    assert handle.plan.predicted.step_s <= before
-
-
-def test_peaks_are_measured_only_when_a_plan_is_new():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    steps(controller, handle, 30, ratio=1.0)
-    assert handle.device.peak_resets == 2
-
-
-def test_what_only_one_of_two_steps_allocated_is_not_planned_for():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    handle.device.step_s, predicted_bytes = handle.plan.predicted.step_s, handle.device.peak_bytes
-    for peak_ratio in (1.0, 1.0, 1.3, 1.0, 1.0, 1.0, 1.0):  # the third and the fourth are measured, and differ
-        handle.device.peak_bytes = int(predicted_bytes * peak_ratio)
-        step(controller)
-    assert handle.device.peak_resets == 4
-    assert len(handle.plans) == 1
-
-
-def test_what_every_second_step_allocates_is_planned_for():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    for k in range(40):
-        handle.device.peak_bytes = handle.plan.predicted.peak_bytes + (k % 2) * GIB // 4
-        handle.device.step_s = handle.plan.predicted.step_s
-        step(controller)
-    assert handle.plan.predicted.peak_bytes + GIB // 4 <= 2.5 * GIB
-
-
-def test_what_running_out_of_memory_took_off_the_budget_is_not_given_back():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), replans_on_oom=True)
-    planned_for = []
-    for k in range(60):
-        handle.device.step_s = handle.plan.predicted.step_s
-        handle.device.peak_bytes = handle.plan.predicted.peak_bytes
-        if k == 10:
-            handle.device.failures += 1  # something else on the device took what was free
-            monitor = controller.step_begins(1000)
-            monitor.forward_ended()
-            with pytest.warns(EbbtideWarning, match="would have fitted"):
-                controller.step_begins(1000)
-        step(controller)
-        planned_for.append(handle.plan.predicted.peak_bytes)
-    assert max(planned_for[:10]) > 0.96 * 2.5 * GIB >= max(planned_for[12:])
-
-
-def test_a_plan_that_makes_most_steps_slow_gives_way():
-    controller, handle = controller_of()
-    plain_s, draw = controller.profile.plain_s, random.Random(0)
-    for _ in range(100):
-        is_slow = handle.plan.predicted.moved_bytes and draw.random() < 0.75
-        handle.device.step_s = plain_s * (1.15 if is_slow else 1.0)
-        step(controller)
-    assert handle.plan.predicted.moved_bytes == 0
-
-
-def test_a_machine_that_became_slower_is_followed_once():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    plain_s, first_s = controller.profile.plain_s, handle.plan.predicted.step_s
-    for k in range(150):
-        handle.device.step_s = first_s if k < 10 else 1.2 * first_s
-        step(controller)
-    assert controller.profile.plain_s == pytest.approx(1.2 * plain_s, rel=0.02)
-
-
-def test_what_was_taken_off_the_budget_and_is_not_needed_is_given_back():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=1.3)
-    assert controller.budget_bytes < 2.2 * GIB
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=1.02)
-    assert 2.4 * GIB < controller.budget_bytes < 2.5 * GIB
-
-
-def test_without_a_budget_peak_statistics_stay():
-    controller, handle = controller_of()
-    steps(controller, handle, 30, ratio=1.0)
-    assert handle.device.peak_resets == 0
+    handle.device.peak_bytes = int(1.15 * first)
+    step(controller)
+    asked, controller.tuner._solve = [], lambda question: asked.append(question) or Future()
+    step(controller)
+    assert handle.plan.predicted is None  # the recipes with the smallest peak
+    assert all(region.recipe.action == "recompute" for region in handle.plan.regions.values())
+    controller.tuner._asked[2].set_result(remembered(asked[0]))
+    step(controller)
+    assert handle.plan.predicted.peak_bytes * 1.15 <= BUDGET
 
 
 def test_a_peak_that_nothing_smaller_would_lower_is_left_alone():
@@ -345,17 +75,215 @@ def test_a_peak_that_nothing_smaller_would_lower_is_left_alone():
         steps(controller, handle, 30, ratio=1.0, peak_ratio=3.0)
     assert len(warned) == 1
     assert controller.phase is Phase.PLANNED
-    assert controller.budget_bytes == int(1.75 * GIB)
 
 
-def test_every_size_of_batch_has_a_plan_and_the_largest_of_its_bucket_is_planned_for():
-    controller, _ = controller_of()
-    for tokens in (1000, 500, 501, 2000, 1000, 1990):
-        step(controller, tokens)
-    plans = controller.tuner.plans
-    assert sorted(plans) == [500, 545, 1000, 2000]  # 545 is an eighth of an octave above 500, 1990 shares 2000
-    seconds = [plans[bucket].predicted.step_s for bucket in sorted(plans)]
-    assert seconds == sorted(set(seconds))
+def test_peaks_are_measured_until_a_plan_is_frozen():
+    controller, handle = controller_of(budget_bytes=100 * GIB)
+    steps(controller, handle, 30, ratio=1.0)
+    trial = THRESHOLDS.learning_steps + THRESHOLDS.measured_steps
+    assert trial <= handle.device.peak_resets <= trial + 1
+
+
+def test_without_a_budget_peak_statistics_stay():
+    controller, handle = controller_of()
+    steps(controller, handle, 30, ratio=1.0)
+    assert handle.device.peak_resets == 0
+
+
+def test_a_peak_that_grows_later_wakes_the_plan():
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 40, ratio=1.0)
+    frozen = len(handle.plans)
+    for _ in range(40):
+        predicted = handle.plan.predicted
+        handle.device.step_s = 1.0 if predicted is None else predicted.step_s
+        handle.device.peak_bytes = 0 if predicted is None else predicted.peak_bytes + 300_000_000
+        step(controller)
+    assert len(handle.plans) > frozen
+    assert handle.plan.predicted.peak_bytes + 300_000_000 <= BUDGET
+
+
+def test_memory_from_before_the_step_that_grows_wakes_the_plan_before_it_takes_a_step():
+    """As the state of an optimizer does, and gradients that accumulate."""
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 40, ratio=1.0)
+    handle.device.allocated_bytes = controller.profile.base_bytes + 400_000_000
+    step(controller)
+    assert handle.plan.predicted.peak_bytes <= BUDGET
+    assert controller.profile.base["reserved"] == 400_000_000
+    frozen = len(handle.plans)
+    steps(controller, handle, 60, ratio=1.0)
+    assert len(handle.plans) <= frozen + THRESHOLDS.corrections
+
+
+# -- training never waits ----------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A solver that answers when told to."""
+
+    def __init__(self, monkeypatch):
+        self.questions = []
+        self.futures = []
+        monkeypatch.setattr("ebbtide._control.controller.solve_here", self.ask)
+
+    def ask(self, question):
+        self.questions.append(question)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def give(self):
+        question, future = self.questions[-1], self.futures[-1]
+        try:
+            future.set_result(remembered(question))
+        except PlanError as error:
+            future.set_exception(error)
+
+
+def solving(monkeypatch, budget_bytes=BUDGET):
+    """A controller whose first plan has been asked for, as after the measured steps."""
+    answers = Answers(monkeypatch)
+    controller, handle = controller_of(budget_bytes, starts=False)
+    controller._plan_from(controller.profile)
+    return controller, handle, answers
+
+
+def test_training_goes_on_by_the_smallest_recipes_until_there_is_a_plan(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    assert controller.status == "no plan yet: solving"
+    for _ in range(5):
+        assert controller.step_begins(1000) is None
+    assert handle.plan.predicted is None
+    answers.give()
+    assert controller.step_begins(1000) is not None
+    assert (controller.phase, controller.status) == (Phase.PLANNED, "")
+    assert handle.plan.predicted is not None
+    assert len(answers.questions) == 1
+
+
+def test_a_budget_too_small_is_an_error_of_the_next_step_and_training_may_go_on(monkeypatch):
+    controller, _, answers = solving(monkeypatch, budget_bytes=GIB // 2)
+    controller.step_begins(1000)
+    answers.give()
+    with pytest.raises(PlanError, match="the smallest budget is"):
+        controller.step_begins(1000)
+    assert controller.step_begins(1000) is None
+    assert controller.phase is Phase.GAVE_UP
+
+
+def test_a_larger_batch_runs_by_the_smallest_recipes_and_a_smaller_one_by_the_plan_there_is(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    step(controller)
+    plan = handle.plan
+    step(controller, tokens=500)
+    assert handle.plan is plan
+    step(controller, tokens=2000)
+    assert handle.plan.predicted is None
+    assert [question.profile.tokens for question in answers.questions] == [1000, 500]  # one at a time
+    answers.give()
+    step(controller, tokens=2000)
+    answers.give()
+    step(controller, tokens=2000)
+    assert [question.profile.tokens for question in answers.questions] == [1000, 500, 2000]
+    assert handle.plan is controller.tuner.plans[2000]
+    step(controller, tokens=500)
+    assert handle.plan is controller.tuner.plans[500]
+
+
+def test_a_plan_is_followed_until_the_corrected_one_is_there(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    step(controller)
+    steps(controller, handle, 12, ratio=1.0)
+    assert len(answers.questions) == 2
+    first = handle.plan
+    steps(controller, handle, 5, ratio=1.0)
+    assert handle.plan is first
+    answers.give()
+    steps(controller, handle, 2, ratio=1.0)
+    assert handle.plan is not first
+    assert len(answers.questions) == 2
+
+
+def test_an_answer_to_an_old_question_is_dropped(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    step(controller)
+    steps(controller, handle, 12, ratio=1.0)
+    first = handle.plan
+    controller.replan()
+    answers.give()
+    step(controller)
+    assert handle.plan is first
+    assert len(answers.questions) == 3
+    answers.give()
+    step(controller)
+    assert handle.plan is not first
+
+
+# -- step times --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.7, 1.5])
+def test_steps_that_deviate_are_planned_again_with_measured_times(ratio):
+    controller, handle = controller_of(BUDGET)
+    before, predicted = controller.profile.plain_s, handle.plan.predicted
+    waits_s = predicted.stall_forward_s + predicted.stall_backward_s
+    handle.device.step_s = predicted.step_s * ratio
+    for _ in range(7):
+        handle.waits(waits_s)
+        step(controller)
+    assert len(handle.plans) == 2
+    compute_s = predicted.step_s - waits_s
+    assert controller.profile.plain_s == pytest.approx(before * (handle.device.step_s - waits_s) / compute_s)
+
+
+@pytest.mark.parametrize("budget_bytes", [None, BUDGET])
+def test_one_slow_step_is_no_reason_to_plan_again(budget_bytes):
+    controller, handle = controller_of(budget_bytes)
+    for k in range(30):
+        handle.device.step_s = handle.plan.predicted.step_s * (3.0 if k % 3 == 0 else 1.0)
+        step(controller)
+    assert len(handle.plans) <= (1 if budget_bytes is None else 2)
+
+
+@pytest.mark.parametrize("budget_bytes", [None, BUDGET])
+@pytest.mark.parametrize("ratio", [1.2, 0.8, 3.0])
+def test_steps_that_always_deviate_end_in_a_frozen_plan(budget_bytes, ratio):
+    controller, handle = controller_of(budget_bytes)
+    steps(controller, handle, 100, ratio=ratio)
+    planned = len(handle.plans)
+    assert planned <= 2 + 2 * THRESHOLDS.corrections  # each may be compared
+    steps(controller, handle, 200, ratio=1.3 * ratio)
+    assert len(handle.plans) == planned
+
+
+def test_within_a_budget_a_plan_slower_than_its_fallback_gives_way():
+    """Whatever is wrong with it: recomputation of the fewest regions takes the predicted time."""
+    controller, handle = controller_of(BUDGET)
+    for _ in range(80):
+        moves = handle.plan.predicted.moved_bytes > 0
+        handle.device.step_s = handle.plan.predicted.step_s * (1.5 if moves else 1.0)
+        step(controller)
+    actions = [region.recipe.action for region in handle.plan.regions.values()]
+    assert set(actions) == {"keep", "recompute"}
+    assert handle.plan.predicted.moved_bytes == 0
+
+
+def test_replan_plans_again_with_all_corrections():
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 60, ratio=1.0)
+    frozen = len(handle.plans)
+    handle.copies(0.4)
+    steps(controller, handle, 20, ratio=1.2)
+    assert len(handle.plans) == frozen
+    controller.replan()
+    steps(controller, handle, 20, ratio=1.0)
+    assert len(handle.plans) > frozen
+
+
+# -- running out of memory ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replans", [False, True])
@@ -365,7 +293,7 @@ def test_a_backward_that_ran_out_of_memory_is_noticed_in_the_next_step(replans):
     handle.device.failures = 1
     with pytest.warns(EbbtideWarning, match="would have fitted"):
         step(controller)
-    assert (controller.budget_bytes < 2.5 * GIB) == replans
+    assert (controller.tuner.limit_bytes < 2.5 * GIB) == replans
 
 
 def test_running_out_of_memory_takes_nothing_off_where_no_plan_needs_less():
@@ -376,7 +304,7 @@ def test_running_out_of_memory_takes_nothing_off_where_no_plan_needs_less():
         handle.device.failures += 1
         with pytest.warns(EbbtideWarning, match="are left, and no plan needs less than"):
             step(controller)
-    assert controller.budget_bytes == least_bytes
+    assert controller.tuner.limit_bytes == least_bytes
     assert len(handle.plans) == 1
 
 
@@ -571,7 +499,6 @@ def test_time_that_neither_cpu_nor_regions_explain_counts_as_compute(cpu_clock):
         launch_overhead_s = forward_launch_s(before, before.host, handle.plan)
         queued_step(controller, handle, cpu_clock, launch_overhead_s, is_ahead=False)
     assert handle.plan.predicted.step_s == pytest.approx(outcome.step_s, rel=0.05)
-    assert len(handle.plans) <= 4
 
 
 def test_a_cpu_faster_than_profiled_is_ahead(cpu_clock):
@@ -642,6 +569,7 @@ def speed_by(controller, handle, ratio, count=8):
 def test_the_profile_has_the_speed_of_the_last_steps(ratio):
     """A deviation too small to plan again. A later plan is compared with the source of the plan."""
     controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
+    without_corrections(controller)
     assert speed_by(controller, handle, ratio) == pytest.approx(ratio)
     assert speed_by(controller, handle, ratio=1.0) == pytest.approx(1 / ratio)
     assert len(handle.plans) == 1
@@ -687,7 +615,7 @@ def test_ranks_that_share_a_plan_share_its_profile():
 
 def test_a_plan_of_another_profile_has_no_speed(monkeypatch):
     controller, _ = controller_of()
-    monkeypatch.setattr("ebbtide._control.plan_stats.PlanStats.compute_scale", 1.02)
+    monkeypatch.setattr("ebbtide._control.trial.Trial.compute_scale", 1.02)
     assert controller.profile.plain_s == pytest.approx(1.02 * controller.tuner._profile.plain_s)
     monkeypatch.setattr(controller.tuner, "_profile", controller.tuner._profile.refitted(1.1, 1.1))
     assert controller.profile is controller.tuner._profile
@@ -697,6 +625,7 @@ def test_a_plan_of_another_profile_has_no_speed(monkeypatch):
 def test_compute_that_waits_for_the_cpu_has_no_speed(forward_ms, says):
     """How long is not measured; a little is believed."""
     controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host(forward_ms))
+    without_corrections(controller)
     predicted, before_s = handle.plan.predicted, controller.profile.plain_s
     assert (predicted.host_wait_s <= 0.01 * predicted.step_s) is says
     stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
@@ -717,6 +646,7 @@ def test_compute_that_waits_for_the_cpu_has_no_speed(forward_ms, says):
 def test_the_profile_has_the_speed_of_cpu_and_compute(compute, host_ratio, is_ahead, cpu_clock):
     """Where compute waits for the host in forward, and not in backward. Where it does not, the host is not slow."""
     controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host(12.0))
+    without_corrections(controller)
     handle.device.is_async = True
     before, plan = controller.profile, handle.plan
     stalls_s = plan.predicted.stall_forward_s + plan.predicted.stall_backward_s
@@ -806,10 +736,8 @@ def test_a_plan_as_fast_as_keeping_everything_stays():
     run(controller, handle, kept_s=slow_s, moved_s=slow_s)
     assert [plan.predicted.moved_bytes > 0 for plan in handle.plans] == [True, False, True]
     assert handle.plan == replace(first, predicted=replace(first.predicted, step_s=slow_s))
-    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.2 * slow_s, count=80)
-    assert handle.plan.predicted.moved_bytes > 0
-    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.6 * slow_s, count=400)
-    assert handle.plan.predicted.moved_bytes == 0
+    run(controller, handle, kept_s=1.2 * slow_s, moved_s=1.6 * slow_s, count=80)
+    assert len(handle.plans) == 3
 
 
 def test_each_of_many_batch_sizes_offloads_on_a_slow_machine():
@@ -918,12 +846,6 @@ def test_batches_larger_than_the_measured_one_never_keep_everything():
     assert all(plan.predicted.moved_bytes > 0 for plan in handle.plans)
 
 
-def test_a_profiler_sees_the_solver():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-        controller_of()
-    assert "ebbtide::solve" in {event.name for event in trace.events()}
-
-
 # -- steps in flight ---------------------------------------------------------------------------------------------------
 
 
@@ -938,6 +860,7 @@ def test_steps_are_read_as_they_pass_however_far_the_cpu_is_ahead():
 
 def test_concurrent_steps_are_ignored():
     controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
+    without_corrections(controller)
     handle.device.step_s = handle.plan.predicted.step_s * 1.5
     for _ in range(20):
         monitors = [controller.step_begins(1000) for _ in range(2)]
@@ -950,6 +873,7 @@ def test_concurrent_steps_are_ignored():
 
 def test_a_batch_is_compared_with_its_share_of_what_was_predicted():
     controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
+    without_corrections(controller)
     step(controller, tokens=920)
     bucket = controller.tuner.tokens
     assert bucket == 1000
@@ -966,29 +890,12 @@ def test_without_a_budget_a_size_that_was_not_measured_leaves_the_link_some_room
     assert 0.8 * to_the_last_byte < handle.plan.predicted.moved_bytes <= 0.96 * to_the_last_byte
 
 
-def test_what_one_size_leaves_unused_no_other_size_counts_on():
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB))
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=0.9)
-    assert controller.budget_bytes > 2.0 * GIB
-    step(controller, tokens=1500)
-    assert controller.budget_bytes == int(2.0 * GIB)
-
-
 def test_the_prediction_error_of_one_size_counts_for_all_sizes():
     controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    steps(controller, handle, 5, ratio=1.0, peak_ratio=1.1)
+    steps(controller, handle, 5, ratio=1.0, peak_ratio=1.2)
     known = controller.budget_bytes
     step(controller, tokens=500)
-    assert controller.budget_bytes == known < 2.5 * GIB
-
-
-def test_peaks_of_alternating_sizes_are_measured():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    for k in range(16):
-        tokens = (1000, 500)[k % 2]
-        handle.device.step_s = controller.tuner.plans.get(tokens, handle.plan).predicted.step_s
-        step(controller, tokens)
-    assert handle.device.peak_resets == 4
+    assert controller.budget_bytes == known < 2.3 * GIB
 
 
 def test_a_plan_that_gave_way_while_another_size_was_at_hand_is_planned_anew():
@@ -1071,12 +978,3 @@ def test_what_one_size_waits_says_nothing_of_another():
         handle.waits(0.2 * before if tokens == 2000 else 0.0)
         step(controller, tokens)
     assert controller.profile.plain_s > 0.4 * before
-
-
-def test_memory_that_grows_after_the_peak_was_measured_is_planned_for():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
-    for k in range(60):
-        handle.device.step_s = handle.plan.predicted.step_s
-        handle.device.peak_bytes = handle.plan.predicted.peak_bytes + (0 if k < 10 else 300_000_000)
-        step(controller)
-    assert handle.plan.predicted.peak_bytes + 300_000_000 <= 2.5 * GIB

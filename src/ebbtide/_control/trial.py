@@ -1,0 +1,213 @@
+"""The first steps of a plan, and the verdict on the plan. Pure.
+
+Note [Trials]
+~~~~~~~~~~~~~
+1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
+   follows: the plan is corrected, or compared with its fallback, or stays for good (law 13).
+2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
+   that is expected. Measured peaks take three quarters of what they show to be unnecessary: another plan has another
+   error, so a part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
+3. Disturbances make steps slower and never faster: the median of the measured steps tells a wrong prediction, and the
+   fastest steps tell which of two plans is faster.
+"""
+
+import enum
+import statistics
+from dataclasses import dataclass
+
+from ebbtide._plans import Plan
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """All constants of corrections, with reasons."""
+
+    learning_steps: int = 2  # until the engine's timetable knows the order
+    measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
+    longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
+    corrections: int = 2  # law 13
+    margin: float = 0.06  # of the budget above the memory from before the step: errors of first predictions
+    kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary
+    room: float = 0.02  # of the budget: less is not worth a correction
+    off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
+    slower: float = 1.01  # times the fallback's step: fastest steps repeat within a percent
+    fewer_moves: float = 0.95  # times the bytes of a slow plan: a plan that moves more is no answer to it
+    oom: float = 0.05  # of the planned bytes, left free after running out of memory
+    remembered: int = 8  # steps of a plan in force, for what the handle reports
+    furthest: float = 5.0  # largest change of a refit: beyond, the steps are of something else
+    least_compute: float = 0.2  # of a step that only waits compute cannot be judged
+    look_every: int = 16  # forwards between two looks at the device's peak
+
+
+THRESHOLDS = Thresholds()
+
+
+class Verdict(enum.Enum):
+    """What to do with a plan on trial."""
+
+    WAIT = "the trial goes on"
+    OVER = "the peak is over the budget"
+    CORRECT = "steps or peaks are other than predicted"
+    COMPARE = "the fallback looks faster"
+    STAY = "the plan stays"
+
+
+class Trial:
+    """A plan, and what its steps took.
+
+    Attributes:
+        plan: the plan.
+        fallback: the plan to compare with if steps are slow; None: none fits, or the comparison has been made.
+        begun: forwards so far.
+        steps: steps finished so far.
+        is_frozen: the verdict is given.
+        is_as_measured: the step time of `plan.predicted` was measured.
+    """
+
+    def __init__(self, plan: Plan, fallback: Plan | None, *, is_as_measured: bool = False) -> None:
+        self.plan = plan
+        self.fallback = None if fallback is None or fallback.regions == plan.regions else fallback
+        self.begun = 0
+        self.steps = 0
+        self.is_frozen = False
+        self.is_as_measured = is_as_measured
+        self._times: list[float] = []
+        self._stalls: list[float] = []
+        self._peaks: list[int] = []
+
+    def add_step(self, seconds: float, stall_s: float = 0.0) -> None:
+        """Count a step. The first steps, which learn the order, take part in no figure but peaks."""
+        self.steps += 1
+        if self.steps > THRESHOLDS.learning_steps:
+            self._times = [*self._times, seconds][-THRESHOLDS.remembered :]
+            self._stalls = [*self._stalls, stall_s][-THRESHOLDS.remembered :]
+
+    def count_step(self) -> None:
+        """Count a step whose duration says nothing."""
+        self.steps += 1
+
+    def add_peak(self, nbytes: int) -> None:
+        """Record the peak of a step."""
+        self._peaks.append(nbytes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are enough steps for a verdict, or there never will be."""
+        return len(self._times) >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether enough steps were timed."""
+        return len(self._times) >= THRESHOLDS.measured_steps
+
+    @property
+    def typical_s(self) -> float:
+        """Median of the last steps; 0: unknown."""
+        return statistics.median(self._times) if self._times else 0.0
+
+    @property
+    def fastest_s(self) -> float:
+        """0: unknown."""
+        return min(self._times, default=0.0)
+
+    @property
+    def stall_s(self) -> float:
+        """Stall of a typical step."""
+        return statistics.median(self._stalls) if self._stalls else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest peak seen; 0: unknown."""
+        return max(self._peaks, default=0)
+
+    @property
+    def spread_bytes(self) -> int:
+        """How far the peaks of steps with a known order are apart: routing and packing change them."""
+        settled = self._peaks[THRESHOLDS.learning_steps :]
+        return max(settled) - min(settled) if settled else 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the typical step deviates from the prediction."""
+        predicted_s = 0.0 if self.plan.predicted is None else self.plan.predicted.step_s
+        return self.is_timed and predicted_s > 0 and abs(self.typical_s / predicted_s - 1) > THRESHOLDS.off
+
+    def compute_ratio(self, step_s: float, host_wait_s: float) -> float:
+        """Measured over predicted time of compute, in a step of `step_s` with `host_wait_s` of waiting for the CPU."""
+        predicted = self.plan.predicted
+        assert predicted is not None
+        compute_s = step_s - self.stall_s - host_wait_s
+        if compute_s < THRESHOLDS.least_compute * step_s:
+            return 1.0
+        waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
+        return bounded(compute_s / max(predicted.step_s - waits_s, 1e-9))
+
+    @property
+    def compute_scale(self) -> float:
+        """Measured over predicted time of compute, by whole steps; 1 if unknown."""
+        predicted = self.plan.predicted
+        if predicted is None or self.is_as_measured or not self.is_timed:
+            return 1.0
+        return self.compute_ratio(self.typical_s, predicted.host_wait_s)
+
+
+def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool) -> Verdict:
+    """The verdict on a plan.
+
+    Args:
+        trial: the plan and its steps.
+        limit_bytes: the budget; None: none, and `trial.fallback` keeps everything.
+        margin_bytes: part of the budget that the plan left free on purpose.
+        may_correct: whether corrections are left.
+    """
+    if trial.is_frozen:
+        return Verdict.WAIT
+    if limit_bytes is not None and trial.peak_bytes > limit_bytes:
+        return Verdict.OVER
+    if not trial.is_complete:
+        return Verdict.WAIT
+    if looks_slow(trial, limit_bytes is not None) and not (limit_bytes is not None and trial.is_off and may_correct):
+        return Verdict.COMPARE
+    has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
+    if may_correct and not trial.is_as_measured and (has_room or (trial.is_off and limit_bytes is not None)):
+        return Verdict.CORRECT
+    return Verdict.STAY
+
+
+def looks_slow(trial: Trial, has_budget: bool) -> bool:
+    """Whether the steps take longer than the fallback's would, as predicted."""
+    if trial.fallback is None or trial.fallback.predicted is None or not trial.is_timed:
+        return False
+    seconds = trial.typical_s if has_budget else trial.fastest_s
+    return seconds > trial.fallback.predicted.step_s * THRESHOLDS.slower
+
+
+def first_margin(limit_bytes: int, base_bytes: int) -> int:
+    """Margin below a budget before any peak was measured; memory from before the step is known exactly."""
+    return int(THRESHOLDS.margin * max(0, limit_bytes - base_bytes))
+
+
+def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
+    """The margin of the next plan, by the measured peaks of this plan; never negative: the error of another plan may be
+    another. Unmeasured peaks leave the margin.
+    """
+    predicted = trial.plan.predicted
+    if predicted is None or trial.peak_bytes == 0:
+        return margin_bytes
+    error_bytes = trial.peak_bytes - predicted.peak_bytes
+    over_bytes = trial.peak_bytes - limit_bytes
+    if over_bytes > 0:
+        return int((1 + THRESHOLDS.kept_margin) * max(error_bytes, margin_bytes + over_bytes))
+    needed_bytes = max(0, error_bytes + trial.spread_bytes)
+    return margin_bytes - int((1 - THRESHOLDS.kept_margin) * max(0, margin_bytes - needed_bytes))
+
+
+def _gives_room(trial: Trial, limit_bytes: int, margin_bytes: int) -> bool:
+    if trial.plan.keeps_all:
+        return False  # a larger budget changes nothing
+    return margin_bytes - margin_after(trial, limit_bytes, margin_bytes) > THRESHOLDS.room * limit_bytes
+
+
+def bounded(ratio: float) -> float:
+    """`ratio`, limited to the change of one refit."""
+    return min(max(ratio, 1 / THRESHOLDS.furthest), THRESHOLDS.furthest)

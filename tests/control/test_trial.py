@@ -1,0 +1,101 @@
+"""Verdicts on plans, and margins below budgets: tables."""
+
+import pytest
+from planner.workloads import GIB
+
+from ebbtide import Plan, Prediction, RegionPlan
+from ebbtide._control.trial import THRESHOLDS, Trial, Verdict, first_margin, margin_after, verdict
+
+LIMIT = 10 * GIB
+
+
+def plan(step_s, peak_gib, recipe="recompute"):
+    moved_bytes = 0 if recipe == "keep" else GIB
+    predicted = Prediction(step_s, 0.0, 0.0, int(peak_gib * GIB), moved_bytes, moved_bytes)
+    return Plan({"a": RegionPlan(recipe)}, outside=RegionPlan("keep"), predicted=predicted)
+
+
+def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, fallback_s=2.0, recipe="recompute"):
+    """Steps of a plan predicted to take a second."""
+    found = Trial(plan(1.0, predicted_peak, recipe), None if fallback_s is None else plan(fallback_s, 9.9, "keep"))
+    for peak_gib in peaks:
+        found.add_peak(int(peak_gib * GIB))
+    for k in range(count):
+        found.begun += 1
+        found.add_step(9.0 if k < THRESHOLDS.learning_steps else step_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "margin_gib", "may_correct", "expected"),
+    [
+        ({"count": 5}, 0.0, True, Verdict.WAIT),
+        ({"count": 1, "peaks": (10.1,)}, 0.0, False, Verdict.OVER),
+        ({}, 0.0, True, Verdict.STAY),
+        ({"step_s": 1.04}, 0.0, True, Verdict.STAY),
+        ({"step_s": 1.06}, 0.0, True, Verdict.CORRECT),
+        ({"step_s": 0.9}, 0.0, True, Verdict.CORRECT),
+        ({"step_s": 1.06}, 0.0, False, Verdict.STAY),
+        ({}, 0.5, True, Verdict.CORRECT),
+        ({"recipe": "keep"}, 0.5, True, Verdict.STAY),
+        ({"predicted_peak": 9.2}, 0.5, True, Verdict.STAY),
+        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, True, Verdict.CORRECT),
+        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, False, Verdict.COMPARE),
+        ({"step_s": 1.02, "fallback_s": 1.0}, 0.0, True, Verdict.COMPARE),
+        ({"step_s": 1.02, "fallback_s": None}, 0.0, True, Verdict.STAY),
+    ],
+)
+def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
+    assert verdict(trial(**case), LIMIT, int(margin_gib * GIB), may_correct) is expected
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ({"step_s": 1.5}, Verdict.STAY),
+        ({"step_s": 0.8}, Verdict.STAY),
+        ({"step_s": 1.02, "fallback_s": 1.0}, Verdict.COMPARE),
+        ({"step_s": 1.005, "fallback_s": 1.0}, Verdict.STAY),
+    ],
+)
+def test_verdicts_without_a_budget(case, expected):
+    assert verdict(trial(**case), None, 0, may_correct=True) is expected
+
+
+def test_a_frozen_plan_has_no_further_verdict():
+    frozen = trial(step_s=3.0, peaks=(11.0,))
+    frozen.is_frozen = True
+    assert verdict(frozen, LIMIT, 0, may_correct=True) is Verdict.WAIT
+
+
+def test_a_trial_without_timed_steps_ends():
+    endless = trial(count=0)
+    endless.begun = THRESHOLDS.longest + 1
+    assert verdict(endless, LIMIT, 0, may_correct=True) is Verdict.STAY
+
+
+def test_a_plan_equal_to_its_fallback_is_not_compared():
+    same = plan(1.0, 9.5)
+    assert Trial(same, plan(0.5, 9.0)).fallback is None
+
+
+@pytest.mark.parametrize(
+    ("peaks", "margin_gib", "expected_gib"),
+    [
+        ((), 0.6, 0.6),  # unmeasured
+        ((9.0,), 0.6, 0.15),  # below the prediction: a quarter stays
+        ((9.5,), 0.6, 0.15),
+        ((9.7,), 0.6, 0.2 + 0.1),  # the error, and a quarter of the rest
+        ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.1),  # peaks that differ
+        ((10.4,), 0.6, 1.25 * 1.0),  # over by 0.4
+        ((11.0,), 0.0, 1.25 * 1.5),  # an error of 1.5
+    ],
+)
+def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
+    margin_bytes = margin_after(trial(peaks=peaks), LIMIT, int(margin_gib * GIB))
+    assert margin_bytes / GIB == pytest.approx(expected_gib, abs=1e-6)
+
+
+@pytest.mark.parametrize(("base_gib", "expected_gib"), [(0, 0.6), (5, 0.3), (12, 0.0)])
+def test_the_first_margin_is_of_what_is_not_known_exactly(base_gib, expected_gib):
+    assert first_margin(LIMIT, base_gib * GIB) / GIB == pytest.approx(expected_gib)

@@ -37,6 +37,52 @@ class Level(nn.Module):
         self.empty = nn.ModuleList()
 
 
+class Down(nn.Module):
+    """A stage of a U-Net."""
+
+    def __init__(self, count, make=Block):
+        super().__init__()
+        self.attentions = nn.ModuleList([Block()])
+        self.resnets = nn.ModuleList([make() for _ in range(count)])
+        self.samplers = nn.ModuleList([Block()])
+
+    def forward(self, x):
+        for part in (*self.resnets, *self.attentions, *self.samplers):
+            x = part(x)
+        return x
+
+
+class Bottleneck(nn.Module):
+    """A block of layers that differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Widening(width) for width in (8, 16, 8)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Widening(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Deep(nn.Module):
+    """A block of equal blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
 def listed(*modules):
     return nn.ModuleList(modules)
 
@@ -58,7 +104,20 @@ def listed(*modules):
         (lambda: listed(Block(), Block(), listed(*(nn.Linear(8, 8) for _ in range(9)))), ["0", "1"] + [
             f"2.{k}" for k in range(9)
         ]),
-        (lambda: listed(nn.Sequential(Block(), Block()), nn.Sequential(Block())), ["0", "1"]),
+        (lambda: listed(nn.Sequential(Block(), Block()), nn.Sequential(Block())), ["0.0", "0.1", "1"]),
+        (lambda: listed(Down(2), Down(2), Down(3)), [
+            *(f"{k}.{name}" for k in range(2) for name in ("attentions.0", "resnets.0", "resnets.1", "samplers.0")),
+            "2.attentions.0", "2.resnets.0", "2.resnets.1", "2.resnets.2", "2.samplers.0",
+        ]),
+        (lambda: listed(Down(2), Down(2)), ["0", "1"]),
+        (lambda: listed(Down(2, Bottleneck), Down(3)), [
+            "0.attentions.0", "0.resnets.0", "0.resnets.1", "0.samplers.0",
+            "1.attentions.0", "1.resnets.0", "1.resnets.1", "1.resnets.2", "1.samplers.0",
+        ]),
+        (lambda: listed(Down(2, Deep), Down(1)), [
+            "0.attentions.0", *(f"0.resnets.{k}.blocks.{j}" for k in range(2) for j in range(2)), "0.samplers.0", "1",
+        ]),
+        (lambda: listed(Sparse(2), Sparse(3)), ["0", "1"]),
         (lambda: listed(Stages([Block()]), Stages([Block()])), ["0", "1"]),
         (lambda: listed(nn.ParameterList([torch.ones(2)]), nn.ParameterList([torch.ones(2)])), []),
         (lambda: listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8))), []),

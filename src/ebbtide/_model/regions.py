@@ -30,9 +30,48 @@ def find_regions(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
     A list counts if the blocks repeat. In a model without repeating blocks (one layer, or a pipeline stage with one
     block) a list of one block counts. Forward never calls a list inside a list, only the blocks of the inner list.
+    Blocks of different sizes are stages, as in a U-Net or a Swin transformer: each holds a share of the memory that no
+    single recomputation should need, and the blocks of the lists inside are the regions.
     """
     lists = _lists(root, "", _list_kind(root))
-    return {clean_name(fqn): block for name, blocks in lists for fqn, block in _called_in(blocks, name)}
+    return {clean_name(fqn): block for name, blocks in lists for fqn, block in _blocks(blocks, name)}
+
+
+def _blocks(blocks: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The blocks of a list; of a list of stages, the blocks of the lists in each stage with such a list."""
+    found = list(_called_in(blocks, name))
+    are_stages = len({_size(block) for _, block in found}) > 1
+    for fqn, block in found:
+        yield from _parts(block, fqn) if are_stages else ((fqn, block),)
+
+
+def _parts(block: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The blocks in a stage, or the stage itself. A block of a stage that repeats a smaller block is a stage too; the
+    layers of a bottleneck repeat nothing."""
+    lists = list(_lists(block, fqn, _is_of_blocks))
+    if not any(_is_repeated(*each) for each in lists):
+        yield fqn, block
+        return
+    for name, blocks in lists:
+        for inner_fqn, inner in _called_in(blocks, name):
+            is_stage = any(_are_equal(each) for _, each in _lists(inner, inner_fqn, _is_repeated))
+            yield from _parts(inner, inner_fqn) if is_stage else ((inner_fqn, inner),)
+
+
+def _are_equal(blocks: torch.nn.Module) -> bool:
+    return len({_size(block) for _, block in _called_in(blocks, "")}) == 1
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(0 if torch.nn.parameter.is_lazy(p) else p.numel() for p in module.parameters())
+
+
+def _is_of_blocks(fqn: str, module: torch.nn.Module) -> bool:
+    """Whether a list in a stage holds blocks, maybe one: not experts, and not the layers of a single block."""
+    if not isinstance(module, _LIST) or _is_of_experts(fqn):
+        return False
+    blocks = [block for _, block in _called_in(module, fqn)]
+    return bool(blocks) and all(len(modules_of(b)) > 1 and not isinstance(b, torch.nn.Sequential) for b in blocks)
 
 
 _IsList: TypeAlias = Callable[[str, torch.nn.Module], bool]

@@ -56,6 +56,11 @@ SETTINGS: Mapping[str, Setting] = {
         "int | float | str",
         'Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8 or "80%".',
     ),
+    "max_slowdown": Setting(
+        "float",
+        "Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for the smallest "
+        "peak. Default: 0.01, by moving alone; not beside a budget.",
+    ),
     "include": Setting(
         _MODULES,
         'Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these move.',
@@ -283,9 +288,24 @@ def _check_not_quoted_share(value: int | str) -> None:
 # -- settings that exclude each other ----------------------------------------------------------------------------------
 
 
+def checked_slowdown(value: float | None) -> float | None:
+    """`value`, if a slowdown is possible. Raises ConfigError for another type, and for a share that is none."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"max_slowdown={value!r}: expected a share of the step above 0, such as 0.05 for 5 %")
+    if value >= 1:
+        raise ConfigError(
+            f"max_slowdown={value!r} allows a step {1 + value:g} times as long: a slowdown is a share, 0.05 for 5 %. "
+            "For the least memory at any time write budget="
+        )
+    return float(value)
+
+
 def planner_decides(
     mode: Mode | None,
     budget: object,
+    max_slowdown: object,
     profile: object,
     regions: object,
     on_oom: object,
@@ -295,14 +315,20 @@ def planner_decides(
     """Whether a planner decides what moves.
 
     Args:
-        mode, budget, profile, regions, on_oom, process_group: values as written by a user.
+        mode, budget, max_slowdown, profile, regions, on_oom, process_group: values as written by a user.
         by_hand: settings for moving tensors by hand, as written by a user.
 
     Raises:
         ConfigError: contradictory settings, or settings of a planner without a planner.
     """
     manual = [f"{name}=" for name, value in by_hand.items() if value]
-    wanted = [f"{name}=" for name, value in (("budget", budget), ("profile", profile)) if value is not None]
+    goals = (("budget", budget), ("max_slowdown", max_slowdown))
+    wanted = [f"{name}=" for name, value in (*goals, ("profile", profile)) if value is not None]
+    if budget is not None and max_slowdown is not None:
+        raise ConfigError(
+            "budget= asks for the fastest step under a peak, and max_slowdown= for the smallest peak of a step that is "
+            "fast enough: leave one of them out"
+        )
     if mode in ("all", "off") and wanted:
         raise ConfigError(f"mode={mode!r} plans nothing, and {wanted[0]} asks for a plan: leave one of them out")
     if mode == "auto":
@@ -332,7 +358,7 @@ def planner_decides(
             "on_oom='replan' plans for less than the budget, and there is none: write one, such as budget='40GiB', or "
             "leave on_oom= out"
         )
-    if process_group is not None and budget is None and not isinstance(profile, str | Path):
+    if process_group is not None and budget is max_slowdown is None and not isinstance(profile, str | Path):
         raise ConfigError(
             "process_group= names the ranks that agree on a plan for a budget, or share the file of a profile, and "
             "there is neither: write one, such as budget='40GiB', or leave process_group= out"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ebbtide._config import Budget, Names
+from ebbtide._config import Budget, Names, checked_slowdown
 from ebbtide._devices import device_for
 from ebbtide._errors import ConfigError, ModuleError, PlanError
 from ebbtide._model.batches import tensors_in, tokens_of
@@ -40,6 +40,7 @@ def plan(
     example_batch: Any,
     *,
     budget: int | float | str | None = None,
+    max_slowdown: float | None = None,
     loss: LossOf | None = None,
     store: str | StoreFactory | None = None,
     min_bytes: int | str = "1MiB",
@@ -62,7 +63,9 @@ def plan(
         example_batch: arguments of the model: a mapping (by keyword), a tuple or list (by position) or one tensor; as
             large as batches get. Call within the autocast context of the training, if any.
         budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
-            or "80%". None: move what slows no step.
+            or "80%".
+        max_slowdown: Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for
+            the smallest peak. Default: 0.01, by moving alone; not beside a budget.
         loss: function of the model's output that backward begins with. Default: the output's `loss`, or the output if
             that is one number, else the sum of all floating-point tensors in the output.
         store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
@@ -74,8 +77,8 @@ def plan(
             behind. Equal settings for `offload` keep the plan valid.
         reserve: bytes ("9GiB") of device memory for what comes later, such as the state of the optimizer.
         profile: of this model on this device: no step runs. `example_batch` says how large batches are, and `loss`,
-            `store`, `min_bytes` and `regions` have no effect. For a budget, the profile must be measured with a budget,
-            or by `measure`.
+            `store`, `min_bytes` and `regions` have no effect. For a budget or `max_slowdown`, the profile must be
+            measured with one of these, or by `measure`.
 
     Raises:
         ConfigError: an impossible setting, an output without a loss, a batch without tensors.
@@ -93,18 +96,21 @@ def plan(
     """
     batch = _batch_of(example_batch)
     reserved_bytes = _reserved(reserve)
+    if budget is not None and checked_slowdown(max_slowdown) is not None:
+        raise ConfigError("budget= and max_slowdown= are two goals of a plan: leave one of them out")
     budget_of = None if budget is None else Budget(budget)
+    may_recompute = budget is not None or max_slowdown is not None
     if profile is None:
         settings = {"store": store, "min_bytes": min_bytes, "host_limit": host_limit, "regions": regions}
-        profile = _measured(model, batch, loss, settings, recomputes=budget is not None)
+        profile = _measured(model, batch, loss, settings, recomputes=may_recompute)
     else:
         profile = _for_batch(profile, model, batch, host_limit)
-        if budget is not None:
+        if may_recompute:
             profile.check_has_recomputation()
     budget_bytes = None
     if budget_of is not None:  # all ranks meet before any work of their own, which may raise
         budget_bytes = min(gather(budget_of(_device_bytes(profile, model)), None, "a budget"))
-    planned = Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes)
+    planned = Solver(profile.with_reserved(reserved_bytes)).solve(budget_bytes, max_slowdown=max_slowdown)
     return planned if budget_of is None else dataclasses.replace(planned, budget=str(budget_of))
 
 

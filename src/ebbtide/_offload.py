@@ -16,6 +16,7 @@ from ebbtide._config import (
     OffloadConfig,
     check_recipe_or_plan,
     check_without_keep_last,
+    checked_slowdown,
     make_config,
     planner_decides,
 )
@@ -27,7 +28,7 @@ from ebbtide._events import Listener
 from ebbtide._model.attach import Attachment
 from ebbtide._model.hooks import HANDLE
 from ebbtide._model.placement import is_on_meta
-from ebbtide._model.planning import Planning
+from ebbtide._model.planning import Goal, Planning
 from ebbtide._model.regions import choose_recipes
 from ebbtide._plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide._profiling.profile import Profile
@@ -157,6 +158,15 @@ class OffloadHandle:
                 stacklevel=2,
             )
 
+    def replan(self) -> None:
+        """Plan again from the measured steps, for another state of the machine; a frozen plan is open to corrections
+        again. Does nothing before the first plan. Raises ModuleError if nothing plans, or the handle was removed."""
+        self._check_installed("replan()")
+        controller = self._attachment.controller
+        if controller is None:
+            raise ModuleError("replan() on a handle whose plan the user has set: apply offload() again for a planner")
+        controller.replan()
+
     @property
     def profile(self) -> Profile | None:
         """Measured bytes and seconds of a step, at the speed of the latest steps; a new object at each call.
@@ -171,7 +181,7 @@ class OffloadHandle:
         attachment, planning = self._attachment, self._planning
         goal, state = f"mode {attachment.config.mode}", "installed"
         if planning is not None:
-            goal = goal if planning.budget is None else f"budget {planning.budget}"
+            goal = str(planning.goal) or goal
             state = planning.status.rpartition(": ")[2] or "planned"
         elif self.recipes:
             actions = {recipe.action for recipe in self.recipes.values()}
@@ -206,6 +216,7 @@ def offload(
     *,
     mode: Mode | None = None,
     budget: int | float | str | None = None,
+    max_slowdown: float | None = None,
     include: Names | list[Names] | tuple[Names, ...] | None = (),
     exclude: Names | list[Names] | tuple[Names, ...] | None = (),
     keep_last: int = 0,
@@ -226,8 +237,9 @@ def offload(
 
     Loss and gradients equal those of the plain run, bit for bit; names and `state_dict` are unchanged::
 
-        handle = ebbtide.offload(model)                  # as much as the link carries without slowing the step
-        handle = ebbtide.offload(model, budget="40GiB")  # the fastest step with a peak below 40 GiB
+        handle = ebbtide.offload(model)                     # the smallest peak for a step at most 1 % slower
+        handle = ebbtide.offload(model, max_slowdown=0.05)  # ... at most 5 % slower, with recomputation too
+        handle = ebbtide.offload(model, budget="40GiB")     # the fastest step with a peak below 40 GiB
         handle = ebbtide.offload(model, mode="all", include=["layers.*.mlp"])
         ...  # train as before
         print(handle.plan, handle.report())
@@ -240,6 +252,8 @@ def offload(
             another setting says what moves and how (include, exclude, keep_last, recipe, plan, window, prefetch).
         budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
             or "80%". The planner keeps, moves and recomputes for the fastest step.
+        max_slowdown: Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for
+            the smallest peak. Default: 0.01, by moving alone; not beside a budget.
         include: Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these
             move. Of nested modules the innermost decides.
         exclude: Names, patterns or classes of modules: tensors saved in the forward of these stay.
@@ -291,7 +305,7 @@ def offload(
     """
     check_recipe_or_plan(recipe, plan, keep_last)
     is_planned = planner_decides(
-        mode, budget, profile, regions, on_oom, process_group,
+        mode, budget, max_slowdown, profile, regions, on_oom, process_group,
         include=include, exclude=exclude, keep_last=keep_last, window=window, prefetch=prefetch,
         recipe=recipe, plan=plan,
     )  # fmt: skip
@@ -300,12 +314,12 @@ def offload(
         mode=mode, include=include, exclude=exclude, keep_last=keep_last, store=store, window=window,
         prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit, verify=verify,
     )  # fmt: skip
-    peak = None if budget is None else Budget(budget)
+    goal = Goal(None if budget is None else Budget(budget), checked_slowdown(max_slowdown))
     check_group(process_group)
     _check_module(module)
     handle = OffloadHandle(module, config, PROCESS.engines(config), PROCESS.new_context(config))
     attachment = handle._attachment
-    planning = Planning(attachment, peak, regions, profile, on_oom == "replan", process_group) if is_planned else None
+    planning = Planning(attachment, goal, regions, profile, on_oom == "replan", process_group) if is_planned else None
 
     def start() -> None:
         _check_device(module, config)

@@ -20,7 +20,7 @@ from ebbtide._planner.options import option_for, options_of
 from ebbtide._planner.relaxation import GroupCounts
 from ebbtide._planner.search import leanest, placed
 from ebbtide._planner.simulate import least_budget, simulate, simulate_below, windows_within
-from ebbtide._planner.solve import Solver
+from ebbtide._planner.solve import MAX_SLOWDOWN, Solver
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import ExpensiveOp, Link, Profile, SavedTensor
 
@@ -272,8 +272,8 @@ def test_without_a_budget_it_moves_what_the_link_hides():
     predicted = plan.predicted
     assert plan.budget_bytes is None
     assert not any(planned.recipe.recomputes for planned in plan.regions.values())
-    assert predicted.stall_forward_s == predicted.stall_backward_s == 0
-    assert 4.4 * GIB < predicted.moved_bytes < 4.9 * GIB
+    assert predicted.step_s <= step.plain_s * (1 + MAX_SLOWDOWN)
+    assert 4.4 * GIB < predicted.moved_bytes < 5.2 * GIB
     everything = least_budget(step, uniform(step, Recipe("keep")))
     assert everything - predicted.peak_bytes > 4.4 * GIB
 
@@ -287,7 +287,7 @@ def test_without_a_budget_moved_bytes_lower_the_peak(path):
     solver = Solver(Profile.load(path))
     predicted = solver.solve(None).predicted
     freed = solver.keeping_all().predicted.peak_bytes - predicted.peak_bytes
-    assert freed >= 0.99 * predicted.moved_bytes > 0
+    assert freed >= 0.95 * predicted.moved_bytes > 0
 
 
 @pytest.mark.long(cases=0)
@@ -318,7 +318,7 @@ def test_without_a_budget_the_link_is_full_to_the_last_parcels():
     step = _undisturbed(step)
     forward_s = step.outside.before_s + step.outside.after_s + sum(region.forward_s for region in step.regions)
     carried = forward_s * step.link.out
-    assert 0.9 * carried < Solver(step).solve(None).predicted.moved_bytes < carried
+    assert 0.9 * carried < Solver(step).solve(None).predicted.moved_bytes < 1.02 * carried
 
 
 def _undisturbed(step):
@@ -329,17 +329,11 @@ def _undisturbed(step):
 def test_without_a_budget_copies_slow_the_step_by_very_little(solver_a):
     """Compute loses some time to every copy. The sum bounds the bytes where the link does not."""
     predicted = solver_a.solve(None).predicted
-    assert predicted.stall_forward_s == predicted.stall_backward_s == 0
-    assert 1.002 < predicted.step_s / solver_a.profile.plain_s <= 1.003
-    slow = Solver(replace(solver_a.profile, link=replace(solver_a.profile.link, interference=0.02)))
+    assert 1.005 < predicted.step_s / solver_a.profile.plain_s <= 1 + MAX_SLOWDOWN
+    slow = Solver(replace(solver_a.profile, link=replace(solver_a.profile.link, interference=0.06)))
     fewer = slow.solve(None).predicted
-    assert (
-        0
-        < fewer.moved_bytes
-        < predicted.moved_bytes
-        < Solver(_undisturbed(slow.profile)).solve(None).predicted.moved_bytes
-    )
-    assert fewer.step_s / slow.profile.plain_s <= 1.004
+    assert 0 < fewer.moved_bytes < predicted.moved_bytes
+    assert fewer.step_s / slow.profile.plain_s <= 1 + MAX_SLOWDOWN
 
 
 def test_without_a_budget_a_slow_link_moves_nothing():
@@ -361,8 +355,24 @@ def test_without_a_budget_nothing_gets_worse(step):
     predicted = Solver(step).solve(None).predicted
     kept = uniform(step, Recipe("keep"))
     assert predicted.peak_bytes <= least_budget(step, kept)
-    waits = predicted.stall_forward_s + predicted.stall_backward_s > 0
-    assert predicted.step_s <= step.plain_s * (1.002 if waits else 1.004) + EXACT
+    assert predicted.step_s <= Solver(step).keeping_all().predicted.step_s * (1 + MAX_SLOWDOWN) + EXACT
+
+
+@given(profiles(most_regions=4))
+@settings(max_examples=30)
+def test_a_larger_slowdown_never_has_a_larger_peak_and_no_step_is_slower(step):
+    solver = Solver(step)
+    kept = solver.keeping_all().predicted
+    peaks = [kept.peak_bytes]
+    for slowdown in (0.02, 0.2, 0.7):
+        predicted = solver.solve(None, max_slowdown=slowdown).predicted
+        assert predicted.step_s <= kept.step_s * (1 + slowdown) + EXACT
+        peaks.append(predicted.peak_bytes)
+        # No budget has a lower peak at that time, but by the precision of the search.
+        lower = int(predicted.peak_bytes * 0.97)
+        if solver.smallest_budget() <= lower < predicted.peak_bytes:
+            assert solver.solve(lower).predicted.step_s > kept.step_s * (1 + slowdown) - EXACT
+    assert peaks == sorted(peaks, reverse=True)
 
 
 # -- the time against the memory ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from ebbtide._cli._plan_profile import WhatIf, budget_of, measure_model, measure_script
+from ebbtide._config import checked_slowdown
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import format_bytes
@@ -25,6 +26,7 @@ def plan(
     script_arguments: str = "",
     save_profile: Path | None = None,
     budget: str | None = None,
+    max_slowdown: float | None = None,
     link: float | None = None,
     tokens: int | None = None,
     scale: float | None = None,
@@ -53,7 +55,9 @@ def plan(
         script_arguments: of the script, as one text, like the arguments behind "--".
         save_profile: a file for the profile.
         budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
-            or "80%". Default: move what makes the step no slower.
+            or "80%".
+        max_slowdown: Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for
+            the smallest peak. Default: 0.01, by moving alone; not beside a budget.
         link: what if the link carried so many GB/s each way.
         tokens: what if a batch had so many tokens: elements of the largest tensor that the model is called with.
         scale: what if a batch had so many times the measured tokens.
@@ -71,6 +75,8 @@ def plan(
             behind. For --model.
     """
     what_if = WhatIf(link, tokens, scale, host_limit, reserve, graphs)
+    if budget is not None and checked_slowdown(max_slowdown) is not None:
+        raise ConfigError("--budget and --max-slowdown are two goals: leave one of them out")
     _check_files({"--save": save, "--save-profile": save_profile, "--picture": picture}, points)
     if (profile is not None) + (model is not None) + (script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")
@@ -87,14 +93,20 @@ def plan(
         measured = measure_script(script, script_arguments)
     if save_profile is not None:
         _write("--save-profile", save_profile, measured.save)
-    _answer(measured, what_if, budget, save, points if pareto or picture else None, picture)
+    goal = budget if max_slowdown is None else max_slowdown
+    _answer(measured, what_if, goal, save, points if pareto or picture else None, picture)
     return 0
 
 
 def _answer(
-    measured: Profile, what_if: WhatIf, budget: str | None, save: Path | None, points: int | None, picture: Path | None
+    measured: Profile,
+    what_if: WhatIf,
+    goal: str | float | None,
+    save: Path | None,
+    points: int | None,
+    picture: Path | None,
 ) -> None:
-    """Print plans of a profile; `points` of the curve, if any."""
+    """Print plans of a profile; `points` of the curve, if any. `goal`: a budget as text, or a largest slowdown."""
     # The planner is a third of the time of --help.
     from ebbtide._cli._plan_pareto import Solvers, pareto_table
 
@@ -107,6 +119,7 @@ def _answer(
 
     profile, notes = what_if.applied_to(measured)
     solvers, of = Solvers(profile), profile.made_for
+    budget, max_slowdown = (goal, None) if isinstance(goal, str) else (None, goal)
     limit, plain = budget_of(budget, profile), solvers.plain
     say(
         f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
@@ -115,14 +128,15 @@ def _answer(
     )
     for note in notes:
         say(note)
-    if not profile.has_recomputation and (budget is not None or points is not None):
+    if not profile.has_recomputation and (goal is not None or points is not None):
         say(
             "This profile was measured without a budget and has no times of recomputation: its plans keep and move "
             "only, and offload(model, budget=...) refuses it. Measure a profile with a budget, by --model or by "
             "--script."
         )
-    if points is None or budget is not None or save is not None:
-        planned = solvers.solver.solve(None if limit is None else limit(profile.device_bytes or 0))
+    if points is None or goal is not None or save is not None:
+        budget_bytes = None if limit is None else limit(profile.device_bytes or 0)
+        planned = solvers.solver.solve(budget_bytes, max_slowdown=max_slowdown)
         planned = replace(planned, budget="" if limit is None else str(limit))
         say(f"\n{planned}")
         if save is not None:

@@ -125,6 +125,7 @@ class PlanController:
         on_profile: called with the profile as soon as the profile is measured.
         always_recompute: recompute every region in the first steps without a budget too, for a profile that serves any
             budget.
+        max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         nested: those of `names` that another module may call. They are dropped if no profile can be made.
     """
 
@@ -140,6 +141,7 @@ class PlanController:
         agree: Agree | None = None,
         on_profile: Callable[[Profile], None] | None = None,
         always_recompute: bool = False,
+        max_slowdown: float | None = None,
         nested: Collection[str] = (),
     ) -> None:
         self._handle = handle
@@ -151,6 +153,7 @@ class PlanController:
         self._agree = agree
         self._on_profile = on_profile
         self._always_recompute = always_recompute
+        self._max_slowdown = max_slowdown
         self._nested = nested
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
@@ -193,7 +196,7 @@ class PlanController:
     @property
     def recomputes(self) -> bool:
         """Whether the first steps recompute every region."""
-        return self._budget_of is not None or self._always_recompute
+        return self._budget_of is not None or self._max_slowdown is not None or self._always_recompute
 
     @property
     def is_measuring(self) -> bool:
@@ -216,7 +219,7 @@ class PlanController:
             self._handle.apply_plan(self._first_plan())
             return
         profile.check_made_for(self._handle.made_for())
-        if self._budget_of is not None:
+        if self._budget_of is not None or self._max_slowdown is not None:
             profile.check_has_recomputation()
         if self._agree is not None:
             profile = self._agreed(profile)
@@ -239,7 +242,8 @@ class PlanController:
             self._goal_bytes,
             self._handle.engine(),
             solve=solve_here if waits else solve_elsewhere,
-            smallest=self._first_plan(prefetch_bytes=1) if self._budget_of is not None else None,
+            max_slowdown=self._max_slowdown,
+            smallest=self._first_plan(prefetch_bytes=1) if self.recomputes else None,
             replans_on_oom=self._replans_on_oom,
             is_shared=self._agree is not None,
         )

@@ -30,8 +30,9 @@ class Thresholds:
     kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary
     room: float = 0.02  # of the budget: less is not worth a correction
     off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
-    slower: float = 1.01  # times the fallback's step: fastest steps repeat within a percent
-    fewer_moves: float = 0.95  # times the bytes of a slow plan: a plan that moves more is no answer to it
+    slower: float = 0.01  # of the fallback's step: fastest steps repeat within a percent
+    target: float = 0.8  # of the largest slowdown: the time is approached from below as well
+    device: float = 0.9  # of the device's memory: a fallback with a larger peak is not tried
     oom: float = 0.05  # of the planned bytes, left free after running out of memory
     remembered: int = 8  # steps of a plan in force, for what the handle reports
     furthest: float = 5.0  # largest change of a refit: beyond, the steps are of something else
@@ -151,7 +152,9 @@ class Trial:
         return self.compute_ratio(self.typical_s, predicted.host_wait_s)
 
 
-def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool) -> Verdict:
+def verdict(
+    trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool, slowdown: float = THRESHOLDS.slower
+) -> Verdict:
     """The verdict on a plan.
 
     Args:
@@ -159,6 +162,7 @@ def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correc
         limit_bytes: the budget; None: none, and `trial.fallback` keeps everything.
         margin_bytes: part of the budget that the plan left free on purpose.
         may_correct: whether corrections are left.
+        slowdown: by how much, as a share, a step may be slower than the fallback's.
     """
     if trial.is_frozen:
         return Verdict.WAIT
@@ -166,7 +170,8 @@ def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correc
         return Verdict.OVER
     if not trial.is_complete:
         return Verdict.WAIT
-    if looks_slow(trial, limit_bytes is not None) and not (limit_bytes is not None and trial.is_off and may_correct):
+    is_to_correct = limit_bytes is not None and trial.is_off and may_correct
+    if _looks_slow(trial, limit_bytes is not None, slowdown) and not is_to_correct:
         return Verdict.COMPARE
     has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
     if may_correct and not trial.is_as_measured and (has_room or (trial.is_off and limit_bytes is not None)):
@@ -174,12 +179,12 @@ def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correc
     return Verdict.STAY
 
 
-def looks_slow(trial: Trial, has_budget: bool) -> bool:
+def _looks_slow(trial: Trial, has_budget: bool, slowdown: float) -> bool:
     """Whether the steps take longer than the fallback's would, as predicted."""
     if trial.fallback is None or trial.fallback.predicted is None or not trial.is_timed:
         return False
     seconds = trial.typical_s if has_budget else trial.fastest_s
-    return seconds > trial.fallback.predicted.step_s * THRESHOLDS.slower
+    return seconds > trial.fallback.predicted.step_s * (1 + slowdown)
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:

@@ -34,7 +34,7 @@ from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
-from ebbtide._planner.solve import Answer, Question
+from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
@@ -67,6 +67,7 @@ class _BatchSize:
         margin_bytes: part of the budget left free.
         trial: the plan; None until the first answer.
         wanted: why another plan is wanted; "" if none is.
+        target: the part of the largest slowdown that is planned for.
         rival: trial of the plan that a comparison is about, while the fallback runs.
         corrections: so far.
         smallest_bytes: the smallest budget, as of the last answer.
@@ -79,6 +80,7 @@ class _BatchSize:
     margin_bytes: int = 0
     trial: Trial | None = None
     wanted: str = ""
+    target: float = THRESHOLDS.target
     rival: Trial | None = None
     corrections: int = 0
     smallest_bytes: int = 0
@@ -106,6 +108,7 @@ class PlanTuner:
         budget: returns the peak to stay under in bytes; None: offload without slowing the step.
         engine: engine of the model's device.
         solve: answers a question, now or later.
+        max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         smallest: plan with the smallest peak, within a budget.
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
         is_shared: all ranks share one plan for all batch sizes. The plan never changes, because the measurements of one
@@ -121,6 +124,7 @@ class PlanTuner:
         engine: Engine | None,
         *,
         solve: Solve,
+        max_slowdown: float | None,
         smallest: Plan | None,
         replans_on_oom: bool,
         is_shared: bool,
@@ -129,6 +133,8 @@ class PlanTuner:
         self._profile = profile
         self._budget = budget
         self._solve = solve
+        self._only_moves = max_slowdown is None
+        self._max_slowdown = MAX_SLOWDOWN if max_slowdown is None else max_slowdown
         self._smallest = smallest
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
@@ -293,7 +299,7 @@ class PlanTuner:
         if self._is_shared or size.wanted:
             return
         may_correct = size.corrections < THRESHOLDS.corrections
-        found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct)
+        found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct, self._slowdown)
         if found is Verdict.OVER and size.rival is not None:
             self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
         elif found is Verdict.OVER:
@@ -339,14 +345,21 @@ class PlanTuner:
 
     def _compare(self, size: _BatchSize, fallback: Trial, slow: Trial) -> None:
         """The fallback has run too: choose, or ask for a plan that moves less."""
-        if not fallback.is_timed or slow.fastest_s <= fallback.fastest_s * THRESHOLDS.slower:
+        slowdown = slow.fastest_s / fallback.fastest_s - 1 if fallback.is_timed else 0.0
+        if slowdown <= self._slowdown:
             self._end_comparison(size, slow, "as fast as the fallback")
         elif self.limit_bytes is None and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
             self._refit(size, fallback)
-            self._want(size, "keeping everything was faster")
+            size.target *= THRESHOLDS.target * self._slowdown / slowdown
+            self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
             self._end_comparison(size, fallback, "the fallback is faster")
+
+    @property
+    def _slowdown(self) -> float:
+        """By how much a step may be slower than the fallback's."""
+        return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
     def _end_comparison(self, size: _BatchSize, winner: Trial, why: str) -> None:
         size.rival = None
@@ -397,7 +410,13 @@ class PlanTuner:
         budget_bytes = None if limit_bytes is None else limit_bytes - size.margin_bytes
         # Once training is under way by a plan, an error would stop it: the smallest plan follows instead.
         must_fit = size.tokens == self._measured_tokens and not size.is_used
-        question = Question(profile, budget_bytes, limit_bytes if must_fit else None)
+        question = Question(
+            profile,
+            budget_bytes,
+            limit_bytes if must_fit else None,
+            max_slowdown=size.target * self._max_slowdown,
+            only_moves=self._only_moves and limit_bytes is None,
+        )
         self._asked = size, size.wanted, self._solve(question)
         if self._asked[2].done():
             self._take_answer()
@@ -419,13 +438,11 @@ class PlanTuner:
         if size.trial is not None and size.trial.plan.regions == plan.regions and slow is None:
             self._freeze(size.trial)  # the answer has not changed
             return
-        if slow is not None and _moved_bytes(plan) >= THRESHOLDS.fewer_moves * _moved_bytes(slow.plan):
+        if slow is not None and slow.plan.regions == plan.regions:
             assert size.trial is not None
-            self._end_comparison(size, size.trial, "no plan moves less")
+            self._end_comparison(size, size.trial, "no other plan is fast enough")
             return
-        # A larger batch than the measured one may not fit with everything kept.
-        may_fall_back = limit_bytes is not None or (self._may_keep_all and size.tokens <= self._measured_tokens)
-        trial = Trial(plan, answer.fallback if may_fall_back else None)
+        trial = Trial(plan, answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None)
         trial.is_frozen = limit_bytes is not None and answer.smallest_bytes > limit_bytes
         if size.is_used:
             self._follow(size, trial, f"corrected, {why}")
@@ -433,6 +450,14 @@ class PlanTuner:
         size.trial = trial
         if size is self._size:
             self._apply()
+
+    def _fits(self, size: _BatchSize, fallback: Plan | None) -> bool:
+        """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""
+        if fallback is None or fallback.predicted is None or not self._may_keep_all:
+            return False
+        if self._only_moves:
+            return size.tokens <= self._measured_tokens
+        return fallback.predicted.peak_bytes <= THRESHOLDS.device * (self._profile.device_bytes or 0)
 
     def _apply(self) -> None:
         """Follow the plan of the current size. Without one: of the next larger size, or the smallest recipes."""
@@ -620,7 +645,3 @@ def _took(trial: Trial) -> str:
 
 def _with_cpu_times(profile: Profile, ratio: float) -> Profile:
     return profile if profile.host is None else dataclasses.replace(profile, host=profile.host.times(ratio))
-
-
-def _moved_bytes(plan: Plan) -> int:
-    return 0 if plan.predicted is None else plan.predicted.moved_bytes

@@ -21,6 +21,24 @@ from ebbtide._types import StepRecorder
 from ebbtide._utils.distributed import group_size
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What to plan for: the fastest step within a budget, or the smallest peak for a largest slowdown."""
+
+    budget: Budget | None = None
+    max_slowdown: float | None = None
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether plans may recompute: all ranks then need one plan."""
+        return self.budget is not None or self.max_slowdown is not None
+
+    def __str__(self) -> str:
+        if self.budget is not None:
+            return f"budget {self.budget}"
+        return "" if self.max_slowdown is None else f"at most {100 * self.max_slowdown:.3g}% slower"
+
+
 @dataclass(eq=False)
 class Planning:
     """Makes the controller that plans for an attachment, and another if the rank turns out to be one of several.
@@ -33,7 +51,7 @@ class Planning:
     """
 
     attachment: Attachment
-    budget: Budget | None
+    goal: Goal
     regions: Any
     profile: Profile | str | Path | None
     replans_on_oom: bool
@@ -43,9 +61,9 @@ class Planning:
 
     def start(self) -> None:
         """Have a controller set the plan from now on. Raises ConfigError, PlanError, ModuleError."""
-        attachment, budget, group = self.attachment, self.budget, self.process_group
+        attachment, goal, group = self.attachment, self.goal, self.process_group
         module = attachment.module
-        if budget is not None:
+        if goal.may_recompute:
             refuse_pipeline(module)
             self.may_be_stage = True
         named = names_of(module, find_named(module, as_names("regions", self.regions), "regions"))
@@ -57,7 +75,7 @@ class Planning:
             )
         refuse_nested(regions)
         profiles = Profiles(self.profile, attachment.made_for(), self._profile_settings, group)
-        looks_again = budget is not None or profiles.are_for_any_budget
+        looks_again = goal.may_recompute or profiles.are_for_any_budget
         known = profiles.find(regions, looks_again)
         others = [region.name for region in known.regions if region.name not in regions] if named and known else []
         if others:
@@ -65,16 +83,17 @@ class Planning:
                 f"the profile is of other regions than regions= names ({', '.join(others[:3])}, ...): measure one of "
                 "these, or leave regions= out"
             )
-        # Without a budget no region recomputes, and each rank may move tensors as it likes.
-        agree = None if budget is None else agreement(group, f"a plan for {type(module).__name__}")
+        # Where no region recomputes, each rank may move tensors as it likes.
+        agree = agreement(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
         controller = PlanController(
-            attachment, tuple(regions), attachment.context, budget, AnyExpensiveOp(), known,
+            attachment, tuple(regions), attachment.context, goal.budget, AnyExpensiveOp(), known,
+            max_slowdown=goal.max_slowdown,
             replans_on_oom=self.replans_on_oom, agree=agree, on_profile=profiles.keep, always_recompute=looks_again,
             nested=() if named else tuple(attachment.norm),
         )  # fmt: skip
         controller.start()
         attachment.controller, attachment.plan_step = controller, self.step_begins
-        self.may_have_peers = budget is not None and agree is None and group is None
+        self.may_have_peers = goal.may_recompute and agree is None and group is None
         if known is not None:
             profiles.keep(known)
         else:
@@ -92,7 +111,7 @@ class Planning:
 
     def describe(self, plan: Plan) -> Plan:
         """`plan` with the status, and the budget as written."""
-        budget = "" if self.controller is None or self.budget is None else str(self.budget)
+        budget = "" if self.controller is None or self.goal.budget is None else str(self.goal.budget)
         return dataclasses.replace(plan, budget=budget, status=self.status)
 
     def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]:

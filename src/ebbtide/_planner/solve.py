@@ -6,8 +6,9 @@ Note [How a plan is found]
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
    never does.
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
-3. Without a budget only moves are considered, and the plan with the smallest peak wins whose step is hardly slower:
-   by _NO_SLOWER where compute waits, by _INTERFERED where copies only interfere.
+3. For a largest slowdown the plan with the smallest peak wins whose step is at most so much slower than a step that
+   keeps everything. Moves alone are filled up in small steps; where recomputation was measured, the smallest budget is
+   found whose fastest plan is fast enough, for a larger budget never makes a step slower.
 """
 
 import time
@@ -25,12 +26,13 @@ from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_byt
 from ebbtide._plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide._profiling.profile import Profile
 
-_NO_SLOWER = 1.002  # slowest step of a plan without a budget, relative to the plain step
-_INTERFERED = 1.003  # the same, if compute never waits and copies only interfere
+MAX_SLOWDOWN = 0.01
+"""Largest slowdown of a plan without a goal, as a share of the step that keeps everything."""
+
+_ROUGH = 2e-3  # relative precision of a budget for a largest slowdown
 _WORTH_MOVING = 0.005  # share of the peak: a smaller gain is not worth the copies
 _TRIFLE = 0.05  # share of the freed memory
 _SPARSER = 16  # times fewer grid points without recomputation: fewer recipes to choose from
-_TINY_S = 1e-6  # of waiting for the host, from rounding
 _ENOUGH = 4  # regions in a row without a gain: the link is full
 _FINE = 1e-4  # relative precision of the smallest budget
 
@@ -50,7 +52,8 @@ class Question:
 
     Attributes:
         profile: the step.
-        budget_bytes: limit of the predicted peak; None: offload without slowing the step.
+        budget_bytes: limit of the predicted peak; None: the least peak for a step hardly slower.
+        max_slowdown: without a budget, as of `Solver.solve`.
         limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
             whatever the smallest plan takes.
     """
@@ -58,6 +61,8 @@ class Question:
     profile: Profile
     budget_bytes: int | None
     limit_bytes: int | None = None
+    max_slowdown: float | None = None
+    only_moves: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def answer(question: Question) -> Answer:
     if budget_bytes is not None and budget_bytes < smallest_bytes:
         limit_bytes = question.limit_bytes
         budget_bytes = smallest_bytes if limit_bytes is None else min(limit_bytes, smallest_bytes)
-    plan = solver.solve(budget_bytes)
+    plan = solver.solve(budget_bytes, max_slowdown=question.max_slowdown, only_moves=question.only_moves)
     fallback = solver.keeping_all() if budget_bytes is None else solver.fewest_recomputed(budget_bytes)
     return Answer(plan, fallback, smallest_bytes, time.perf_counter() - start)
 
@@ -110,19 +115,31 @@ class Solver:
         self.profile = profile
         self._spaces: dict[bool, _Space] = {}
 
-    def solve(self, budget_bytes: int | None, *, only_moves: bool | None = None) -> Plan:
+    def solve(
+        self, budget_bytes: int | None, *, max_slowdown: float | None = None, only_moves: bool | None = None
+    ) -> Plan:
         """The fastest plan within `budget_bytes`; without a budget, the least memory for a step hardly slower.
 
         Args:
             budget_bytes: most device memory allocated at once, memory from before the step included.
-            only_moves: exclude recomputation. Default: only without a budget.
+            max_slowdown: without a budget, the largest slowdown as a share of the step that keeps everything. None:
+                MAX_SLOWDOWN, by moves alone.
+            only_moves: exclude recomputation. Default: only if neither is given.
 
         Raises:
             PlanError: no plan fits the budget; names the smallest budget and its parts.
         """
-        space = self._space(only_moves if only_moves is not None else budget_bytes is None)
-        simulated = space.unslowed() if budget_bytes is None else space.fastest(budget_bytes)
-        return _plan(self.profile, simulated, budget_bytes)
+        if only_moves is None:
+            only_moves = budget_bytes is None and (max_slowdown is None or not self.profile.has_recomputation)
+        if budget_bytes is None:
+            return self._least_peak(MAX_SLOWDOWN if max_slowdown is None else max_slowdown, only_moves)
+        return _plan(self.profile, self._space(only_moves).fastest(budget_bytes), budget_bytes)
+
+    def _least_peak(self, max_slowdown: float, only_moves: bool) -> Plan:
+        moving = self._space(True).least_peak(max_slowdown)
+        most_s = self._space(True).all_kept.outcome.step_s * (1 + max_slowdown)
+        recomputing = None if only_moves else self._space(False).smallest(moving.outcome.peak_bytes, most_s)
+        return _plan(self.profile, recomputing or moving, None)
 
     def keeping_all(self) -> Plan:
         """The plan that moves nothing and recomputes nothing."""
@@ -176,6 +193,7 @@ class _Space:
         self._grouping = grouping
         self._others = others
         self._profile = grouping.profile
+        self._most_s = inf
         self.kept = all_kept(grouping)
 
     @cached_property
@@ -237,8 +255,22 @@ class _Space:
         assert kept is not None
         return kept
 
-    def unslowed(self) -> _Simulated:
+    def smallest(self, most_bytes: int, most_s: float) -> _Simulated | None:
+        """The fastest plan within about the smallest budget at which the step takes at most `most_s`, by bisection.
+        None if no budget below `most_bytes` is enough."""
+        low, high, best = self.leanest.least_bytes, most_bytes, None
+        while high - low > _ROUGH * most_bytes:
+            middle = (low + high) // 2
+            found = self.fastest(middle)
+            if found.outcome.step_s <= most_s:
+                best, high = found, min(middle, found.outcome.peak_bytes)
+            else:
+                low = middle
+        return best
+
+    def least_peak(self, max_slowdown: float) -> _Simulated:
         """About the smallest peak with a step hardly slower; everything kept if the gain is too small."""
+        self._most_s = self._kept_s * (1 + max_slowdown)
         kept = self.all_kept
         best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
         if best is kept:
@@ -312,16 +344,8 @@ class _Space:
         return best
 
     def _simulate_unslowed(self, assignment: Assignment, budget_bytes: int) -> _Simulated | None:
-        simulated = self.simulated(assignment, budget_bytes)
-        if simulated is None:
-            return None
-        outcome = simulated.outcome
-        host_wait_s = outcome.host_wait_s - self.all_kept.outcome.host_wait_s
-        waits = outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0 or host_wait_s > _TINY_S
-        return simulated if outcome.step_s <= self._limit_s(waits) else None
-
-    def _limit_s(self, waits: bool) -> float:
-        return self._kept_s * (_NO_SLOWER if waits else _INTERFERED)
+        found = self.simulated(assignment, budget_bytes, self._most_s)
+        return None if found is None or found.outcome.step_s > self._most_s + LAST_DIGITS_S else found
 
     @property
     def _kept_s(self) -> float:
@@ -332,7 +356,7 @@ class _Space:
         """With a smaller budget more bytes would have to leave than the link carries during forward."""
         link, outside = self._profile.link, self._profile.outside
         host_wait_s = self.all_kept.outcome.host_wait_s
-        most_s = self._forward_s / (1 - link.interference) + host_wait_s + (_NO_SLOWER - 1) * self._kept_s
+        most_s = self._forward_s / (1 - link.interference) + host_wait_s + self._most_s - self._kept_s
         tail_bytes = assignment.moved_bytes - int((most_s - outside.before_s) * link.out)
         return max(assignment.least_bytes, self._fixed_bytes(assignment) + tail_bytes)
 

@@ -17,6 +17,7 @@ class OffloadArguments:
     """Settings of `ebbtide.offload` for HfArgumentParser, each behind "offload_"; None: left to `offload`."""
 
     offload_budget: str | None = field(default=None, metadata=_argument("budget"))
+    offload_max_slowdown: float | None = field(default=None, metadata=_argument("max_slowdown", type=float))
     offload_mode: str | None = field(default=None, metadata=_argument("mode"))
     offload_recipe: str | None = field(default=None, metadata=_argument("recipe"))
     offload_plan: str | None = field(default=None, metadata=_argument("plan"))

@@ -21,6 +21,11 @@ def both_recompute(theirs: str) -> ConfigError:
     return ConfigError(f"a budget decides what is recomputed, and {theirs} does too: leave one of them out")
 
 
+def may_recompute(settings: Mapping[str, Any]) -> bool:
+    """Whether a planner with these settings of `offload` recomputes regions."""
+    return any(settings.get(goal) is not None for goal in ("budget", "max_slowdown"))
+
+
 def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: str) -> None:
     """Raises ConfigError if blocks of `module` offload, or checkpoint while `settings` have a budget.
 
@@ -32,7 +37,7 @@ def check_modules(module: torch.nn.Module, settings: Mapping[str, Any], caller: 
             f"the blocks are in offload_wrapper, as activation_checkpointing_offload=True puts them, and {caller} "
             "moves the same: leave one of them out"
         )
-    if settings.get("budget") is not None and any(
+    if may_recompute(settings) and any(
         isinstance(each, CheckpointWrapper) or getattr(each, "gradient_checkpointing", False) is True for each in inner
     ):
         raise ConfigError(

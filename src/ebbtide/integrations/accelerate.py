@@ -6,7 +6,14 @@ import torch
 
 import ebbtide
 from ebbtide._utils.packages import extra
-from ebbtide.integrations._conflicts import both_move, both_recompute, check_compiled, check_deepspeed, check_modules
+from ebbtide.integrations._conflicts import (
+    both_move,
+    both_recompute,
+    check_compiled,
+    check_deepspeed,
+    check_modules,
+    may_recompute,
+)
 
 with extra("transformers"):  # accelerate comes with the extra of transformers
     import accelerate as _  # noqa: F401 (an error now if the package is missing)
@@ -34,7 +41,7 @@ def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtid
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if getattr(plugin, "activation_checkpointing_offload", False):
         raise both_move("activation_checkpointing_offload=True of the FSDP plugin", "ebbtide")
-    if getattr(plugin, "activation_checkpointing", False) and settings.get("budget") is not None:
+    if getattr(plugin, "activation_checkpointing", False) and may_recompute(settings):
         raise both_recompute("activation_checkpointing=True of the FSDP plugin")
     check_deepspeed(getattr(accelerator.state, "deepspeed_plugin", None), "ebbtide")
     inner: torch.nn.Module = accelerator.unwrap_model(model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide import compat
 from ebbtide._config import with_settings
 from ebbtide._utils.packages import extra
-from ebbtide.integrations._conflicts import both_move, both_recompute
+from ebbtide.integrations._conflicts import both_move, both_recompute, may_recompute
 from ebbtide.integrations._results import Result
 from ebbtide.integrations.transformers import OffloadCallback
 
@@ -31,6 +31,7 @@ class _EbbtideSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     budget: int | float | str | None = None
+    max_slowdown: float | None = None
     mode: str | None = None
     include: str | list[str] | None = None
     exclude: str | list[str] | None = None
@@ -61,7 +62,7 @@ class _EbbtideArgs(BaseModel):
         if mode or checkpoints in ("offload", "offload_disk"):  # older words for activation_offloading
             more = ". Without the block the plugin does what activation_offloading says"
             raise both_move(f"activation_offloading: {mode or checkpoints}", "the block ebbtide:", more)
-        if checkpoints and self.ebbtide.budget is not None:
+        if checkpoints and may_recompute(self.ebbtide.model_dump()):
             raise both_recompute("gradient_checkpointing")
         return self
 

@@ -47,6 +47,7 @@ class OffloadAC(ActivationCheckpointing):
         """Settings of `ebbtide.offload`, on each rank; None leaves a setting to `offload`."""
 
         budget: int | float | str | None = None
+        max_slowdown: float | None = None
         mode: Mode | None = None
         recipe: str | dict[str, str] | None = None
         include: list[str] | None = None
@@ -78,7 +79,7 @@ class OffloadAC(ActivationCheckpointing):
         if any(model is inner for outer in self._covered for inner in modules_of(outer)):
             return  # a vision encoder: torchtitan passes the encoder again after the model around it
         _check_conflicts(model)
-        shared = [name for name in ("budget", "profile") if name in self._settings]
+        shared = [name for name in ("budget", "max_slowdown", "profile") if name in self._settings]
         # torchtitan's pipelines replace the modules of other stages by None.
         is_stage = any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm", "lm_head"))
         if shared and is_stage:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from ebbtide._errors import ConfigError
 from ebbtide._utils.packages import extra
 from ebbtide.integrations._arguments import OffloadArguments
-from ebbtide.integrations._conflicts import both_move, check_compiled, check_deepspeed, check_modules
+from ebbtide.integrations._conflicts import both_move, check_compiled, check_deepspeed, check_modules, may_recompute
 from ebbtide.integrations._results import OffloadedTraining
 
 with extra("transformers"):
@@ -84,7 +84,7 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
         )
         checkpoints = any(getattr(args, name, False) for name in _CHECKPOINTING)
         kwargs = _checkpointing_kwargs(args)
-        if self._settings.get("budget") is not None:
+        if may_recompute(self._settings):
             if checkpoints and not self._takes_over:
                 raise ConfigError(
                     "a budget decides what is recomputed, and checkpointing does too: write "

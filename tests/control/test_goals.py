@@ -22,7 +22,7 @@ def test_training_goes_on_while_a_plan_is_made(monkeypatch, settings):
     assert handle.plan.status == "no plan yet: solving"
     assert "solving" in repr(handle)
     follow(model, twin, 3, start=4)
-    handle._planning.controller.tuner._asked[2].result(timeout=300)
+    handle._planning.controller.tuner._asked[2].result()
     follow(model, twin, 3, start=7)
     assert handle.plan.status == ""
     assert handle.plan.predicted is not None

@@ -85,7 +85,8 @@ def test_a_plan_equal_to_its_fallback_is_not_compared():
         ((), 0.6, 0.6),  # unmeasured
         ((9.0,), 0.6, 0.15),  # below the prediction: a quarter stays
         ((9.5,), 0.6, 0.15),
-        ((9.7,), 0.6, 0.2 + 0.1),  # the error, and a quarter of the rest
+        ((9.7,), 0.6, 0.3 + 0.075),  # the error and half of it again, and a quarter of the rest
+        ((9.9,), 0.2, 0.6),  # an error larger than the margin
         ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.1),  # peaks that differ
         ((10.4,), 0.6, 1.25 * 1.0),  # over by 0.4
         ((11.0,), 0.0, 1.25 * 1.5),  # an error of 1.5

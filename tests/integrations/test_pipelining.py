@@ -121,7 +121,7 @@ def with_a_budget(rank, folder, is_staged_first, wrap):
 def test_a_budget_for_a_stage_is_refused_by_every_rank(tmp_path, wrap):
     spawn(with_a_budget, str(tmp_path), True, wrap)
     for errors, _ in read(tmp_path):
-        assert errors.startswith("budget= for Part, a stage of a pipeline")
+        assert errors.startswith("budget= or max_slowdown= for Part, a stage of a pipeline")
         assert "Write recipe=" in errors
 
 
@@ -131,7 +131,7 @@ def test_a_budget_for_a_later_stage_is_refused_before_its_first_step(tmp_path, w
     spawn(with_a_budget, str(tmp_path), False, wrap)
     (at_offload, in_step), (other_at_offload, _) = read(tmp_path)
     assert (at_offload, other_at_offload) == ("", "")
-    assert in_step.startswith("budget= for Part, a stage of a pipeline")
+    assert in_step.startswith("budget= or max_slowdown= for Part, a stage of a pipeline")
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Thresholds:
     corrections: int = 2  # law 13
     margin: float = 0.06  # of the budget above the memory from before the step: errors of first predictions
     kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary
+    error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
     off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
     slower: float = 0.01  # of the fallback's step: fastest steps repeat within a percent
@@ -171,7 +172,7 @@ def verdict(
     if not trial.is_complete:
         return Verdict.WAIT
     is_to_correct = limit_bytes is not None and trial.is_off and may_correct
-    if _looks_slow(trial, limit_bytes is not None, slowdown) and not is_to_correct:
+    if _looks_slow(trial, slowdown) and not is_to_correct:
         return Verdict.COMPARE
     has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
     if may_correct and not trial.is_as_measured and (has_room or (trial.is_off and limit_bytes is not None)):
@@ -179,12 +180,11 @@ def verdict(
     return Verdict.STAY
 
 
-def _looks_slow(trial: Trial, has_budget: bool, slowdown: float) -> bool:
+def _looks_slow(trial: Trial, slowdown: float) -> bool:
     """Whether the steps take longer than the fallback's would, as predicted."""
     if trial.fallback is None or trial.fallback.predicted is None or not trial.is_timed:
         return False
-    seconds = trial.typical_s if has_budget else trial.fastest_s
-    return seconds > trial.fallback.predicted.step_s * (1 + slowdown)
+    return trial.typical_s > trial.fallback.predicted.step_s * (1 + slowdown)
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:
@@ -203,8 +203,8 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
     over_bytes = trial.peak_bytes - limit_bytes
     if over_bytes > 0:
         return int((1 + THRESHOLDS.kept_margin) * max(error_bytes, margin_bytes + over_bytes))
-    needed_bytes = max(0, error_bytes + trial.spread_bytes)
-    return margin_bytes - int((1 - THRESHOLDS.kept_margin) * max(0, margin_bytes - needed_bytes))
+    needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + trial.spread_bytes
+    return needed_bytes + int(THRESHOLDS.kept_margin * max(0, margin_bytes - needed_bytes))
 
 
 def _gives_room(trial: Trial, limit_bytes: int, margin_bytes: int) -> bool:

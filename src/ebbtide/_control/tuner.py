@@ -229,7 +229,7 @@ class PlanTuner:
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", size, trial.plan)
         trial.begun += 1
-        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen)
+        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen or size.wanted)
         monitor = StepMonitor(engine.device, reads_peak=needs_peak)
         monitor.is_alone = not is_verified
         for each in self._in_flight:

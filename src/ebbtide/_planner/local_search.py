@@ -18,12 +18,9 @@ from ebbtide._planner.groups import Grouping
 from ebbtide._planner.search import Assignment, Choices, assignment_from
 from ebbtide._planner.simulate import LAST_DIGITS_S
 
-GRID_POINTS = 256  # a budget between two grid points gets the result of the lower
-# Per grid point; more at the lowest, which have no results below and matter most. Deep models, whose simulations take
-# longer, get fewer changes and fewer points.
-_CHANGES = 24
-_CHANGES_LOW = 96
-_LOW_POINTS = 48
+GRID_POINTS = 64  # a budget between two grid points gets the result of the lower
+# Per grid point. Deep models, whose simulations take longer, get fewer changes and fewer points.
+_CHANGES = 96
 _REGIONS = 32
 _DEEP = 2  # times _REGIONS: from there on a few changes hardly matter, so fewer still
 _PROMISING = 2
@@ -81,8 +78,7 @@ class BudgetGrid:
         if best is None:
             return below
         draw = random.Random(point)  # noqa: S311 (the same changes every time)
-        changes = _CHANGES_LOW if point < _LOW_POINTS else _CHANGES
-        for _ in range(max(1, int(changes * self._share))):
+        for _ in range(max(1, int(_CHANGES * self._share))):
             changed = self._changed(best, draw)
             if changed is None or self._least_s(changed, budget_bytes) > best_s + LAST_DIGITS_S:
                 continue

@@ -18,7 +18,7 @@ from ebbtide._planner.relaxation import GroupCounts, Relaxation
 from ebbtide._planner.simulate import fixed_bytes, least_budget
 from ebbtide._profiling.profile import Profile
 
-_BUDGETS = 128
+_BUDGETS = 48
 Choices = tuple[int, ...]
 """Per unit, the index of a recipe."""
 

@@ -32,7 +32,7 @@ MAX_SLOWDOWN = 0.01
 _ROUGH = 2e-3  # relative precision of a budget for a largest slowdown
 _WORTH_MOVING = 0.005  # share of the peak: a smaller gain is not worth the copies
 _TRIFLE = 0.05  # share of the freed memory
-_SPARSER = 16  # times fewer grid points without recomputation: fewer recipes to choose from
+_SPARSER = 4  # times fewer grid points without recomputation: fewer recipes to choose from
 _ENOUGH = 4  # regions in a row without a gain: the link is full
 _FINE = 1e-4  # relative precision of the smallest budget
 
@@ -147,18 +147,10 @@ class Solver:
 
     def fewest_recomputed(self, budget_bytes: int) -> Plan | None:
         """Recomputation of the fewest regions that fit `budget_bytes`, evenly spread, with their inputs kept."""
-        profile = self.profile
-        names = list(dict.fromkeys(region.name for region in profile.regions if region.recompute_s > 0))
-        for count in range(len(names) + 1):
-            chosen = {n for k, n in enumerate(names) if (k + 1) * count // len(names) > k * count // len(names)}
-            recipes = [
-                Recipe("recompute", inputs="keep") if r.name in chosen else Recipe("keep") for r in profile.regions
-            ]
-            options = [option_for(*pair) for pair in zip(profile.regions, recipes, strict=True)]
-            found = self._space(False).simulated(assignment_of(profile, options), budget_bytes)
-            if found is not None:
-                return _plan(profile, found, budget_bytes)
-        return None
+        space = self._space(False)
+        found = (space.simulated(each, budget_bytes) for each in space.evenly_recomputed)
+        first = next((simulated for simulated in found if simulated is not None), None)
+        return None if first is None else _plan(self.profile, first, budget_bytes)
 
     def smallest_budget(self, *, only_moves: bool = False) -> int:
         """The smallest budget in bytes that a plan fits."""
@@ -198,7 +190,25 @@ class _Space:
 
     @cached_property
     def assignments(self) -> list[Assignment]:
-        return self._own if self._others is None else [*self._own, *self._others.assignments]
+        if self._others is None:
+            return self._own
+        return [*self._own, *self._others.assignments, *self.evenly_recomputed]
+
+    @cached_property
+    def evenly_recomputed(self) -> list[Assignment]:
+        """Recomputation of 0, 1, ... all regions, evenly spread, with inputs kept: always proposed, because the cost of
+        nothing else is known as well, and never left out as dominated."""
+        profile = self._profile
+        names = list(dict.fromkeys(region.name for region in profile.regions if region.recompute_s > 0))
+        found: list[Assignment] = []
+        for count in range(len(names) + 1):
+            chosen = {n for k, n in enumerate(names) if (k + 1) * count // len(names) > k * count // len(names)}
+            options = [
+                option_for(region, Recipe("recompute", inputs="keep") if region.name in chosen else Recipe("keep"))
+                for region in profile.regions
+            ]
+            found.append(assignment_of(profile, options))
+        return found
 
     @cached_property
     def _own(self) -> list[Assignment]:

@@ -154,7 +154,8 @@ class StepMonitor(BackwardObserver):
         self._read_peak()
 
     def _read_peak(self) -> None:
-        if self.reads_peak:
+        """At the end alone, if the device keeps the peak: asking takes as long as several operators."""
+        if self.reads_peak and (self._ended is not None or not self.device.tracks_peak):
             self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
     def entered(self, region: str) -> None:

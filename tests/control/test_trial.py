@@ -97,6 +97,6 @@ def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
     assert margin_bytes / GIB == pytest.approx(expected_gib, abs=1e-6)
 
 
-@pytest.mark.parametrize(("base_gib", "expected_gib"), [(0, 0.6), (5, 0.3), (12, 0.0)])
+@pytest.mark.parametrize(("base_gib", "expected_gib"), [(0, 0.8), (5, 0.4), (12, 0.0)])
 def test_the_first_margin_is_of_what_is_not_known_exactly(base_gib, expected_gib):
     assert first_margin(LIMIT, base_gib * GIB) / GIB == pytest.approx(expected_gib)

@@ -55,16 +55,16 @@ def test_no_step_is_above_the_budget_if_predictions_err_by_less_than_the_margin(
     assert len(handle.plans) <= 1 + THRESHOLDS.corrections
 
 
-def test_a_plan_above_the_budget_runs_no_further_step():
+def test_a_plan_above_the_budget_runs_no_further_step(monkeypatch):
     controller, handle = controller_of(BUDGET)
     first = handle.plan.predicted.peak_bytes
     handle.device.peak_bytes = int(1.15 * first)
     step(controller)
-    asked, controller.tuner._solve = [], lambda question: asked.append(question) or Future()
+    answers, controller.tuner._waits = Answers(monkeypatch), False
     step(controller)
     assert handle.plan.predicted is None  # the recipes with the smallest peak
     assert all(region.recipe.action == "recompute" for region in handle.plan.regions.values())
-    controller.tuner._asked[2].set_result(remembered(asked[0]))
+    answers.give()
     step(controller)
     assert handle.plan.predicted.peak_bytes * 1.15 <= BUDGET
 
@@ -125,7 +125,8 @@ class Answers:
     def __init__(self, monkeypatch):
         self.questions = []
         self.futures = []
-        monkeypatch.setattr("ebbtide._control.controller.solve_here", self.ask)
+        monkeypatch.setenv("EBBTIDE_WAIT", "0")
+        monkeypatch.setattr("ebbtide._control.tuner.solve_elsewhere", self.ask)
 
     def ask(self, question):
         self.questions.append(question)
@@ -148,22 +149,61 @@ def solving(monkeypatch, budget_bytes=BUDGET):
     return controller, handle, answers
 
 
-def test_training_goes_on_by_the_smallest_recipes_until_there_is_a_plan(monkeypatch):
+def test_training_goes_on_by_the_smallest_recipes_then_by_the_fallback_until_there_is_a_plan(monkeypatch):
     controller, handle, answers = solving(monkeypatch)
     assert controller.status == "no plan yet: solving"
     for _ in range(5):
         assert controller.step_begins(1000) is None
     assert handle.plan.predicted is None
+    assert answers.questions[-1].only_fallback
+    answers.give()
+    for _ in range(5):
+        step(controller)
+    assert handle.plan.predicted.moved_bytes == 0
+    assert controller.status == "no plan yet: solving"
     answers.give()
     assert controller.step_begins(1000) is not None
     assert (controller.phase, controller.status) == (Phase.PLANNED, "")
-    assert handle.plan.predicted is not None
-    assert len(answers.questions) == 1
+    assert handle.plan.predicted.moved_bytes > 0
+    assert len(answers.questions) == 2
+
+
+def test_a_fallback_above_the_budget_gives_way_to_the_smallest_recipes_and_to_a_smaller_fallback(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    step(controller)
+    first = handle.plan.predicted.peak_bytes
+    handle.device.peak_bytes = int(1.1 * BUDGET)
+    step(controller)
+    step(controller)
+    assert handle.plan.predicted is None
+    answers.give()  # to the question of the former margin: dropped
+    step(controller)
+    assert handle.plan.predicted is None
+    answers.give()
+    step(controller)
+    assert handle.plan.predicted.peak_bytes < first
+
+
+def test_a_plan_slower_than_the_measured_fallback_gives_way_without_a_further_trial(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    steps(controller, handle, 8, ratio=0.8)
+    fallback = handle.plan
+    answers.give()
+    without_corrections(controller)
+    steps(controller, handle, 8, ratio=1.0)
+    assert handle.plan.regions == fallback.regions
+    assert handle.plan.predicted.step_s == pytest.approx(0.8 * fallback.predicted.step_s)
+    steps(controller, handle, 20, ratio=1.5)
+    assert handle.plan.regions == fallback.regions
 
 
 def test_a_budget_too_small_is_an_error_of_the_next_step_and_training_may_go_on(monkeypatch):
     controller, _, answers = solving(monkeypatch, budget_bytes=GIB // 2)
     controller.step_begins(1000)
+    answers.give()
+    controller.step_begins(1000)  # no fallback fits
     answers.give()
     with pytest.raises(PlanError, match="the smallest budget is"):
         controller.step_begins(1000)
@@ -171,52 +211,55 @@ def test_a_budget_too_small_is_an_error_of_the_next_step_and_training_may_go_on(
     assert controller.phase is Phase.GAVE_UP
 
 
-def test_a_larger_batch_runs_by_the_smallest_recipes_and_a_smaller_one_by_the_plan_there_is(monkeypatch):
+def planned(monkeypatch):
+    """A controller with its first plan."""
     controller, handle, answers = solving(monkeypatch)
-    answers.give()
-    step(controller)
+    for _ in range(2):
+        answers.give()
+        step(controller)
+    return controller, handle, answers
+
+
+def test_a_larger_batch_runs_by_the_smallest_recipes_and_a_smaller_one_by_the_plan_there_is(monkeypatch):
+    controller, handle, answers = planned(monkeypatch)
     plan = handle.plan
     step(controller, tokens=500)
     assert handle.plan is plan
     step(controller, tokens=2000)
     assert handle.plan.predicted is None
-    assert [question.profile.tokens for question in answers.questions] == [1000, 500]  # one at a time
-    answers.give()
-    step(controller, tokens=2000)
-    answers.give()
-    step(controller, tokens=2000)
-    assert [question.profile.tokens for question in answers.questions] == [1000, 500, 2000]
+    asked = [1000, 1000, 500]  # one at a time
+    assert [question.profile.tokens for question in answers.questions] == asked
+    for _ in range(4):
+        answers.give()
+        step(controller, tokens=2000)
+    assert [question.profile.tokens for question in answers.questions] == [*asked, 2000, 2000, 500]
     assert handle.plan is controller.tuner.plans[2000]
     step(controller, tokens=500)
     assert handle.plan is controller.tuner.plans[500]
 
 
 def test_a_plan_is_followed_until_the_corrected_one_is_there(monkeypatch):
-    controller, handle, answers = solving(monkeypatch)
-    answers.give()
-    step(controller)
+    controller, handle, answers = planned(monkeypatch)
     steps(controller, handle, 12, ratio=1.0)
-    assert len(answers.questions) == 2
+    assert len(answers.questions) == 3
     first = handle.plan
     steps(controller, handle, 5, ratio=1.0)
     assert handle.plan is first
     answers.give()
     steps(controller, handle, 2, ratio=1.0)
     assert handle.plan is not first
-    assert len(answers.questions) == 2
+    assert len(answers.questions) == 3
 
 
 def test_an_answer_to_an_old_question_is_dropped(monkeypatch):
-    controller, handle, answers = solving(monkeypatch)
-    answers.give()
-    step(controller)
+    controller, handle, answers = planned(monkeypatch)
     steps(controller, handle, 12, ratio=1.0)
     first = handle.plan
     controller.replan()
     answers.give()
     step(controller)
     assert handle.plan is first
-    assert len(answers.questions) == 3
+    assert len(answers.questions) == 4
     answers.give()
     step(controller)
     assert handle.plan is not first
@@ -438,7 +481,8 @@ def test_a_slow_cpu_is_refitted(cpu_clock):
 @pytest.mark.parametrize("host_ratio", [1.5, 2.0, 3.0, 5.0])
 def test_a_slow_cpu_is_predicted_from_then_on(host_ratio, cpu_clock):
     """Of the plan that was followed, and of those that come of it."""
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host())
+    budget = int(2.0 * GIB)
+    controller, handle = controller_of(budget_bytes=budget, host=a_host())
     handle.device.is_async = True
     first = controller.profile
 
@@ -446,7 +490,7 @@ def test_a_slow_cpu_is_predicted_from_then_on(host_ratio, cpu_clock):
         true, seen = replace(first, host=host), []
         for _ in range(count):
             plan = handle.plan
-            outcome = step_by(true, plan)
+            outcome = step_by(true, plan, budget)
             seen.append((plan, outcome.step_s))
             handle.device.step_s = outcome.step_s
             stalls_s = outcome.stall_forward_s + outcome.stall_backward_s
@@ -459,14 +503,14 @@ def test_a_slow_cpu_is_predicted_from_then_on(host_ratio, cpu_clock):
     seen = true_steps(slow, 40)
     assert controller.profile.plain_s == pytest.approx(first.plain_s, rel=0.02)
     plan, took_s = seen[0]
-    assert step_by(controller.profile, plan).step_s == pytest.approx(took_s, rel=0.02)
+    assert step_by(controller.profile, plan, budget).step_s == pytest.approx(took_s, rel=0.02)
     assert handle.plan.predicted.step_s == pytest.approx(seen[-1][1], rel=0.05)
     assert len(handle.plans) <= 3
 
 
-def step_by(step, plan):
+def step_by(step, plan, budget_bytes=10**15):
     options = [option_for(each, plan.recipe_of(each.name) or Recipe("keep")) for each in step.regions]
-    return simulate(step, options, windows_within(step, options, 10**15))
+    return simulate(step, options, windows_within(step, options, budget_bytes))
 
 
 def test_a_cpu_blocked_by_slow_compute_is_not_slow(cpu_clock):

@@ -28,7 +28,6 @@ from ebbtide._engine.context import HookContext
 from ebbtide._engine.engine import Engine
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
-from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.simulate import with_host
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.build import ProfileInputs, profile_of
@@ -233,17 +232,15 @@ class PlanController:
         """Ask for a plan. Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak."""
         self.phase = Phase.GAVE_UP
         self._measured = profile
-        # Ranks take up a plan in one step: all of them wait for the solver.
-        waits = self._agree is not None or env.waits_for_plans()
         self.tuner = PlanTuner(
             _WithUnseenRegions(self._handle, self._unseen_in(profile)),
             profile,
             self._context.recorder,
             self._goal_bytes,
             self._handle.engine(),
-            solve=solve_here if waits else solve_elsewhere,
+            waits=self._agree is not None or env.waits_for_plans(),  # ranks take up a plan in one step
             max_slowdown=self._max_slowdown,
-            smallest=self._first_plan(prefetch_bytes=1) if self.recomputes else None,
+            first=self._first_plan(prefetch_bytes=1 if self.recomputes else None),
             replans_on_oom=self._replans_on_oom,
             is_shared=self._agree is not None,
         )

@@ -52,9 +52,9 @@ def refuse_pipeline(module: torch.nn.Module) -> None:
     """Raise ConfigError if `module` is a pipeline stage of several ranks, or is called by a pipeline schedule."""
     if group_size(None) > 1 and (_is_stage(module) or any(map(_is_schedule, callers()))):
         raise ConfigError(
-            f"budget= or max_slowdown= for {type(module).__name__}, a stage of a pipeline: ranks would agree on one plan, but ranks of "
-            "a pipeline have different blocks, and wait for each other inside forward. Write recipe= (such as "
-            "'recompute' or 'selective'), plan= or mode= for each stage"
+            f"budget= or max_slowdown= for {type(module).__name__}, a stage of a pipeline: ranks would agree on one "
+            "plan, but ranks of a pipeline have different blocks, and wait for each other inside forward. Write "
+            "recipe= (such as 'recompute' or 'selective'), plan= or mode= for each stage"
         )
 
 

@@ -26,7 +26,7 @@ class Thresholds:
     measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
     longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
     corrections: int = 2  # law 13
-    margin: float = 0.06  # of the budget above the memory from before the step: errors of first predictions
+    margin: float = 0.08  # of the budget above the memory from before the step: errors of first predictions
     kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
@@ -60,14 +60,23 @@ class Trial:
     Attributes:
         plan: the plan.
         fallback: the plan to compare with if steps are slow; None: none fits, or the comparison has been made.
+        baseline: trial of the fallback, run while the plan was solved; None: not run.
         begun: forwards so far.
         steps: steps finished so far.
         is_frozen: the verdict is given.
         is_as_measured: the step time of `plan.predicted` was measured.
     """
 
-    def __init__(self, plan: Plan, fallback: Plan | None, *, is_as_measured: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        fallback: Plan | None,
+        *,
+        baseline: "Trial | None" = None,
+        is_as_measured: bool = False,
+    ) -> None:
         self.plan = plan
+        self.baseline = baseline if baseline is not None and baseline.is_timed else None
         self.fallback = None if fallback is None or fallback.regions == plan.regions else fallback
         self.begun = 0
         self.steps = 0
@@ -181,10 +190,11 @@ def verdict(
 
 
 def _looks_slow(trial: Trial, slowdown: float) -> bool:
-    """Whether the steps take longer than the fallback's would, as predicted."""
+    """Whether the steps take longer than the fallback's, as measured or else as predicted."""
     if trial.fallback is None or trial.fallback.predicted is None or not trial.is_timed:
         return False
-    return trial.typical_s > trial.fallback.predicted.step_s * (1 + slowdown)
+    fallback_s = trial.fallback.predicted.step_s if trial.baseline is None else trial.baseline.typical_s
+    return trial.typical_s > fallback_s * (1 + slowdown)
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:

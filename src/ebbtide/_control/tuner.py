@@ -3,14 +3,15 @@
 Note [PlanTuner]
 ~~~~~~~~~~~~~~~~
 1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
-   one at a time, and the answer is taken up before a later forward. Until then the size runs by the plan of a larger
-   size or, within a budget, by the recipes with the smallest peak.
+   one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
+   plan of a larger size or, within a budget, by the recipes with the smallest peak.
 2. A plan is on trial for its first steps (Note [Trials]). After a correction the profile is refitted: the link gets the
    rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of regions
    without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow CPU.
-3. A plan whose steps are slower than its fallback's would be is compared: the fallback runs for a trial, and the faster
-   of the two stays. Within a budget the fallback recomputes the fewest regions that fit; without one it keeps
-   everything, and a slow plan gives way to one that moves less before it gives way to the fallback.
+3. The fallback comes first: within a budget recomputation of the fewest regions that fit, which is found in a moment,
+   without one keeping everything. The fallback runs, and is measured, while the solver works. A plan whose steps are
+   slower gives way to the fallback; without a budget to a plan that moves less before. Where the fallback has not run
+   for long enough, it runs for a trial when the plan looks slow.
 4. After two corrections the plan is frozen. What wakes it: a peak over the budget, memory from before the step that has
    grown (the state of an optimizer, gradients that accumulate), running out of memory, another batch size, `replan`.
    A plan over the budget runs no further step: the recipes with the smallest peak take over until the answer is there.
@@ -34,6 +35,7 @@ from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
+from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
@@ -47,8 +49,6 @@ _MOST_IN_FLIGHT = 64
 _BUCKETS_PER_OCTAVE = 8
 _WAITS_FOR_CPU = 0.01  # of a step: the real waiting time is unknown
 _UNMEASURED = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention
-
-Solve = Callable[[Question], "Future[Answer]"]
 
 
 class PlanTarget(Protocol):
@@ -68,6 +68,9 @@ class _BatchSize:
         trial: the plan; None until the first answer.
         wanted: why another plan is wanted; "" if none is.
         target: the part of the largest slowdown that is planned for.
+        baseline: trial of the fallback, before there was a plan.
+        has_fallback: whether the fallback has been asked for.
+        has_answer: whether there has been a plan.
         rival: trial of the plan that a comparison is about, while the fallback runs.
         corrections: so far.
         smallest_bytes: the smallest budget, as of the last answer.
@@ -81,6 +84,9 @@ class _BatchSize:
     trial: Trial | None = None
     wanted: str = ""
     target: float = THRESHOLDS.target
+    baseline: Trial | None = None
+    has_fallback: bool = False
+    has_answer: bool = False
     rival: Trial | None = None
     corrections: int = 0
     smallest_bytes: int = 0
@@ -98,6 +104,15 @@ class _PlannedStep(NamedTuple):
     share: float
 
 
+class _Asked(NamedTuple):
+    """A question to the solver, and the answer to come."""
+
+    size: _BatchSize
+    why: str
+    question: Question
+    answer: "Future[Answer]"
+
+
 class PlanTuner:
     """Makes plans from one profile, and corrects the plans by measured steps.
 
@@ -107,9 +122,9 @@ class PlanTuner:
         recorder: statistics of the handle: stalls and copy rates.
         budget: returns the peak to stay under in bytes; None: offload without slowing the step.
         engine: engine of the model's device.
-        solve: answers a question, now or later.
+        waits: training waits for answers, and needs no fallback meanwhile.
         max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
-        smallest: plan with the smallest peak, within a budget.
+        first: plan of the measured steps. Without a goal everything is kept, otherwise the peak is the smallest.
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
         is_shared: all ranks share one plan for all batch sizes. The plan never changes, because the measurements of one
             rank are unknown to the other ranks.
@@ -123,23 +138,23 @@ class PlanTuner:
         budget: Callable[[], int | None],
         engine: Engine | None,
         *,
-        solve: Solve,
+        waits: bool,
         max_slowdown: float | None,
-        smallest: Plan | None,
+        first: Plan,
         replans_on_oom: bool,
         is_shared: bool,
     ) -> None:
         self._handle = handle
         self._profile = profile
         self._budget = budget
-        self._solve = solve
+        self._waits = waits
         self._only_moves = max_slowdown is None
         self._max_slowdown = MAX_SLOWDOWN if max_slowdown is None else max_slowdown
-        self._smallest = smallest
+        self._first = first
         self._replans_on_oom = replans_on_oom
         self._is_shared = is_shared
         self._in_flight: list[_PlannedStep] = []
-        self._asked: tuple[_BatchSize, str, Future[Answer]] | None = None
+        self._asked: _Asked | None = None
         self._oom_bytes = 0  # taken off the budget of all sizes, for good
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
@@ -149,8 +164,10 @@ class PlanTuner:
         self._measured_tokens = profile.tokens
         self._sizes: dict[int, _BatchSize] = {}
         self._size = self._new_size(profile.tokens)
+        if self._only_moves and self.limit_bytes is None:
+            self._size.trial = self._size.baseline = Trial(first, None)  # keeps everything
         self._ask_next()
-        if self._size.trial is None:
+        if not self._size.has_answer:
             self._apply()
 
     # -- figures ---------------------------------------------------------------------------------------------------
@@ -158,7 +175,7 @@ class PlanTuner:
     @property
     def has_plan(self) -> bool:
         """Whether the first answer is there."""
-        return any(size.trial is not None or size.is_used for size in self._sizes.values())
+        return any(size.has_answer for size in self._sizes.values())
 
     @property
     def profile(self) -> Profile:
@@ -224,12 +241,13 @@ class PlanTuner:
         trial = size.trial
         if trial is None:
             return None
-        if not size.is_used:
+        if size.has_answer and not size.is_used:
             size.is_used = True
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", size, trial.plan)
         trial.begun += 1
-        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen or size.wanted)
+        is_settled = trial.is_frozen or (size.wanted and size.has_answer)
+        needs_peak = not (self._is_shared or self.limit_bytes is None or is_settled)
         monitor = StepMonitor(engine.device, reads_peak=needs_peak)
         monitor.is_alone = not is_verified
         for each in self._in_flight:
@@ -243,7 +261,7 @@ class PlanTuner:
     def wait(self) -> None:
         """Wait for the plan of the current batch size. Raises PlanError if no plan fits the budget."""
         while self._asked is not None and self._size.wanted:
-            self._asked[2].exception()
+            self._asked.answer.exception()
             self._take_answer()
             self._ask_next()
 
@@ -296,7 +314,7 @@ class PlanTuner:
     # -- verdicts --------------------------------------------------------------------------------------------------
 
     def _judge(self, size: _BatchSize, trial: Trial) -> None:
-        if self._is_shared or size.wanted:
+        if self._is_shared or (size.wanted and size.has_answer):
             return
         may_correct = size.corrections < THRESHOLDS.corrections
         found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct, self._slowdown)
@@ -304,6 +322,8 @@ class PlanTuner:
             self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
         elif found is Verdict.OVER:
             self._leave_more_free(size, trial.peak_bytes)
+        elif not size.has_answer:
+            return
         elif size.rival is not None and trial.is_complete:
             self._compare(size, trial, size.rival)
         elif found is Verdict.CORRECT:
@@ -311,6 +331,9 @@ class PlanTuner:
         elif found is Verdict.COMPARE:
             assert trial.fallback is not None
             size.rival = trial
+            if trial.baseline is not None:
+                self._compare(size, trial.baseline, trial)
+                return
             self._follow(size, Trial(trial.fallback, None), f"compared, {_took(trial)}")
         elif found is Verdict.STAY:
             self._freeze(trial)
@@ -336,11 +359,12 @@ class PlanTuner:
         assert trial is not None
         assert limit_bytes is not None
         predicted = trial.plan.predicted
-        if predicted is None or predicted.peak_bytes <= size.smallest_bytes:
+        if size.has_answer and (predicted is None or predicted.peak_bytes <= size.smallest_bytes):
             self._warn_of_peak(peak_bytes, limit_bytes)
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
+        size.has_fallback = size.has_answer  # the fallback for less is another
         self._want(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
 
     def _compare(self, size: _BatchSize, fallback: Trial, slow: Trial) -> None:
@@ -350,7 +374,8 @@ class PlanTuner:
             self._end_comparison(size, slow, "as fast as the fallback")
         elif self.limit_bytes is None and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
-            self._refit(size, fallback)
+            assert size.trial is not None
+            self._refit(size, size.trial)
             size.target *= THRESHOLDS.target * self._slowdown / slowdown
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
@@ -362,8 +387,11 @@ class PlanTuner:
         return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
     def _end_comparison(self, size: _BatchSize, winner: Trial, why: str) -> None:
+        plan = winner.plan
+        if plan.predicted is None and size.rival is not None and size.rival.fallback is not None:
+            plan = size.rival.fallback  # as the measured steps, with a prediction
         size.rival = None
-        stays = Trial(_as_measured(winner), None, is_as_measured=True)
+        stays = Trial(_as_measured(plan, winner), None, is_as_measured=True)
         self._follow(size, stays, f"frozen, {why}")
         stays.is_frozen = True
 
@@ -391,9 +419,9 @@ class PlanTuner:
 
     def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
         size.profile, size.wanted = self._profile, why
-        if stops_plan and self._smallest is not None and size.trial is not None:
+        if stops_plan and size.trial is not None:
             size.trial.is_frozen = True
-            size.trial = None
+            size.trial = size.baseline = None
             if size is self._size:
                 self._apply()
         self._ask_next()
@@ -416,33 +444,56 @@ class PlanTuner:
             limit_bytes if must_fit else None,
             max_slowdown=size.target * self._max_slowdown,
             only_moves=self._only_moves and limit_bytes is None,
+            only_fallback=limit_bytes is not None and not self._waits and not size.has_fallback,
         )
-        self._asked = size, size.wanted, self._solve(question)
-        if self._asked[2].done():
-            self._take_answer()
+        answer = solve_here(question) if self._waits else solve_elsewhere(question)
+        self._asked = _Asked(size, size.wanted, question, answer)
+        self._take_answer()
 
     def _take_answer(self) -> None:
-        if self._asked is None or not self._asked[2].done():
+        """Take the answer up, if there is one. Raises PlanError."""
+        asked = self._asked
+        if asked is None or not asked.answer.done():
             return
-        (size, why, future), self._asked = self._asked, None
+        self._asked, size, why = None, asked.size, asked.why
         if self._sizes.get(size.tokens) is not size or size.wanted != why:
             return  # asked anew meanwhile
-        size.wanted = ""
-        self._take(size, why, future.result())
+        answer = asked.answer.result()
+        if asked.question.only_fallback:
+            self._take_fallback(size, answer.plan)
+        else:
+            assert answer.plan is not None
+            size.wanted = ""
+            self._take(size, why, answer, answer.plan)
 
-    def _take(self, size: _BatchSize, why: str, answer: Answer) -> None:
-        limit_bytes, plan, slow = self.limit_bytes, answer.plan, size.rival
+    def _take_fallback(self, size: _BatchSize, plan: Plan | None) -> None:
+        """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
+        size.has_fallback = True
+        if plan is not None and size.trial is None:
+            size.trial = size.baseline = Trial(plan, None)
+            recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
+            _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
+            if size is self._size:
+                self._apply()
+        self._ask_next()
+
+    def _take(self, size: _BatchSize, why: str, answer: Answer, plan: Plan) -> None:
+        limit_bytes, slow = self.limit_bytes, size.rival
         size.smallest_bytes, size.solving_s, size.rival = answer.smallest_bytes, answer.seconds, None
         if limit_bytes is not None and answer.smallest_bytes > limit_bytes:
             self._warn_too_large(size, limit_bytes)
-        if size.trial is not None and size.trial.plan.regions == plan.regions and slow is None:
+        has_answer, size.has_answer = size.has_answer, True
+        if has_answer and size.trial is not None and size.trial.plan.regions == plan.regions and slow is None:
             self._freeze(size.trial)  # the answer has not changed
             return
         if slow is not None and slow.plan.regions == plan.regions:
-            assert size.trial is not None
-            self._end_comparison(size, size.trial, "no other plan is fast enough")
+            size.rival = slow
+            fallback = slow.baseline if slow.baseline is not None else size.trial
+            assert fallback is not None
+            self._end_comparison(size, fallback, "no other plan is fast enough")
             return
-        trial = Trial(plan, answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None)
+        fallback = answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None
+        trial = Trial(plan, fallback, baseline=size.baseline)
         trial.is_frozen = limit_bytes is not None and answer.smallest_bytes > limit_bytes
         if size.is_used:
             self._follow(size, trial, f"corrected, {why}")
@@ -464,7 +515,7 @@ class PlanTuner:
         size = self._size
         larger = [each for each in self._sizes.values() if each.trial is not None and each.tokens >= size.tokens]
         found = min(larger, key=lambda each: each.tokens).trial if larger else None
-        plan = self._smallest if found is None else found.plan
+        plan = found.plan if found is not None else self._first if self.limit_bytes is not None else None
         if plan is not None:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)
@@ -627,12 +678,11 @@ def bucket_of(tokens: int, measured: int = 1) -> int:
     return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
 
-def _as_measured(trial: Trial) -> Plan:
-    """The plan, with the measured step time as the prediction."""
-    predicted = trial.plan.predicted
-    if predicted is None or not trial.is_timed:
-        return trial.plan
-    return dataclasses.replace(trial.plan, predicted=dataclasses.replace(predicted, step_s=trial.typical_s))
+def _as_measured(plan: Plan, trial: Trial) -> Plan:
+    """`plan`, with the measured step time of `trial` as the prediction."""
+    if plan.predicted is None or not trial.is_timed:
+        return plan
+    return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.typical_s))
 
 
 def _waits_for_cpu(plan: Plan) -> bool:

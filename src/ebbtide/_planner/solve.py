@@ -54,6 +54,7 @@ class Question:
         profile: the step.
         budget_bytes: limit of the predicted peak; None: the least peak for a step hardly slower.
         max_slowdown: without a budget, as of `Solver.solve`.
+        only_fallback: within a budget, answer with the fallback as the plan, after a moment; no plan if none fits.
         limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
             whatever the smallest plan takes.
     """
@@ -63,6 +64,7 @@ class Question:
     limit_bytes: int | None = None
     max_slowdown: float | None = None
     only_moves: bool | None = None
+    only_fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ class Answer:
     """A plan, and what to do if its steps are slow.
 
     Attributes:
-        plan: the plan.
+        plan: the plan; None if the question was for the fallback only, and none fits.
         fallback: within a budget, recomputation of the fewest regions that fit, evenly spread, with inputs kept;
             otherwise everything kept. None if even all regions do not fit so.
         smallest_bytes: the smallest budget.
         seconds: that solving took.
     """
 
-    plan: Plan
+    plan: Plan | None
     fallback: Plan | None
     smallest_bytes: int
     seconds: float
@@ -87,6 +89,8 @@ def answer(question: Question) -> Answer:
     """Solve. Raises PlanError if no plan fits `limit_bytes`."""
     start = time.perf_counter()
     solver, budget_bytes = Solver(question.profile), question.budget_bytes
+    if question.only_fallback and budget_bytes is not None:
+        return Answer(solver.fewest_recomputed(budget_bytes), None, 0, time.perf_counter() - start)
     smallest_bytes = solver.smallest_budget(only_moves=budget_bytes is None)
     if budget_bytes is not None and budget_bytes < smallest_bytes:
         limit_bytes = question.limit_bytes

@@ -10,6 +10,7 @@ All modes of a workload run in one process on one model: else ratios mean nothin
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import warnings
@@ -35,6 +36,7 @@ from benchmarks.workloads import PLANNED, WORKLOADS, Workload, build
 
 
 def main() -> None:
+    os.environ["EBBTIDE_WAIT"] = "1"  # steps are measured by plans; benchmarks.zoo measures how plans come
     options = _options()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda")

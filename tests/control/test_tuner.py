@@ -194,7 +194,6 @@ def test_a_plan_slower_than_the_measured_fallback_gives_way_without_a_further_tr
     without_corrections(controller)
     steps(controller, handle, 8, ratio=1.0)
     assert handle.plan.regions == fallback.regions
-    assert handle.plan.predicted.step_s == pytest.approx(0.8 * fallback.predicted.step_s)
     steps(controller, handle, 20, ratio=1.5)
     assert handle.plan.regions == fallback.regions
 
@@ -303,15 +302,26 @@ def test_steps_that_always_deviate_end_in_a_frozen_plan(budget_bytes, ratio):
 
 
 def test_within_a_budget_a_plan_slower_than_its_fallback_gives_way():
-    """Whatever is wrong with it: recomputation of the fewest regions takes the predicted time."""
+    """Whatever is wrong with it: recomputation of the fewest regions takes the profiled time."""
     controller, handle = controller_of(BUDGET)
+    true = controller.profile
     for _ in range(80):
         moves = handle.plan.predicted.moved_bytes > 0
-        handle.device.step_s = handle.plan.predicted.step_s * (1.5 if moves else 1.0)
+        handle.device.step_s = step_by(true, handle.plan).step_s * (1.5 if moves else 1.0)
         step(controller)
     actions = [region.recipe.action for region in handle.plan.regions.values()]
     assert set(actions) == {"keep", "recompute"}
     assert handle.plan.predicted.moved_bytes == 0
+
+
+def test_a_correction_that_makes_steps_slower_is_taken_back():
+    controller, handle = controller_of(BUDGET)
+    first = handle.plan
+    for _ in range(80):
+        handle.device.step_s = first.predicted.step_s * (1.0 if handle.plan.regions == first.regions else 1.05)
+        step(controller)
+    assert len(handle.plans) > 1
+    assert handle.plan.regions == first.regions
 
 
 def test_replan_plans_again_with_all_corrections():
@@ -505,7 +515,7 @@ def test_a_slow_cpu_is_predicted_from_then_on(host_ratio, cpu_clock):
     plan, took_s = seen[0]
     assert step_by(controller.profile, plan, budget).step_s == pytest.approx(took_s, rel=0.02)
     assert handle.plan.predicted.step_s == pytest.approx(seen[-1][1], rel=0.05)
-    assert len(handle.plans) <= 3
+    assert len(handle.plans) <= 4  # the fallback is tried once
 
 
 def step_by(step, plan, budget_bytes=10**15):

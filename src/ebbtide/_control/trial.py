@@ -3,15 +3,16 @@
 Note [Trials]
 ~~~~~~~~~~~~~
 1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
-   follows: the plan is corrected, or compared with its fallback, or stays for good (law 13).
+   follows: the plan is corrected, or gives way to a faster one, or stays for good (law 13).
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
-   that is expected. Measured peaks take three quarters of what they show to be unnecessary: another plan has another
-   error, so a part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
+   that is expected. Measured peaks take half of what they show to be unnecessary: another plan has another error, so a
+   part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
 3. Disturbances make steps slower and never faster: the median of the measured steps tells a wrong prediction, and the
    fastest steps tell which of two plans is faster.
 """
 
 import enum
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ class Thresholds:
     measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
     longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
     corrections: int = 2  # law 13
-    margin: float = 0.08  # of the budget above the memory from before the step: errors of first predictions
-    kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary
+    margin: float = 0.1  # of the budget above the memory from before the step: errors of first predictions, up to 9 %
+    kept_margin: float = 0.5  # of what a measured peak shows to be unnecessary: plans of another kind err otherwise
+    baseline_steps: int = 2  # timed steps of an earlier plan, where solving leaves time for few
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
     off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
@@ -60,7 +62,9 @@ class Trial:
     Attributes:
         plan: the plan.
         fallback: the plan to compare with if steps are slow; None: none fits, or the comparison has been made.
-        baseline: trial of the fallback, run while the plan was solved; None: not run.
+        baseline: the fastest earlier trial, of the fallback or of an earlier plan; None: none was timed.
+        fallback_s: seconds of the fallback, as predicted; infinite if the fallback has run, or there is none.
+        is_fallback: whether the plan is the fallback.
         begun: forwards so far.
         steps: steps finished so far.
         is_frozen: the verdict is given.
@@ -73,11 +77,15 @@ class Trial:
         fallback: Plan | None,
         *,
         baseline: "Trial | None" = None,
+        fallback_s: float = math.inf,
+        is_fallback: bool = False,
         is_as_measured: bool = False,
     ) -> None:
         self.plan = plan
-        self.baseline = baseline if baseline is not None and baseline.is_timed else None
+        self.baseline = baseline
         self.fallback = None if fallback is None or fallback.regions == plan.regions else fallback
+        self.fallback_s = math.inf if self.fallback is None else fallback_s
+        self.is_fallback = is_fallback
         self.begun = 0
         self.steps = 0
         self.is_frozen = False
@@ -105,6 +113,11 @@ class Trial:
     def is_complete(self) -> bool:
         """Whether there are enough steps for a verdict, or there never will be."""
         return len(self._times) >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether enough steps were timed to compare a later plan with."""
+        return len(self._times) >= THRESHOLDS.baseline_steps
 
     @property
     def is_timed(self) -> bool:
@@ -190,11 +203,9 @@ def verdict(
 
 
 def _looks_slow(trial: Trial, slowdown: float) -> bool:
-    """Whether the steps take longer than the fallback's, as measured or else as predicted."""
-    if trial.fallback is None or trial.fallback.predicted is None or not trial.is_timed:
-        return False
-    fallback_s = trial.fallback.predicted.step_s if trial.baseline is None else trial.baseline.typical_s
-    return trial.typical_s > fallback_s * (1 + slowdown)
+    """Whether the steps take longer than the baseline's, or than the fallback's as predicted."""
+    known_s = math.inf if trial.baseline is None else trial.baseline.typical_s
+    return trial.is_timed and trial.typical_s > min(known_s, trial.fallback_s) * (1 + slowdown)
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:
@@ -212,7 +223,7 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
     error_bytes = trial.peak_bytes - predicted.peak_bytes
     over_bytes = trial.peak_bytes - limit_bytes
     if over_bytes > 0:
-        return int((1 + THRESHOLDS.kept_margin) * max(error_bytes, margin_bytes + over_bytes))
+        return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + trial.spread_bytes
     return needed_bytes + int(THRESHOLDS.kept_margin * max(0, margin_bytes - needed_bytes))
 

@@ -22,7 +22,7 @@ Note [PlanTuner]
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -68,8 +68,9 @@ class _BatchSize:
         trial: the plan; None until the first answer.
         wanted: why another plan is wanted; "" if none is.
         target: the part of the largest slowdown that is planned for.
-        baseline: trial of the fallback, before there was a plan.
+        baseline: the fastest trial so far, at first of the fallback.
         has_fallback: whether the fallback has been asked for.
+        fallback_s: the fastest predicted seconds of the fallback so far.
         has_answer: whether there has been a plan.
         rival: trial of the plan that a comparison is about, while the fallback runs.
         corrections: so far.
@@ -86,6 +87,7 @@ class _BatchSize:
     target: float = THRESHOLDS.target
     baseline: Trial | None = None
     has_fallback: bool = False
+    fallback_s: float = math.inf
     has_answer: bool = False
     rival: Trial | None = None
     corrections: int = 0
@@ -165,7 +167,7 @@ class PlanTuner:
         self._sizes: dict[int, _BatchSize] = {}
         self._size = self._new_size(profile.tokens)
         if self._only_moves and self.limit_bytes is None:
-            self._size.trial = self._size.baseline = Trial(first, None)  # keeps everything
+            self._size.trial = self._size.baseline = Trial(first, None, is_fallback=True)
         self._ask_next()
         if not self._size.has_answer:
             self._apply()
@@ -329,14 +331,21 @@ class PlanTuner:
         elif found is Verdict.CORRECT:
             self._correct(size, trial)
         elif found is Verdict.COMPARE:
-            assert trial.fallback is not None
-            size.rival = trial
-            if trial.baseline is not None:
-                self._compare(size, trial.baseline, trial)
-                return
-            self._follow(size, Trial(trial.fallback, None), f"compared, {_took(trial)}")
+            self._doubt(size, trial)
         elif found is Verdict.STAY:
             self._freeze(trial)
+
+    def _doubt(self, size: _BatchSize, trial: Trial) -> None:
+        """The plan looks slow: compare with the fastest earlier plan, or try the fallback if that has not run."""
+        baseline, fallback = trial.baseline, trial.fallback
+        best = trial if baseline is None or baseline.typical_s >= trial.typical_s else baseline
+        if fallback is not None and trial.fallback_s < best.typical_s:
+            size.rival = best
+            self._follow(size, Trial(fallback, None, is_fallback=True), f"compared, {_took(trial)}")
+            return
+        assert baseline is not None
+        size.rival = trial
+        self._compare(size, baseline, trial)
 
     def _correct(self, size: _BatchSize, trial: Trial) -> None:
         """Ask for a plan by what was measured: times, and the peak within a budget."""
@@ -369,9 +378,9 @@ class PlanTuner:
 
     def _compare(self, size: _BatchSize, fallback: Trial, slow: Trial) -> None:
         """The fallback has run too: choose, or ask for a plan that moves less."""
-        slowdown = slow.fastest_s / fallback.fastest_s - 1 if fallback.is_timed else 0.0
+        slowdown = slow.fastest_s / fallback.fastest_s - 1 if fallback.is_baseline else 0.0
         if slowdown <= self._slowdown:
-            self._end_comparison(size, slow, "as fast as the fallback")
+            self._end_comparison(size, slow, "no other was faster")
         elif self.limit_bytes is None and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
             assert size.trial is not None
@@ -379,7 +388,7 @@ class PlanTuner:
             size.target *= THRESHOLDS.target * self._slowdown / slowdown
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
-            self._end_comparison(size, fallback, "the fallback is faster")
+            self._end_comparison(size, fallback, "an earlier plan was faster")
 
     @property
     def _slowdown(self) -> float:
@@ -387,11 +396,12 @@ class PlanTuner:
         return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
     def _end_comparison(self, size: _BatchSize, winner: Trial, why: str) -> None:
-        plan = winner.plan
-        if plan.predicted is None and size.rival is not None and size.rival.fallback is not None:
-            plan = size.rival.fallback  # as the measured steps, with a prediction
-        size.rival = None
-        stays = Trial(_as_measured(plan, winner), None, is_as_measured=True)
+        rival, size.rival = size.rival, None
+        if winner.is_fallback and winner is not size.trial and rival is not None and rival.fallback is not None:
+            # The fallback by what is known now: for more of the budget, and with a prediction. Its peak is to be seen.
+            self._follow(size, Trial(rival.fallback, None, is_fallback=True), f"replaced, {why}")
+            return
+        stays = Trial(_as_measured(winner.plan, winner), None, is_as_measured=True)
         self._follow(size, stays, f"frozen, {why}")
         stays.is_frozen = True
 
@@ -421,7 +431,8 @@ class PlanTuner:
         size.profile, size.wanted = self._profile, why
         if stops_plan and size.trial is not None:
             size.trial.is_frozen = True
-            size.trial = size.baseline = None
+            size.baseline = None if size.baseline is size.trial else size.baseline
+            size.trial = None
             if size is self._size:
                 self._apply()
         self._ask_next()
@@ -470,7 +481,7 @@ class PlanTuner:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
         size.has_fallback = True
         if plan is not None and size.trial is None:
-            size.trial = size.baseline = Trial(plan, None)
+            size.trial = size.baseline = Trial(plan, None, is_fallback=True)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
@@ -493,7 +504,13 @@ class PlanTuner:
             self._end_comparison(size, fallback, "no other plan is fast enough")
             return
         fallback = answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None
-        trial = Trial(plan, fallback, baseline=size.baseline)
+        size.baseline = self._fastest([size.baseline, size.trial])
+        if fallback is not None and fallback.predicted is not None:
+            # The fastest prediction so far: a refit may blame compute for what the plan itself is slow by.
+            size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
+        has_run = fallback is None or (size.baseline is not None and size.baseline.is_fallback)
+        fallback_s = math.inf if has_run else size.fallback_s
+        trial = Trial(plan, fallback, baseline=size.baseline, fallback_s=fallback_s)
         trial.is_frozen = limit_bytes is not None and answer.smallest_bytes > limit_bytes
         if size.is_used:
             self._follow(size, trial, f"corrected, {why}")
@@ -501,6 +518,13 @@ class PlanTuner:
         size.trial = trial
         if size is self._size:
             self._apply()
+
+    def _fastest(self, trials: Sequence[Trial | None]) -> Trial | None:
+        """The fastest of the timed trials. Without a budget fast is no goal: keeping everything counts, if it fits."""
+        timed = [trial for trial in trials if trial is not None and trial.is_baseline]
+        if self.limit_bytes is None:
+            timed = [trial for trial in timed if trial.is_fallback and self._may_keep_all]
+        return min(timed, key=lambda trial: trial.typical_s, default=None)
 
     def _fits(self, size: _BatchSize, fallback: Plan | None) -> bool:
         """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""
@@ -536,7 +560,7 @@ class PlanTuner:
         """Refit link, CPU and compute of the profile to measured speeds. Without a change by regions, whole steps give
         the speed of compute."""
         cpu, compute = self._cpu_scale(size, trial), self._compute_scale(size, trial)
-        if compute is None or cpu == compute.forward == compute.backward == 1.0:
+        if compute is None or all(math.isclose(each, 1.0, rel_tol=1e-6) for each in (cpu, *compute)):
             ratio = self._ratio_by_steps(size, trial, cpu)
             compute = ComputeScale(ratio, ratio)
         refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)

@@ -116,6 +116,22 @@ def test_memory_from_before_the_step_that_grows_wakes_the_plan_before_it_takes_a
     assert len(handle.plans) <= frozen + THRESHOLDS.corrections
 
 
+def test_memory_that_grows_during_a_comparison_ends_the_comparison(monkeypatch):
+    controller, handle = controller_of(BUDGET)
+    true = controller.profile
+    without_corrections(controller)
+    while controller.tuner._size.rival is None:
+        handle.device.step_s = step_by(true, handle.plan).step_s * (1.5 if handle.plan.predicted.moved_bytes else 1.0)
+        step(controller)
+    handle.device.allocated_bytes = controller.profile.base_bytes + 400_000_000
+    for _ in range(40):
+        predicted = handle.plan.predicted
+        handle.device.step_s = 1.0 if predicted is None else predicted.step_s
+        step(controller)
+    assert handle.plan.predicted.peak_bytes <= BUDGET
+    assert controller.profile.base["reserved"] == 400_000_000
+
+
 # -- training never waits ----------------------------------------------------------------------------------------------
 
 

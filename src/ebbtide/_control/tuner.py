@@ -271,7 +271,7 @@ class PlanTuner:
         """Plan again for every batch size, with all corrections left."""
         self._profile = self.profile
         for size in self._sizes.values():
-            size.profile, size.wanted, size.corrections = self._profile, "asked for", 0
+            size.profile, size.wanted, size.corrections, size.rival = self._profile, "asked for", 0, None
         self._ask_next()
 
     def _bucket(self, tokens: int) -> int:
@@ -430,6 +430,7 @@ class PlanTuner:
     def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
         size.profile, size.wanted = self._profile, why
         if stops_plan and size.trial is not None:
+            size.rival = None
             size.trial.is_frozen = True
             size.baseline = None if size.baseline is size.trial else size.baseline
             size.trial = None
@@ -516,6 +517,7 @@ class PlanTuner:
             self._follow(size, trial, f"corrected, {why}")
             return
         size.trial = trial
+        size.scales.clear()
         if size is self._size:
             self._apply()
 

@@ -103,6 +103,34 @@ def test_a_peak_that_grows_later_wakes_the_plan():
     assert handle.plan.predicted.peak_bytes + 300_000_000 <= BUDGET
 
 
+def test_a_peak_between_steps_is_not_the_plans():
+    """Of an evaluation, which the device's statistics remember."""
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 40, ratio=1.0)
+    frozen = len(handle.plans)
+    for _ in range(60):
+        handle.device.peak_bytes = 2 * BUDGET
+        monitor = controller.step_begins(1000)
+        if monitor.reads_peak:  # from a reset on
+            handle.device.peak_bytes = handle.plan.predicted.peak_bytes
+        handle.device.step_s = handle.plan.predicted.step_s
+        monitor.forward_ended()
+        monitor._end()
+    assert len(handle.plans) == frozen
+
+
+def test_an_earlier_plan_does_not_return_once_memory_has_grown():
+    controller, handle = controller_of(BUDGET)
+    steps(controller, handle, 40, ratio=1.0)
+    handle.device.allocated_bytes = controller.profile.base_bytes + 400_000_000
+    for _ in range(40):
+        predicted = handle.plan.predicted
+        handle.device.step_s = 2.0 if predicted is None else 1.2 * predicted.step_s
+        step(controller)
+        assert handle.plan.predicted is None or handle.plan.predicted.peak_bytes <= BUDGET
+    assert Solver(controller.profile).smallest_budget() <= handle.plan.predicted.peak_bytes
+
+
 def test_memory_from_before_the_step_that_grows_wakes_the_plan_before_it_takes_a_step():
     """As the state of an optimizer does, and gradients that accumulate."""
     controller, handle = controller_of(BUDGET)

@@ -52,6 +52,18 @@ class Down(nn.Module):
         return x
 
 
+class Headed(nn.Module):
+    """A block with a list of small parts."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = nn.ModuleList([Widening(2) for _ in range(heads)])
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.mlp(sum(head(x) for head in self.heads))
+
+
 class Bottleneck(nn.Module):
     """A block of layers that differ."""
 
@@ -118,6 +130,7 @@ def listed(*modules):
             "0.attentions.0", *(f"0.resnets.{k}.blocks.{j}" for k in range(2) for j in range(2)), "0.samplers.0", "1",
         ]),
         (lambda: listed(Sparse(2), Sparse(3)), ["0", "1"]),
+        (lambda: listed(Headed(2), Headed(3)), ["0", "1"]),
         (lambda: listed(Stages([Block()]), Stages([Block()])), ["0", "1"]),
         (lambda: listed(nn.ParameterList([torch.ones(2)]), nn.ParameterList([torch.ones(2)])), []),
         (lambda: listed(listed(nn.Linear(8, 8)), listed(nn.Linear(8, 8))), []),

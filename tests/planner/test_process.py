@@ -39,8 +39,22 @@ def test_what_does_not_fit_has_the_smallest_plan(question, limit_gib):
 
 
 def test_a_process_that_dies_is_named_in_the_log_and_the_question_answered_here(question, monkeypatch, caplog):
-    monkeypatch.setattr("ebbtide._planner.process._CODE", "raise SystemExit('no room {nice} {path!r:.0}')")
+    monkeypatch.setattr("ebbtide._planner.process._CODE", "raise SystemExit('no room {path!r:.0}')")
     answer = solve_elsewhere(question).result()
     assert answer.plan.predicted is not None
     assert caplog.record_tuples[0][1] == logging.WARNING
     assert "the solver's process ended with 1 (no room" in caplog.text
+
+
+@pytest.mark.parametrize("executable", ["/no/such/python", "/"])
+def test_a_process_that_cannot_start_is_named_in_the_log_too(question, monkeypatch, caplog, executable):
+    monkeypatch.setattr("sys.executable", executable)
+    assert solve_elsewhere(question).result().plan.predicted is not None
+    assert "the solver's process cannot start" in caplog.text
+
+
+def test_what_is_printed_while_modules_are_imported_is_no_answer(question, monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert solve_elsewhere(question).result().plan == solve_here(question).result().plan

@@ -209,7 +209,9 @@ class PlanController:
             return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
         if self.phase is Phase.SOLVING:
             return "no plan yet: solving"
-        return f"no plan: training {self.phase.value}" if self.tuner is None else ""
+        if self.tuner is not None:
+            return "no plan at hand: solving again" if self.tuner.has_stopped_plan else ""
+        return f"no plan: training {self.phase.value}"
 
     def start(self) -> None:
         """Apply the first plan. Raises PlanError if the given profile does not match the model, or if no plan fits."""

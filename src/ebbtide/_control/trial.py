@@ -101,6 +101,11 @@ class Trial:
             self._times = [*self._times, seconds][-THRESHOLDS.remembered :]
             self._stalls = [*self._stalls, stall_s][-THRESHOLDS.remembered :]
 
+    def look_again(self) -> None:
+        """Measure the peak of further steps, and give a verdict again."""
+        self.is_frozen = False
+        self._peaks.clear()
+
     def count_step(self) -> None:
         """Count a step whose duration says nothing."""
         self.steps += 1
@@ -191,7 +196,7 @@ def verdict(
         return Verdict.WAIT
     if limit_bytes is not None and trial.peak_bytes > limit_bytes:
         return Verdict.OVER
-    if not trial.is_complete:
+    if not trial.is_complete or (limit_bytes is not None and trial.peak_bytes == 0):
         return Verdict.WAIT
     is_to_correct = limit_bytes is not None and trial.is_off and may_correct
     if _looks_slow(trial, slowdown) and not is_to_correct:

@@ -4,7 +4,7 @@ Note [PlanTuner]
 ~~~~~~~~~~~~~~~~
 1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
    one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
-   plan of a larger size or, within a budget, by the recipes with the smallest peak.
+   plan of a larger size or, within a budget, by the recipes with the smallest peak; without one by the plan before.
 2. A plan is on trial for its first steps (Note [Trials]). After a correction the profile is refitted: the link gets the
    rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of regions
    without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow CPU.
@@ -67,6 +67,7 @@ class _BatchSize:
         margin_bytes: part of the budget left free.
         trial: the plan; None until the first answer.
         wanted: why another plan is wanted; "" if none is.
+        version: counts the changes of what is wanted.
         target: the part of the largest slowdown that is planned for.
         baseline: the fastest trial so far, at first of the fallback.
         has_fallback: whether the fallback has been asked for.
@@ -84,6 +85,7 @@ class _BatchSize:
     margin_bytes: int = 0
     trial: Trial | None = None
     wanted: str = ""
+    version: int = 0
     target: float = THRESHOLDS.target
     baseline: Trial | None = None
     has_fallback: bool = False
@@ -111,6 +113,7 @@ class _Asked(NamedTuple):
 
     size: _BatchSize
     why: str
+    version: int
     question: Question
     answer: "Future[Answer]"
 
@@ -180,6 +183,11 @@ class PlanTuner:
         return any(size.has_answer for size in self._sizes.values())
 
     @property
+    def has_stopped_plan(self) -> bool:
+        """Whether a plan was stopped, and the recipes with the smallest peak run until there is another."""
+        return self._size.has_answer and self._size.trial is None
+
+    @property
     def profile(self) -> Profile:
         """Source of the plans, at the measured speed of compute and CPU for the current batch size (see Note [Speed
         scales])."""
@@ -232,7 +240,6 @@ class PlanTuner:
         if any(each.step.ended is None for each in self._in_flight):
             self._check_failed_allocations(engine)
         self._read_finished()
-        self._look_at_memory(engine)
         bucket = self._bucket(tokens)
         size = self._sizes.get(bucket) or self._new_size(bucket)
         has_changed, self._size = size is not self._size, size
@@ -240,6 +247,7 @@ class PlanTuner:
         self._ask_next()
         if has_changed:
             self._apply()
+        self._look_at_memory(engine)
         trial = size.trial
         if trial is None:
             return None
@@ -248,8 +256,7 @@ class PlanTuner:
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", size, trial.plan)
         trial.begun += 1
-        is_settled = trial.is_frozen or (size.wanted and size.has_answer)
-        needs_peak = not (self._is_shared or self.limit_bytes is None or is_settled)
+        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen)
         monitor = StepMonitor(engine.device, reads_peak=needs_peak)
         monitor.is_alone = not is_verified
         for each in self._in_flight:
@@ -271,7 +278,8 @@ class PlanTuner:
         """Plan again for every batch size, with all corrections left."""
         self._profile = self.profile
         for size in self._sizes.values():
-            size.profile, size.wanted, size.corrections, size.rival = self._profile, "asked for", 0, None
+            size.corrections, size.rival = 0, None
+            self._mark(size, "asked for", stops_plan=False)
         self._ask_next()
 
     def _bucket(self, tokens: int) -> int:
@@ -287,6 +295,10 @@ class PlanTuner:
         left: list[_PlannedStep] = []
         for each in self._in_flight:
             monitor = each.step.ended
+            if monitor is not None and monitor.reads_peak and each.trial is each.size.trial:
+                each.trial.add_peak(monitor.peak_bytes)  # known before the device has finished the step
+                monitor.reads_peak = False
+                self._judge(each.size, each.trial)
             if monitor is not None and monitor.is_readable:
                 finished.append((each, monitor))
             elif monitor is not None or each.step.pending is not None:
@@ -301,8 +313,6 @@ class PlanTuner:
             trial = each.trial
             if trial is not each.size.trial:
                 continue  # the plan was replaced
-            if monitor.reads_peak:
-                trial.add_peak(monitor.peak_bytes)
             if monitor.is_alone:
                 seconds = monitor.seconds() / each.share
                 trial.add_step(seconds, seconds * min(1.0, forward + backward))
@@ -316,10 +326,10 @@ class PlanTuner:
     # -- verdicts --------------------------------------------------------------------------------------------------
 
     def _judge(self, size: _BatchSize, trial: Trial) -> None:
-        if self._is_shared or (size.wanted and size.has_answer):
-            return
         may_correct = size.corrections < THRESHOLDS.corrections
         found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct, self._slowdown)
+        if self._is_shared or (size.wanted and size.has_answer and found is not Verdict.OVER):
+            return
         if found is Verdict.OVER and size.rival is not None:
             self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
         elif found is Verdict.OVER:
@@ -428,15 +438,19 @@ class PlanTuner:
         return size
 
     def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
+        self._mark(size, why, stops_plan)
+        self._ask_next()
+
+    def _mark(self, size: _BatchSize, why: str, stops_plan: bool) -> None:
+        """Note that another plan is wanted. Answers to earlier questions are void."""
         size.profile, size.wanted = self._profile, why
+        size.version += 1
         if stops_plan and size.trial is not None:
-            size.rival = None
             size.trial.is_frozen = True
-            size.baseline = None if size.baseline is size.trial else size.baseline
-            size.trial = None
+            size.trial = size.rival = size.baseline = None  # earlier plans fitted other memory
+            size.fallback_s = math.inf
             if size is self._size:
                 self._apply()
-        self._ask_next()
 
     def _ask_next(self) -> None:
         """Send the next question: for the current size first, one at a time."""
@@ -459,7 +473,7 @@ class PlanTuner:
             only_fallback=limit_bytes is not None and not self._waits and not size.has_fallback,
         )
         answer = solve_here(question) if self._waits else solve_elsewhere(question)
-        self._asked = _Asked(size, size.wanted, question, answer)
+        self._asked = _Asked(size, size.wanted, size.version, question, answer)
         self._take_answer()
 
     def _take_answer(self) -> None:
@@ -468,7 +482,7 @@ class PlanTuner:
         if asked is None or not asked.answer.done():
             return
         self._asked, size, why = None, asked.size, asked.why
-        if self._sizes.get(size.tokens) is not size or size.wanted != why:
+        if size.version != asked.version:
             return  # asked anew meanwhile
         answer = asked.answer.result()
         if asked.question.only_fallback:
@@ -604,7 +618,9 @@ class PlanTuner:
             return
         self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
         for size in self._sizes.values():
-            size.rival, size.profile, size.wanted = None, self._profile, f"{', '.join(names)} cannot recompute"
+            size.rival = size.baseline = None  # may recompute them
+            size.fallback_s, size.has_fallback = math.inf, size.has_answer
+            self._mark(size, f"{', '.join(names)} cannot recompute", stops_plan=False)
         self._ask_next()
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -622,13 +638,13 @@ class PlanTuner:
         if grown_bytes > max(size.margin_bytes, THRESHOLDS.room * limit_bytes):
             self._profile = self._profile.with_reserved(grown_bytes)
             for each in self._sizes.values():
-                why = f"{format_bytes(grown_bytes)} more are allocated before the step"
-                self._want(each, why, stops_plan=True)
+                self._mark(each, f"{format_bytes(grown_bytes)} more are allocated before the step", stops_plan=True)
+            self._ask_next()
             return
-        trial, is_over = size.trial, memory.peak_bytes > limit_bytes >= size.trial.peak_bytes
+        may_shrink = size.smallest_bytes <= limit_bytes
+        trial, is_over = size.trial, may_shrink and memory.peak_bytes > limit_bytes >= size.trial.peak_bytes
         if is_over and trial.is_frozen and not size.wanted and trial.begun % THRESHOLDS.look_every == 0:
-            trial.add_peak(memory.peak_bytes)
-            self._leave_more_free(size, memory.peak_bytes)
+            trial.look_again()  # at the peak of steps alone: an evaluation may be the cause
 
     def _warn_of_peak(self, peak_bytes: int, limit_bytes: int) -> None:
         if not self._has_warned_of_peak:
@@ -684,7 +700,8 @@ class PlanTuner:
             if less_bytes < planned_bytes:
                 self._oom_bytes += budget_bytes - less_bytes
                 for each in self._sizes.values():
-                    self._want(each, "the device ran out of memory", stops_plan=True)
+                    self._mark(each, "the device ran out of memory", stops_plan=True)
+                self._ask_next()
 
     def _oom_text(self, engine: Engine | None) -> str:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes

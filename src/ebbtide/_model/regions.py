@@ -17,6 +17,7 @@ from ebbtide._utils.torch_private import modules_of, named_children, named_modul
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 _LIST = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict
 _NORM = torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm
+_MOSTLY = 0.7  # of the parameters of a stage are in blocks, or most of its memory is outside of regions and stays
 _TOO_SMALL = torch.nn.Linear | torch.nn.Identity
 
 
@@ -47,9 +48,10 @@ def _blocks(blocks: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.nn.
 
 def _parts(block: torch.nn.Module, fqn: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """The blocks in a stage, or the stage itself. A block of a stage that repeats a smaller block is a stage too; the
-    layers of a bottleneck repeat nothing."""
+    layers of a bottleneck repeat nothing. A stage is nearly nothing but blocks: heads or experts in a block are not."""
     lists = list(_lists(block, fqn, _is_of_blocks))
-    if not any(_is_repeated(*each) for each in lists):
+    inside = sum(_size(blocks) for _, blocks in lists)
+    if not any(_is_repeated(*each) for each in lists) or inside < _MOSTLY * _size(block):
         yield fqn, block
         return
     for name, blocks in lists:

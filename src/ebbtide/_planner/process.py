@@ -3,9 +3,9 @@
 Note [A process per question]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A thread would hold up training: simulations are Python, and the interpreter runs one thread at a time. A question is
-rare (two or three in a run), so a process starts for each and ends with the answer; nothing is left to end, to restart
-or to inherit. The process imports the planner alone, without torch and without the user's script (which a pool of
-`multiprocessing` would import).
+rare (two or three in a run), so a process starts for each and ends with the answer, at the latest a few seconds after
+training; nothing is left to end or to restart. The process imports the planner alone, without torch and without the
+user's script (which a pool of `multiprocessing` would import).
 """
 
 import logging
@@ -21,6 +21,7 @@ from ebbtide._planner.solve import Answer, Question, answer
 
 _log = logging.getLogger(__name__)
 
+_MARK = b"the answer of ebbtide's solver:"
 _NICE = 10  # the process yields to training where cores are few
 _CODE = (
     f"import os, sys; os.nice({_NICE}); sys.path[:] = {{path!r}}; from ebbtide._planner.process import serve; serve()"
@@ -45,13 +46,14 @@ def solve_here(question: Question) -> "Future[Answer]":
 
 
 def serve() -> None:
-    """Read one question from the standard input, and write the answer, or the error, to the standard output."""
+    """Read one question from the standard input, and write the answer, or the error, to the standard output, behind a
+    mark: modules may print while they are imported."""
     found: Answer | PlanError
     try:
         found = answer(pickle.load(sys.stdin.buffer))  # noqa: S301 (of the parent process)
     except PlanError as error:
         found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+    sys.stdout.buffer.write(_MARK + pickle.dumps(found))
 
 
 def _ask(question: Question, future: "Future[Answer]") -> None:
@@ -68,12 +70,18 @@ def _ask(question: Question, future: "Future[Answer]") -> None:
 
 def _answered_by_child(question: Question) -> Answer | PlanError:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one core, and little memory
-    command = [sys.executable, "-c", _CODE.format(nice=_NICE, path=sys.path)]
-    child = subprocess.run(  # noqa: S603 (this interpreter)
-        command, input=pickle.dumps(question), capture_output=True, env=environment, check=False
-    )
-    if child.returncode == 0:
-        return pickle.loads(child.stdout)  # noqa: S301 (of the child process)
-    lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-    _log.warning("the solver's process ended with %d (%s): solving in a thread instead", child.returncode, lines[-1])
+    command = [sys.executable or "python3", "-c", _CODE.format(path=sys.path)]
+    try:
+        child = subprocess.run(  # noqa: S603 (this interpreter)
+            command, input=pickle.dumps(question), capture_output=True, env=environment, check=False
+        )
+    except OSError as error:  # no such file in an embedded interpreter, no more processes
+        why = f"cannot start ({error})"
+    else:
+        found = child.stdout.partition(_MARK)[2]
+        if child.returncode == 0 and found:
+            return pickle.loads(found)  # noqa: S301 (of the child process)
+        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        why = f"ended with {child.returncode} ({lines[-1]})"
+    _log.warning("the solver's process %s: solving in a thread instead", why)
     return answer(question)

@@ -302,6 +302,15 @@ def checked_slowdown(value: float | None) -> float | None:
     return float(value)
 
 
+def check_one_goal(budget: object, max_slowdown: object) -> None:
+    """Raises ConfigError if both goals of a plan are written."""
+    if budget is not None and max_slowdown is not None:
+        raise ConfigError(
+            "budget= asks for the fastest step under a peak, and max_slowdown= for the smallest peak of a step that is "
+            "fast enough, two goals: leave one of them out"
+        )
+
+
 def planner_decides(
     mode: Mode | None,
     budget: object,
@@ -324,11 +333,7 @@ def planner_decides(
     manual = [f"{name}=" for name, value in by_hand.items() if value]
     goals = (("budget", budget), ("max_slowdown", max_slowdown))
     wanted = [f"{name}=" for name, value in (*goals, ("profile", profile)) if value is not None]
-    if budget is not None and max_slowdown is not None:
-        raise ConfigError(
-            "budget= asks for the fastest step under a peak, and max_slowdown= for the smallest peak of a step that is "
-            "fast enough: leave one of them out"
-        )
+    check_one_goal(budget, max_slowdown)
     if mode in ("all", "off") and wanted:
         raise ConfigError(f"mode={mode!r} plans nothing, and {wanted[0]} asks for a plan: leave one of them out")
     if mode == "auto":

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ebbtide._config import Budget, Names, checked_slowdown
+from ebbtide._config import Budget, Names, check_one_goal, checked_slowdown
 from ebbtide._devices import device_for
 from ebbtide._errors import ConfigError, ModuleError, PlanError
 from ebbtide._model.batches import tensors_in, tokens_of
@@ -96,8 +96,7 @@ def plan(
     """
     batch = _batch_of(example_batch)
     reserved_bytes = _reserved(reserve)
-    if budget is not None and checked_slowdown(max_slowdown) is not None:
-        raise ConfigError("budget= and max_slowdown= are two goals of a plan: leave one of them out")
+    check_one_goal(budget, checked_slowdown(max_slowdown))
     budget_of = None if budget is None else Budget(budget)
     may_recompute = budget is not None or max_slowdown is not None
     if profile is None:

@@ -4,7 +4,7 @@ import pytest
 from planner.workloads import GIB
 
 from ebbtide import Plan, Prediction, RegionPlan
-from ebbtide._control.trial import THRESHOLDS, Trial, Verdict, first_margin, margin_after, verdict
+from ebbtide._control.trial import THRESHOLDS, Trial, TrialVerdict, first_margin, margin_after, verdict
 
 LIMIT = 10 * GIB
 
@@ -32,20 +32,20 @@ def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, fallback_s=2.0,
 @pytest.mark.parametrize(
     ("case", "margin_gib", "may_correct", "expected"),
     [
-        ({"count": 5}, 0.0, True, Verdict.WAIT),
-        ({"count": 1, "peaks": (10.1,)}, 0.0, False, Verdict.OVER),
-        ({}, 0.0, True, Verdict.STAY),
-        ({"step_s": 1.04}, 0.0, True, Verdict.STAY),
-        ({"step_s": 1.06}, 0.0, True, Verdict.CORRECT),
-        ({"step_s": 0.9}, 0.0, True, Verdict.CORRECT),
-        ({"step_s": 1.06}, 0.0, False, Verdict.STAY),
-        ({}, 0.5, True, Verdict.CORRECT),
-        ({"recipe": "keep"}, 0.5, True, Verdict.STAY),
-        ({"predicted_peak": 9.2}, 0.5, True, Verdict.STAY),
-        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, True, Verdict.CORRECT),
-        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, False, Verdict.COMPARE),
-        ({"step_s": 1.02, "fallback_s": 1.0}, 0.0, True, Verdict.COMPARE),
-        ({"step_s": 1.02, "fallback_s": None}, 0.0, True, Verdict.STAY),
+        ({"count": 5}, 0.0, True, TrialVerdict.WAIT),
+        ({"count": 1, "peaks": (10.1,)}, 0.0, False, TrialVerdict.OVER),
+        ({}, 0.0, True, TrialVerdict.STAY),
+        ({"step_s": 1.04}, 0.0, True, TrialVerdict.STAY),
+        ({"step_s": 1.06}, 0.0, True, TrialVerdict.CORRECT),
+        ({"step_s": 0.9}, 0.0, True, TrialVerdict.CORRECT),
+        ({"step_s": 1.06}, 0.0, False, TrialVerdict.STAY),
+        ({}, 0.5, True, TrialVerdict.CORRECT),
+        ({"recipe": "keep"}, 0.5, True, TrialVerdict.STAY),
+        ({"predicted_peak": 9.2}, 0.5, True, TrialVerdict.STAY),
+        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, True, TrialVerdict.CORRECT),
+        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, False, TrialVerdict.COMPARE),
+        ({"step_s": 1.02, "fallback_s": 1.0}, 0.0, True, TrialVerdict.COMPARE),
+        ({"step_s": 1.02, "fallback_s": None}, 0.0, True, TrialVerdict.STAY),
     ],
 )
 def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
@@ -55,17 +55,17 @@ def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ({"step_s": 1.5}, Verdict.STAY),
-        ({"step_s": 0.8}, Verdict.STAY),
-        ({"step_s": 1.02, "fallback_s": 1.0}, Verdict.COMPARE),
-        ({"step_s": 1.005, "fallback_s": 1.0}, Verdict.STAY),
+        ({"step_s": 1.5}, TrialVerdict.STAY),
+        ({"step_s": 0.8}, TrialVerdict.STAY),
+        ({"step_s": 1.02, "fallback_s": 1.0}, TrialVerdict.COMPARE),
+        ({"step_s": 1.005, "fallback_s": 1.0}, TrialVerdict.STAY),
     ],
 )
 def test_verdicts_without_a_budget(case, expected):
     assert verdict(trial(**case), None, 0, may_correct=True) is expected
 
 
-@pytest.mark.parametrize(("step_s", "expected"), [(1.02, Verdict.COMPARE), (1.0, Verdict.STAY)])
+@pytest.mark.parametrize(("step_s", "expected"), [(1.02, TrialVerdict.COMPARE), (1.0, TrialVerdict.STAY)])
 def test_a_plan_slower_than_an_earlier_one_is_compared_with_it(step_s, expected):
     slower = trial(step_s=step_s)
     slower.baseline = trial(step_s=1.0, count=4)
@@ -75,13 +75,13 @@ def test_a_plan_slower_than_an_earlier_one_is_compared_with_it(step_s, expected)
 def test_a_frozen_plan_has_no_further_verdict():
     frozen = trial(step_s=3.0, peaks=(11.0,))
     frozen.is_frozen = True
-    assert verdict(frozen, LIMIT, 0, may_correct=True) is Verdict.WAIT
+    assert verdict(frozen, LIMIT, 0, may_correct=True) is TrialVerdict.WAIT
 
 
 def test_a_trial_without_timed_steps_ends():
     endless = trial(count=0)
     endless.begun = THRESHOLDS.longest + 1
-    assert verdict(endless, LIMIT, 0, may_correct=True) is Verdict.STAY
+    assert verdict(endless, LIMIT, 0, may_correct=True) is TrialVerdict.STAY
 
 
 def test_a_plan_equal_to_its_fallback_is_not_compared():

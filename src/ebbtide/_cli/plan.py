@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from ebbtide._cli._plan_profile import WhatIf, budget_of, measure_model, measure_script
-from ebbtide._config import checked_slowdown
+from ebbtide._config import check_one_goal, checked_slowdown
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import format_bytes
@@ -75,8 +75,7 @@ def plan(
             behind. For --model.
     """
     what_if = WhatIf(link, tokens, scale, host_limit, reserve, graphs)
-    if budget is not None and checked_slowdown(max_slowdown) is not None:
-        raise ConfigError("--budget and --max-slowdown are two goals: leave one of them out")
+    check_one_goal(budget, checked_slowdown(max_slowdown))
     _check_files({"--save": save, "--save-profile": save_profile, "--picture": picture}, points)
     if (profile is not None) + (model is not None) + (script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")

@@ -46,7 +46,7 @@ class Thresholds:
 THRESHOLDS = Thresholds()
 
 
-class Verdict(enum.Enum):
+class TrialVerdict(enum.Enum):
     """What to do with a plan on trial."""
 
     WAIT = "the trial goes on"
@@ -182,7 +182,7 @@ class Trial:
 
 def verdict(
     trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool, slowdown: float = THRESHOLDS.slower
-) -> Verdict:
+) -> TrialVerdict:
     """The verdict on a plan.
 
     Args:
@@ -193,18 +193,18 @@ def verdict(
         slowdown: by how much, as a share, a step may be slower than the fallback's.
     """
     if trial.is_frozen:
-        return Verdict.WAIT
+        return TrialVerdict.WAIT
     if limit_bytes is not None and trial.peak_bytes > limit_bytes:
-        return Verdict.OVER
+        return TrialVerdict.OVER
     if not trial.is_complete or (limit_bytes is not None and trial.peak_bytes == 0):
-        return Verdict.WAIT
+        return TrialVerdict.WAIT
     is_to_correct = limit_bytes is not None and trial.is_off and may_correct
     if _looks_slow(trial, slowdown) and not is_to_correct:
-        return Verdict.COMPARE
+        return TrialVerdict.COMPARE
     has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
     if may_correct and not trial.is_as_measured and (has_room or (trial.is_off and limit_bytes is not None)):
-        return Verdict.CORRECT
-    return Verdict.STAY
+        return TrialVerdict.CORRECT
+    return TrialVerdict.STAY
 
 
 def _looks_slow(trial: Trial, slowdown: float) -> bool:

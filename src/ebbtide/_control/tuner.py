@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ebbtide._control.speed_scale import ComputeScale, FinishedStep, LinkRates, SpeedScales
-from ebbtide._control.trial import THRESHOLDS, Trial, Verdict, bounded, first_margin, margin_after, verdict
+from ebbtide._control.trial import THRESHOLDS, Trial, TrialVerdict, bounded, first_margin, margin_after, verdict
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, add_note
@@ -328,21 +328,21 @@ class PlanTuner:
     def _judge(self, size: _BatchSize, trial: Trial) -> None:
         may_correct = size.corrections < THRESHOLDS.corrections
         found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct, self._slowdown)
-        if self._is_shared or (size.wanted and size.has_answer and found is not Verdict.OVER):
+        if self._is_shared or (size.wanted and size.has_answer and found is not TrialVerdict.OVER):
             return
-        if found is Verdict.OVER and size.rival is not None:
+        if found is TrialVerdict.OVER and size.rival is not None:
             self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
-        elif found is Verdict.OVER:
+        elif found is TrialVerdict.OVER:
             self._leave_more_free(size, trial.peak_bytes)
         elif not size.has_answer:
             return
         elif size.rival is not None and trial.is_complete:
             self._compare(size, trial, size.rival)
-        elif found is Verdict.CORRECT:
+        elif found is TrialVerdict.CORRECT:
             self._correct(size, trial)
-        elif found is Verdict.COMPARE:
+        elif found is TrialVerdict.COMPARE:
             self._doubt(size, trial)
-        elif found is Verdict.STAY:
+        elif found is TrialVerdict.STAY:
             self._freeze(trial)
 
     def _doubt(self, size: _BatchSize, trial: Trial) -> None:

@@ -70,7 +70,7 @@ class _EbbtideArgs(BaseModel):
 class EbbtidePlugin(_BasePlugin):
     """Offloads by the block `ebbtide:` or, without the block, by `activation_offloading:`.
 
-    Without either, a planner moves as much as the link carries with no slower step. The metrics of `OffloadCallback`
+    Without either, a planner moves what slows a step by at most 1 %. The metrics of `OffloadCallback`
     join the logs, for reporters too. `PluginManager.get_instance()` has the plugin.
     """
 

@@ -165,7 +165,13 @@ class Device(Protocol):
 
 
 class StepRecorder(Protocol):
-    """Records a training step for the planner."""
+    """Records a training step for the planner.
+
+    Attributes:
+        sees_saved_tensors: every saved tensor has to pass, also of a region that keeps all.
+    """
+
+    sees_saved_tensors: bool
 
     def entered(self, region: str) -> None:
         """Forward has entered a region."""

@@ -484,6 +484,8 @@ def queued_step(controller, handle, clock, launch_overhead_s, is_ahead, compute=
     in_forward, in_backward = is_ahead if isinstance(is_ahead, tuple) else (is_ahead, is_ahead)
     forward, backward = compute if isinstance(compute, tuple) else (compute, compute)
     monitor = controller.step_begins(1000)
+    if monitor is None:
+        return
     options = options_of_plan(profile, handle.plan)
     handle.waits(stalls_s)
     device.is_behind = in_forward
@@ -883,7 +885,7 @@ def test_keeping_everything_ends_if_the_device_runs_out_of_memory(steps_after, i
     run(controller, handle, plain_s, 1.06 * plain_s, count=steps_after)
     assert handle.plan.predicted.moved_bytes == 0
     if in_backward:
-        controller.step_begins(1000).forward_ended()
+        controller.step_begins(1000)
         handle.device.failures += 1
         with pytest.warns(EbbtideWarning, match="without a budget"):
             controller.step_begins(1000)
@@ -1040,9 +1042,9 @@ def test_alternating_sizes_do_not_oscillate(sizes):
         monitor = controller.step_begins(tokens)
         moves = handle.plan.predicted.moved_bytes > 0
         handle.device.step_s = (1.04 if moves else 1.0) * plain_s * tokens / 1000
-        monitor._began = handle.device.record(None)
-        monitor.forward_ended()
-        monitor._end()
+        if monitor is not None:
+            monitor._began = handle.device.record(None)
+            monitor._end()
         slow += moves and k >= 400
     assert slow == 0
 

@@ -143,7 +143,8 @@ class _Sample(NamedTuple):
 
 def _sample(step: FinishedStep, entries: Sequence[RegionEntry], expected: _Expected, stall_s: float) -> _Sample | None:
     """From all regions but the last, because no event marks the end of the last region."""
-    if [entry.region for entry in entries] != expected.names or len(entries) < 2:
+    own = _merged(expected, [entry.region for entry in entries])
+    if own is None or len(entries) < 2:
         return None
     seconds = [step.launch_times.seconds_between(start, end) for start, end in pairwise(entries)]
     all_s = max(sum(seconds), 1e-9)
@@ -151,11 +152,23 @@ def _sample(step: FinishedStep, entries: Sequence[RegionEntry], expected: _Expec
         return None
     was_ahead = [end.was_queued_ahead for end in entries[1:]]
     ahead_s = sum(compress(seconds, was_ahead))
-    expected_s = step.share * sum(compress(expected.seconds, was_ahead))
+    expected_s = step.share * sum(compress(own, was_ahead))
     if expected_s <= 0.0:
         return _Sample(1.0, 0.0)
     waited_s = (stall_s + step.share * expected.lost_s) * ahead_s / all_s
-    return _Sample((ahead_s - waited_s) / expected_s, expected_s / (step.share * sum(expected.seconds[:-1])))
+    return _Sample((ahead_s - waited_s) / expected_s, expected_s / (step.share * sum(own[:-1])))
+
+
+def _merged(expected: _Expected, entered: Sequence[str]) -> list[float] | None:
+    """Expected seconds from each of the regions `entered` to the next. Backward does not notice regions that rest. None
+    for another order."""
+    seconds: list[float] = []
+    for name, region_s in zip(expected.names, expected.seconds, strict=True):
+        if len(seconds) < len(entered) and name == entered[len(seconds)]:
+            seconds.append(region_s)
+        elif seconds:
+            seconds[-1] += region_s
+    return seconds if len(seconds) == len(entered) else None
 
 
 def _median(samples: Sequence[_Sample | None]) -> float | None:

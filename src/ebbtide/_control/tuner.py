@@ -163,6 +163,7 @@ class PlanTuner:
         self._oom_bytes = 0  # taken off the budget of all sizes, for good
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
+        self._is_unobserved = False  # the step before
         self._was_cpu_refitted = False
         self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_rates = LinkRates(recorder)
@@ -237,7 +238,7 @@ class PlanTuner:
     def step_begins(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor | None:
         """Apply the plan of the batch size before a forward, and return the monitor of the step; None without a plan.
         The duration of a verified step is ignored. Raises PlanError if no plan fits the budget."""
-        if any(each.step.ended is None for each in self._in_flight):
+        if self._is_unobserved or any(each.step.ended is None for each in self._in_flight):
             self._check_failed_allocations(engine)
         self._read_finished()
         bucket = self._bucket(tokens)
@@ -256,6 +257,9 @@ class PlanTuner:
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", size, trial.plan)
         trial.begun += 1
+        self._is_unobserved = trial.is_frozen and trial.plan.keeps_all and trial.begun % THRESHOLDS.look_every > 0
+        if self._is_unobserved:
+            return None  # the model rests: no hook tells of backward
         needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen)
         monitor = StepMonitor(engine.device, reads_peak=needs_peak)
         monitor.is_alone = not is_verified

@@ -52,6 +52,7 @@ class SavedTensorHooks:
         stays: why all saved tensors of the region stay on the device; None if they may travel.
         step_recorder: recorder of the step, if there is any.
         lacks_room: a saved tensor that may travel has stayed for lack of room in the store.
+        has_packed: whether any saved tensor has passed.
     """
 
     def __init__(self, engines: Engines, region_call: RegionCall) -> None:
@@ -60,6 +61,7 @@ class SavedTensorHooks:
         self.stays: Reason | None = None
         self.step_recorder: StepRecorder | None = None
         self.lacks_room = False
+        self.has_packed = False
         self._was_read = False
 
     def for_call(self, region_call: RegionCall) -> "SavedTensorHooks":
@@ -83,6 +85,7 @@ class SavedTensorHooks:
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: a tensor that cannot travel is kept, and counted."""
+        self.has_packed = True
         if type(t) in _PLAIN:
             return self._pack_plain(t, self.stays)
         return self._pack_subclass(t, self.stays)

@@ -18,10 +18,11 @@ from ebbtide._engine.engines import Engines
 from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._errors import EbbtideWarning, ModuleError
 from ebbtide._model.batches import tokens_of
-from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook, Session, UnableRegions
+from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
+from ebbtide._model.session import Before, Rest, Session, UnableRegions
 from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
@@ -58,9 +59,10 @@ class Attachment:
         self._region_hooks: dict[torch.nn.Module, RegionHook] = {}
         self._scope_hooks: list[OpScopeHook] = []
         self._former_hooks: list[RegionHook] = []
-        self._sessions = threading.local()
+        self._sessions = _Sessions()
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
+        self._rest = Rest()
         self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
@@ -178,28 +180,25 @@ class Attachment:
 
     def session(self) -> Session | None:
         """The innermost session of the current thread."""
-        stack = self._stack()
+        stack = self._sessions.stack
         return stack[-1] if stack else None
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        if self.controller is not None or not self._schedule.is_off:
-            self.tokens = tokens_of(args, kwargs)
+        self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
-            self._stack().append(None)
+            self._sessions.stack.append(None)
             return
         if is_inside_checkpoint():
-            self._stack().append(None)
+            self._sessions.stack.append(None)
             if torch.is_grad_enabled() and graph_task_id() == -1:  # the recomputation has been counted as a forward
                 self.context.recorder.note_checkpointed(type(self.module).__name__)
             return
         outer = self.session()
         if outer is not None and outer.receives_saved_tensors():
-            self._stack().append(outer)  # a model that calls itself: one step
+            self._sessions.stack.append(outer)  # a model that calls itself: one step
             return
-        for hook in self._all_hooks():
-            hook.wrap_compiled_call()  # a block may have been compiled after `offload`
         if self.start_when_placed is not None and not is_on_meta(self.module):
             self.start_when_placed()
             self.start_when_placed = None
@@ -208,6 +207,12 @@ class Attachment:
             verifies = self._schedule.is_due((bucket_of(max(1, self.tokens)), self.module.training))
             if self.plan_step is not None:
                 recorder, verifies = self.plan_step(self.tokens, verifies)
+        if recorder is None and self._rest.is_possible(self.plan, self.tokens):
+            self._sessions.stack.append(None)
+            self._rest.count(self.context.recorder)
+            return
+        for hook in self._all_hooks():
+            hook.wrap_compiled_call()  # a block may have been compiled after `offload`
         if not self._knows_buffers:
             self._note_buffers()
         self._note_weights()
@@ -220,16 +225,26 @@ class Attachment:
         pushed = hooks.hooks()
         pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
-        self._stack().append(session)
+        session.before = self._count_from(hooks)
+        self._sessions.stack.append(session)
+
+    def _count_from(self, hooks: SavedTensorHooks) -> Before | None:
+        """Counts before a forward that shows whether the whole model may rest."""
+        regions = self.plan.regions.values()
+        if any(region.recipe.recomputes or region.release for region in regions) or hooks.region_call.points:
+            return None
+        stays = Reason.RECIPE if self.plan.keeps_all else None
+        return self._rest.begin(self.plan, self.tokens, stays, self.context.recorder)
 
     def leave_root(self, is_complete: bool) -> None:
         """Close the session that `enter_root` has opened."""
-        stack = self._stack()
+        stack = self._sessions.stack
         session = stack.pop() if stack else None
         if session is None or session is self.session():
             return
-        assert session.pushed is not None
-        session.pushed.__exit__()
+        session.close()
+        if session.before is not None and is_complete:
+            self._rest.end(session.before, self.context.recorder)
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
@@ -246,11 +261,11 @@ class Attachment:
             recomputed = None if recorder is None else stack.enter_context(recorder.recomputing(call.region))
             for hook in self._former_hooks:  # removed since; a graph in flight follows the recipes of its forward
                 stack.enter_context(hook.reinstalled())
-            self._stack().append(Session(hooks, plan, pack_hook, unable=unable))
+            self._sessions.stack.append(Session(hooks, plan, pack_hook, unable=unable))
             try:
                 yield recomputed
             finally:
-                self._stack().pop()
+                self._sessions.stack.pop()
 
     def warn_if_root_is_bypassed(self) -> None:
         """Warn once if a part of the model saves tensors for backward and the root was never called."""
@@ -322,11 +337,15 @@ class Attachment:
             if type(b) is torch.Tensor and b.layout is torch.strided
         }
 
-    def _stack(self) -> list[Session | None]:
-        return vars(self._sessions).setdefault("stack", [])
-
     def __reduce__(self) -> NoReturn:
         raise ModuleError(
             "a handle of offload() belongs to one module and cannot be copied or pickled with it: call "
             "handle.remove() first, or save the module's state_dict()"
         )
+
+
+class _Sessions(threading.local):
+    """Open sessions of a thread, innermost last; None for a forward that is left alone."""
+
+    def __init__(self) -> None:
+        self.stack: list[Session | None] = []

@@ -17,14 +17,14 @@ import abc
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeAlias, cast
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, SupportsIndex, cast
 
 import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
+from ebbtide._model.session import Before, Enclosing, Rest, Session, UnableRegions
 from ebbtide._plans import OpChoice, Plan, Recipe
 from ebbtide._recompute.arguments import Arguments
 from ebbtide._recompute.compiled import CompiledRecipe, Modules, sites_error
@@ -35,79 +35,12 @@ from ebbtide._recompute.saved_outputs import SaveOutputsMode
 from ebbtide._recompute.state import RegionState
 from ebbtide._recompute.verify import Evidence
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder, Unable
-from ebbtide._utils.torch_private import constant_in_traces, hidden_from_compiler, is_inside_checkpoint, top_pack_hook
+from ebbtide._utils.torch_private import constant_in_traces, hidden_from_compiler
 
 HANDLE = "_ebbtide_handle"
 """Attribute of a root module with the handle of `offload`."""
 
-UnableRegions: TypeAlias = Mapping[str, Unable]
-"""Regions to keep whatever the plan says, by name, with the reason."""
-
 _REDUCE = "__reduce_ex__"
-
-
-class Enclosing(NamedTuple):
-    """Settings of the saved-tensor hooks around a module, restored after the forward of the module."""
-
-    region_call: RegionCall
-    stays: Reason | None
-    region: str | None  # name of the module if the module is a region, with a region call of its own
-
-
-@dataclass(eq=False)
-class Session:
-    """One run of model code in one thread: a forward of the root module, or the recomputation of a region.
-
-    Attributes:
-        plan: for the regions inside. Plans are replaced, never changed: backward follows the plan of its forward.
-        pack_hook: our innermost pack hook.
-        pushed: the pair of torch that hands saved tensors to `hooks`; None in a recomputation.
-        verifies: recomputed tensors are compared with the saved tensors of this forward.
-        unable: fixed for the forward, because backward recomputes only the regions that forward has prepared.
-        outputs_mode: keeps outputs of expensive operators at the current place of the forward.
-        enclosing: the settings of the modules around, innermost last.
-        packs_directly: `pack_hook` is the one of `hooks`, not of a recomputing region.
-        is_recording: the forward of the root runs with grad on.
-    """
-
-    hooks: SavedTensorHooks
-    plan: Plan
-    pack_hook: object
-    pushed: torch.autograd.graph.saved_tensors_hooks | None = None
-    verifies: bool = False
-    unable: UnableRegions = field(default_factory=dict[str, Unable])
-    outputs_mode: SaveOutputsMode | None = None
-    enclosing: list[Enclosing] = field(default_factory=list[Enclosing])
-
-    def __post_init__(self) -> None:
-        self.packs_directly = self.pushed is not None
-        self.is_recomputation = self.pushed is None
-        self.is_recording = torch.is_grad_enabled()
-
-    def receives_saved_tensors(self) -> bool:
-        """Whether autograd hands saved tensors to this session, with grad on or off as at the beginning."""
-        return top_pack_hook() is self.pack_hook and torch.is_grad_enabled() == self.is_recording
-
-    def why_unable(self) -> Unable | None:
-        """Reason against recomputing a region whose forward begins now; None if recomputation is possible."""
-        if not torch.is_grad_enabled():
-            return Unable.NO_GRAD
-        if top_pack_hook() is self.pack_hook:
-            return None
-        return Unable.USER_CHECKPOINT if is_inside_checkpoint() else Unable.OTHER_HOOKS
-
-    @contextlib.contextmanager
-    def recording(
-        self, pack_hook: object, mode: SaveOutputsMode | None, recorded: contextlib.AbstractContextManager[None]
-    ) -> Generator[RecomputeRecorder | None, None, None]:
-        """The forward of a region that will recompute, with a pack hook of its own."""
-        before = self.pack_hook, self.packs_directly, self.outputs_mode
-        self.pack_hook, self.packs_directly, self.outputs_mode = pack_hook, False, mode
-        try:
-            with recorded:
-                yield None
-        finally:
-            self.pack_hook, self.packs_directly, self.outputs_mode = before
 
 
 class HookOwner(Protocol):
@@ -283,6 +216,7 @@ class RegionHook(ModuleHook):
         self._choice = choice
         self._forward: Callable[..., Any] | None = None
         self._traced = CompiledRecipe()
+        self._rest = Rest()
         super().__init__(owner, module)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -292,23 +226,43 @@ class RegionHook(ModuleHook):
             return
         hooks = session.hooks
         region = self._region_of(session.plan)
-        session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region))
+        if region is not None and hooks.step_recorder is not None:
+            hooks.step_recorder.entered(region)
+        is_resting = self._rest.is_possible(session.plan, _numel(args)) and session.pause()
+        if is_resting:
+            session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, is_resting=True))
+            return
+        session.resume()  # if the module is inside of one that rests
+        region_call, stays = hooks.region_call, hooks.stays
         if region is not None:
-            if hooks.step_recorder is not None:
-                hooks.step_recorder.entered(region)
             window_bytes = hooks.region_call.limits.window_bytes
             hooks.region_call = hooks.region_call.context.new_call(region)
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
+        session.enclosing.append(Enclosing(region_call, stays, region, before=self._count_from(session, args)))
 
-    def leave(self, is_complete: bool) -> None:  # noqa: ARG002
+    def _count_from(self, session: Session, args: tuple[Any, ...]) -> Before | None:
+        """Counts before a forward that shows whether the module may rest."""
+        call, recipe = session.hooks.region_call, session.plan.recipe_of(self._region)
+        if not session.packs_directly or call.points or (recipe is not None and recipe.recomputes):
+            return None
+        return self._rest.begin(session.plan, _numel(args), session.hooks.stays, call.context.recorder)
+
+    def leave(self, is_complete: bool) -> None:
         session = self._owner.session()
         if session is None or not session.enclosing:
             return
         hooks = session.hooks
-        window_bytes = hooks.region_call.limits.window_bytes
-        hooks.region_call, hooks.stays, region = session.enclosing.pop()
-        hooks.region_call.keep_window(window_bytes)
+        call, stays, region, is_resting, before = session.enclosing.pop()
+        if is_resting:
+            session.resume()
+            self._rest.count(call.context.recorder)
+        else:
+            if before is not None and is_complete:
+                self._rest.end(before, call.context.recorder)
+            window_bytes = hooks.region_call.limits.window_bytes
+            hooks.region_call, hooks.stays = call, stays
+            call.keep_window(window_bytes)
         if region is not None and hooks.step_recorder is not None:
             hooks.step_recorder.left(region)
 
@@ -485,6 +439,11 @@ class OpScopeHook(ModuleHook):
         session = self._owner.session()
         if session is not None and session.outputs_mode is not None:
             session.outputs_mode.inside[self._pattern] += step
+
+
+def _numel(args: tuple[Any, ...]) -> int:
+    """Elements of all tensors among positional arguments."""
+    return sum([arg.numel() for arg in args if isinstance(arg, torch.Tensor)])
 
 
 def _restore(attributes: dict[str, Any], name: str, ours: object, former: object) -> None:

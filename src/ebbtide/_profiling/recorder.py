@@ -175,6 +175,7 @@ class ProfilingRecorder(BackwardObserver):
         kept: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self.sees_saved_tensors = True
         self.device = engine.device
         self.events: list[StepEvent] = []
         self.records: list[RegionRecord] = []

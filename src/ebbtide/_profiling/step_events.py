@@ -141,6 +141,7 @@ class StepMonitor(BackwardObserver):
         super().__init__()
         self.device = device
         self.reads_peak = reads_peak
+        self.sees_saved_tensors = reads_peak and not device.tracks_peak  # the peak is the largest that was seen
         self.is_alone = True
         self.launch_times = LaunchTimes(device) if device.is_async else None
         self.peak_bytes = 0

@@ -15,12 +15,16 @@ Note [Attributes]
 5. A snapshot must not tie a graph to itself: an attribute may refer to the graph of the forward, and the graph owns the
    snapshot. Tensors are held by weak references, with a graph-free alias for tensors that die, and containers by
    contents.
+6. Most modules hold scalars and objects alone, the same in every forward: one snapshot then serves all forwards, and
+   each look compares the identities of the attributes.
 """
 
 import contextlib
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple, cast
 
@@ -58,32 +62,88 @@ class _ModuleSnapshot(NamedTuple):
     module: Module
     attributes: dict[str, Any]
     parameters: tuple[str, ...]
+    has_contents: bool
+    """Whether any attribute has contents that may change without another object in its place."""
 
     def is_state(self, name: str) -> bool:
         """False for torch's own attributes, and for a stand-in of a parameter that is being gathered."""
         return name not in MODULE_ATTRIBUTES and name not in self.parameters and name not in self.module._parameters
 
 
+_MODULE_ATTRIBUTES = len(MODULE_ATTRIBUTES)
+
+
+class _Steady:
+    """Snapshots of modules without contents, valid as long as `is_current`."""
+
+    def __init__(self, snapshots: list[_ModuleSnapshot]) -> None:
+        self.snapshots = snapshots
+        self._attributes = [snapshot.module.__dict__ for snapshot in snapshots]
+        self._parameters = [snapshot.module._parameters for snapshot in snapshots]
+        self._opaque = [
+            (now, name, type(now[name]))
+            for now, snapshot in zip(self._attributes, snapshots, strict=True)
+            for name, value in snapshot.attributes.items()
+            if value is _OPAQUE
+        ]
+        self._seen = self._look()
+
+    def is_current(self) -> bool:
+        """Whether all attributes are the same objects as before, and the parameters have the same names."""
+        # Nothing holds an opaque object: another one of its type may have its id, and makes no difference.
+        return self._look() == self._seen and all([type(now[name]) is kind for now, name, kind in self._opaque])
+
+    def _look(self) -> tuple[list[int], list[str], list[str]]:
+        """Ids and names of attributes, and names of parameters: one pass in C for each, at every forward."""
+        values = chain.from_iterable([islice(now.values(), _MODULE_ATTRIBUTES, None) for now in self._attributes])
+        names = chain.from_iterable([islice(now, _MODULE_ATTRIBUTES, None) for now in self._attributes])
+        return list(map(id, values)), list(names), list(chain.from_iterable(self._parameters))
+
+
+@dataclass
+class KnownAttributes:
+    """What is known about the attributes of a region's modules from forward to forward.
+
+    Attributes:
+        layouts: by the id of the module.
+        modules: of the last forward.
+        steady: the modules without contents.
+        varying: all other modules.
+    """
+
+    layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
+    modules: Sequence[Module] = ()
+    steady: _Steady = field(default_factory=lambda: _Steady([]))
+    varying: list[Module] = field(default_factory=list[Module])
+
+
 class Attributes:
     """Plain attributes of `modules` at the moment of construction.
-
-    Args:
-        layouts: kinds of attributes by the id of the module, kept from forward to forward.
 
     Attributes:
         generators: random number generators held by the modules.
     """
 
-    def __init__(self, modules: Sequence[Module], layouts: dict[int, Layout]) -> None:
-        memo: dict[int, _WeakTensor] = {}
-        self._layouts = layouts
+    def __init__(self, modules: Sequence[Module], known: KnownAttributes) -> None:
+        self._layouts = known.layouts
         self.generators: list[Any] = []
-        self._snapshots = [self._snapshot(module, memo) for module in modules]
+        memo: dict[int, _WeakTensor] = {}
+        if known.modules != modules or not known.steady.is_current():
+            snapshots = [self._snapshot(module, memo) for module in modules]
+            known.modules = modules
+            known.steady = _Steady([snapshot for snapshot in snapshots if not snapshot.has_contents])
+            known.varying = [snapshot.module for snapshot in snapshots if snapshot.has_contents]
+            self._varying = [snapshot for snapshot in snapshots if snapshot.has_contents]
+        else:
+            self._varying = [self._snapshot(module, memo) for module in known.varying]
+        self._steady = known.steady
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
         """The attributes of forward inside; the attributes of now again at exit."""
-        found = [_attributes_of(snapshot.module, self._layouts) for snapshot in self._snapshots]
+        is_steady = self._steady.is_current()
+        snapshots = self._varying if is_steady else [*self._varying, *self._steady.snapshots]
+        found = [_attributes_of(snapshot.module, self._layouts) for snapshot in snapshots]
         contents = {
             id(value): (value, items_of(value))
             for attributes, layout in found
@@ -92,17 +152,21 @@ class Attributes:
         }
         replaced: set[tuple[int, str]] = set()
         try:
-            self._put_back(replaced)
+            _put_back(snapshots, replaced)
             yield
         finally:
-            for snapshot, (attributes, _) in zip(self._snapshots, found, strict=True):
+            for snapshot, (attributes, _) in zip(snapshots, found, strict=True):
                 _undo(snapshot, attributes, replaced)
+            if is_steady and not self._steady.is_current():
+                for snapshot in self._steady.snapshots:
+                    _undo(snapshot, snapshot.attributes, replaced)
             for container, items in contents.values():
                 if _is_state(container):
                     set_items(container, items)
 
     def _snapshot(self, module: Module, memo: dict[int, "_WeakTensor"]) -> _ModuleSnapshot:
         attributes, layout = _attributes_of(module, self._layouts)
+        has_contents = bool(layout.generators) or set(islice(attributes, _MODULE_ATTRIBUTES)) != MODULE_ATTRIBUTES
         self.generators += map(attributes.__getitem__, layout.generators)
         for name in layout.nested:
             value = attributes[name]
@@ -111,22 +175,24 @@ class Attributes:
             else:
                 attributes[name] = _OPAQUE
                 self.generators += _generators_in(value)
+            has_contents |= attributes[name] is not value
         for name in layout.opaque:
             attributes[name] = _OPAQUE
-        return _ModuleSnapshot(module, attributes, tuple(module._parameters))
+        return _ModuleSnapshot(module, attributes, tuple(module._parameters), has_contents)
 
-    def _put_back(self, replaced: set[tuple[int, str]]) -> None:
-        fresh: dict[int, Any] = {}  # two modules with one container share a replacement
-        for snapshot in self._snapshots:
-            attributes = snapshot.module.__dict__
-            for name, found, now in _changes(snapshot.attributes, attributes):
-                is_changed = found is not _OPAQUE and not _is_unchanged(found, now)
-                if not (is_changed and snapshot.is_state(name) and _is_state(now)):
-                    continue
-                value = found.put_in(now, fresh) if isinstance(found, _ContainerCopy) else _original(found)
-                if value is not now and value is not _OPAQUE:
-                    replaced.add((id(snapshot.module), name))
-                    put_attribute(attributes, name, value)
+
+def _put_back(snapshots: Sequence[_ModuleSnapshot], replaced: set[tuple[int, str]]) -> None:
+    fresh: dict[int, Any] = {}  # two modules with one container share a replacement
+    for snapshot in snapshots:
+        attributes = snapshot.module.__dict__
+        for name, found, now in _changes(snapshot.attributes, attributes):
+            is_changed = found is not _OPAQUE and not _is_unchanged(found, now)
+            if not (is_changed and snapshot.is_state(name) and _is_state(now)):
+                continue
+            value = found.put_in(now, fresh) if isinstance(found, _ContainerCopy) else _original(found)
+            if value is not now and value is not _OPAQUE:
+                replaced.add((id(snapshot.module), name))
+                put_attribute(attributes, name, value)
 
 
 def put_attribute(attributes: dict[str, Any], name: str, value: Any) -> None:

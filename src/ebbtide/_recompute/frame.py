@@ -31,6 +31,7 @@ from ebbtide._utils.torch_private import (
     hidden_from_compiler,
     keeps_graph,
     sizes_of,
+    without_dispatch,
 )
 from ebbtide._utils.tracing import span
 
@@ -458,7 +459,7 @@ class Recomputation:
         t = t if held is None else held
         if type(t) is PrunedTensor:
             raise t.reads.refuse(f"a saved tensor of {self._name}")
-        alias = t.detach()
+        alias = _alias(t)
         if self._evidence is not None and holder is not None and held is None:
             with numbering_paused():
                 self._evidence.compare(number, t)
@@ -532,6 +533,13 @@ def _read(packed: Any, hooks: SavedTensorHooks) -> torch.Tensor:
         return unpack(packed)
     # A recomputation of an outer region packs tensors as they are.
     return packed if isinstance(packed, torch.Tensor) else hooks.unpack(packed)
+
+
+def _alias(t: torch.Tensor) -> torch.Tensor:
+    if dispatch_modes() and type(t) is torch.Tensor:
+        with without_dispatch():  # a call of a mode costs as much as several operators
+            return t.detach()
+    return t.detach()
 
 
 def _lacks_value(holder: Holder | None) -> bool:

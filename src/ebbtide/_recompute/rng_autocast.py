@@ -47,7 +47,7 @@ class AutocastRngState:
             *process_wide(with_trackers=not is_captured),
             *map(state_of, {id(generator): generator for generator in held}.values()),
         ]
-        self._seeds = [(device, generator, generator.initial_seed()) for device, generator in _defaults(devices)]
+        self._seeds = [(g.initial_seed, g.initial_seed(), device) for device, g in _defaults(devices)]
 
     def close(self) -> None:
         """End of forward: drop the generators that forward did not use."""
@@ -60,8 +60,8 @@ class AutocastRngState:
         Random numbers do not change the seed of a generator. A seed that differs from the seed at the start of forward,
         and that no known tracker or held generator has, means a state set by unknown code.
         """
-        for device, generator, seed in self._seeds:  # any() would take ten times as long, at every saved tensor
-            now = generator.initial_seed()
+        for seed_of, seed, device in self._seeds:  # any() would take ten times as long, at every saved tensor
+            now = seed_of()
             if now != seed and not any(now in state.seeds(device) for state in self._generators):
                 return True
         return False

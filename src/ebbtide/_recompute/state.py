@@ -26,7 +26,7 @@ from torch.nn import Module
 
 from ebbtide._engine.parcel import modified_message
 from ebbtide._errors import ModifiedError, ModuleError, RecomputeError
-from ebbtide._recompute.attributes import ABSENT, Attributes, Layout, put_attribute
+from ebbtide._recompute.attributes import ABSENT, Attributes, KnownAttributes, put_attribute
 from ebbtide._types import Unable
 from ebbtide._utils.torch_private import modules_of
 
@@ -45,7 +45,7 @@ class RegionState:
     def __init__(self, name: str, region: Module) -> None:
         self.name = name
         self.is_steady: dict[_Key, bool] = {}
-        self.layouts: dict[int, Layout] = {}
+        self.attributes = KnownAttributes()
         self.unable: Unable | None = None
         self._metadata: list[Any] = []
         self._region = region
@@ -82,7 +82,7 @@ class RegionSnapshot:
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
         self._are_trained = [p.requires_grad for p in self._parameters]
-        self._attributes = Attributes(modules, state.layouts)
+        self._attributes = Attributes(modules, state.attributes)
 
     @property
     def devices(self) -> set[torch.device]:

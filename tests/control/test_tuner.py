@@ -242,6 +242,26 @@ def test_a_plan_slower_than_the_measured_fallback_gives_way_without_a_further_tr
     assert handle.plan.regions == fallback.regions
 
 
+def test_the_fallback_runs_while_the_solver_corrects_a_slower_plan(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.give()
+    steps(controller, handle, 8, ratio=0.8)
+    fallback = handle.plan
+    answers.give()
+    steps(controller, handle, 1, ratio=1.0)
+    slow = handle.plan
+    assert slow.regions != fallback.regions
+    steps(controller, handle, 8, ratio=2.0)
+    assert len(answers.questions) == 3
+    assert handle.plan == fallback
+    steps(controller, handle, 8, ratio=0.8)
+    assert handle.plan == fallback
+    answers.futures[-1].set_result(replace(remembered(answers.questions[-1]), plan=slow))  # no better plan is known
+    steps(controller, handle, 8, ratio=1.0)
+    assert handle.plan.regions != slow.regions
+    assert handle.plan.predicted.moved_bytes == 0
+
+
 def test_a_budget_too_small_is_an_error_of_the_next_step_and_training_may_go_on(monkeypatch):
     controller, _, answers = solving(monkeypatch, budget_bytes=GIB // 2)
     controller.step_begins(1000)

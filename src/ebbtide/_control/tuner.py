@@ -9,9 +9,10 @@ Note [PlanTuner]
    rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of regions
    without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow CPU.
 3. The fallback comes first: within a budget recomputation of the fewest regions that fit, which is found in a moment,
-   without one keeping everything. The fallback runs, and is measured, while the solver works. A plan whose steps are
-   slower gives way to the fallback; without a budget to a plan that moves less before. Where the fallback has not run
-   for long enough, it runs for a trial when the plan looks slow.
+   without one keeping everything. The fallback runs, and is measured, while the solver works: also while it works on a
+   correction of a slower plan, so that the two are compared within a minute. A plan whose steps are slower gives way to
+   the fallback; without a budget to a plan that moves less before. Where the fallback has not run for long enough, it
+   runs for a trial when the plan looks slow.
 4. After two corrections the plan is frozen. What wakes it: a peak over the budget, memory from before the step that has
    grown (the state of an optimizer, gradients that accumulate), running out of memory, another batch size, `replan`.
    A plan over the budget runs no further step: the recipes with the smallest peak take over until the answer is there.
@@ -22,7 +23,7 @@ Note [PlanTuner]
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
 from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
-from ebbtide._plans import Plan
+from ebbtide._plans import Plan, RegionPlan
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._utils.logs import logger_of
@@ -75,6 +76,7 @@ class _BatchSize:
         has_answer: whether there has been a plan.
         rival: trial of the plan that a comparison is about, while the fallback runs.
         corrections: so far.
+        corrected: regions of the plans that were corrected.
         smallest_bytes: the smallest budget, as of the last answer.
         solving_s: seconds that the last answer took.
         is_used: whether a step has followed a plan.
@@ -93,6 +95,7 @@ class _BatchSize:
     has_answer: bool = False
     rival: Trial | None = None
     corrections: int = 0
+    corrected: list[Mapping[str, RegionPlan]] = dataclasses.field(default_factory=list[Mapping[str, RegionPlan]])
     smallest_bytes: int = 0
     solving_s: float = 0.0
     is_used: bool = False
@@ -283,6 +286,7 @@ class PlanTuner:
         self._profile = self.profile
         for size in self._sizes.values():
             size.corrections, size.rival = 0, None
+            size.corrected.clear()
             self._mark(size, "asked for", stops_plan=False)
         self._ask_next()
 
@@ -374,6 +378,10 @@ class PlanTuner:
             if margin_bytes != size.margin_bytes:
                 reasons.append(f"the peak was {format_bytes(trial.peak_bytes)}")
             size.margin_bytes = margin_bytes
+        size.corrected.append(trial.plan.regions)
+        faster = trial.baseline
+        if faster is not None and faster.is_baseline and trial.is_timed and faster.typical_s < trial.typical_s:
+            self._follow(size, faster, f"waits for a correction, {_took(trial)}")  # and is measured once more
         self._want(size, " and ".join(reasons))
 
     def _leave_more_free(self, size: _BatchSize, peak_bytes: int) -> None:
@@ -452,6 +460,7 @@ class PlanTuner:
         if stops_plan and size.trial is not None:
             size.trial.is_frozen = True
             size.trial = size.rival = size.baseline = None  # earlier plans fitted other memory
+            size.corrected.clear()
             size.fallback_s = math.inf
             if size is self._size:
                 self._apply()
@@ -521,6 +530,10 @@ class PlanTuner:
             fallback = slow.baseline if slow.baseline is not None else size.trial
             assert fallback is not None
             self._end_comparison(size, fallback, "no other plan is fast enough")
+            return
+        if size.trial is not None and plan.regions in size.corrected:  # a faster plan runs meanwhile
+            found = answer.fallback if size.trial.is_fallback and answer.fallback is not None else size.trial.plan
+            self._follow(size, Trial(found, None, is_fallback=size.trial.is_fallback), "stays, no other is faster")
             return
         fallback = answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None
         size.baseline = self._fastest([size.baseline, size.trial])

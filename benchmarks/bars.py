@@ -1,5 +1,6 @@
 """Bars: limits for measured figures, judged from the result files. A figure beyond its bar is reported as well."""
 
+import functools
 import json
 import statistics
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ class Bar(NamedTuple):
 def judge(folder: Path) -> dict[str, dict[str, Any]]:
     """Judge every bar with figures in `folder`. Returns a mapping by id."""
     judged: dict[str, dict[str, Any]] = {}
-    for name, bars_of in _JUDGES.items():
+    models = [path.stem.removeprefix("zoo-") for path in sorted(folder.glob("zoo-*.json"))]
+    zoo = {f"zoo-{model}": functools.partial(_zoo, model) for model in models}
+    for name, bars_of in {**_JUDGES, **zoo}.items():
         path = folder / f"{name}.json"
         if not path.exists():
             continue
@@ -60,8 +63,32 @@ def _compiled(result: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _host_cost(result: dict[str, Any]) -> Iterator[Bar]:
-    yield Bar("E4-kept", result["kept_us"], 5.0, "us per kept saved tensor")
-    yield Bar("E4-moved", result["moved_us"], 60.0, "us per moved saved tensor, out and in")
+    yield Bar("E4-kept", result["kept_us"], 3.0, "us per kept saved tensor")
+    yield Bar("E4-moved", result["moved_us"], 50.0, "us per moved saved tensor, out and in")
+    steps = result["step_ms"]
+    for mode, to, limit in (
+        ("keep", "plain", 1.03),
+        ("nothing qualifies", "plain", 1.03),
+        ("recompute", "checkpoint", 1.0),
+        ("selective", "checkpoint", 1.5),
+    ):
+        yield Bar(f"Z6-{mode}", steps[mode] / steps[to], limit, f"x {to} step: 24 tiny blocks")
+
+
+def _zoo(model: str, result: dict[str, Any]) -> Iterator[Bar]:
+    points = result["points"]
+    runs = [*points, result["no budget"], result["at most 5 % slower"]]
+    worst = max(point["step_ms"] / point["rival"]["step_ms"] for point in points)
+    yield Bar(f"Z1 {model}", worst, 1.0, "x the step of the fewest blocks checkpointed, at the worst budget")
+    yield Bar(f"Z2 {model}", sum(point["steps_over"] for point in points), 0, "steps over the budget")
+    yield Bar(f"Z3 {model}", max(run["first_steps_cost_s"] for run in runs), 3.0, "s more for the first 20 steps")
+    yield Bar(f"Z3-later {model}", max(run["slowest_later"] for run in runs), 1.3, "x the median: the slowest step")
+    predicted = [run for run in runs if run["predicted_ms"] is not None]
+    off = max((abs(run["predicted_ms"] / run["step_ms"] - 1) for run in predicted), default=0.0)
+    yield Bar(f"Z4 {model}", off, 0.05, "of a step: error of the predicted time, at the worst budget")
+    plain_ms = result["plain_ms"]
+    yield Bar(f"Z5 {model}", result["no budget"]["step_ms"] / plain_ms, 1.01, "x plain step: no budget")
+    yield Bar(f"Z5-slower {model}", result["at most 5 % slower"]["step_ms"] / plain_ms, 1.055, "x plain: max_slowdown")
 
 
 def _races(result: dict[str, Any]) -> Iterator[Bar]:

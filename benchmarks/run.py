@@ -23,7 +23,7 @@ import torch
 import ebbtide
 from benchmarks import bars
 from benchmarks.facts import facts
-from benchmarks.host_cost import host_cost_us
+from benchmarks.host_cost import host_costs
 from benchmarks.measure import link_rate, one_step, steps
 from benchmarks.modes import MODES, available, ebbtide_context, nothing_qualifies, prepared
 from benchmarks.planning import measure_plans
@@ -43,7 +43,7 @@ def main() -> None:
     about = facts(" ".join(["python -m benchmarks.run", *_arguments()]), torch.cuda.get_device_name(), options.commit)
     link = link_rate()
     results: dict[str, dict[str, object]] = {"link": {**about, **link}}
-    results["host-cost"] = {**about, **host_cost_us(device)}
+    results["host-cost"] = {**about, **host_costs(device)}
     _write(options.out, results)
     for name in options.workloads:
         results[name] = {**about, "link": link, **_measure(WORKLOADS[name], device, options.steps)}

@@ -12,7 +12,8 @@ from ebbtide._planner.options import option_for
 from ebbtide._planner.simulate import Windows, simulate, with_host
 from ebbtide._planner.solve import Solver
 from ebbtide._plans import Recipe
-from ebbtide._profiling.launch_overhead import host_of
+from ebbtide._profiling.launch_overhead import RecipeCosts
+from ebbtide._profiling.launch_overhead import host_of as host_with
 from ebbtide._profiling.profile import Host, HostTime
 from ebbtide._profiling.recorder import StepEvent, _CpuClock
 from ebbtide._profiling.recorder import StepEventKind as Kind
@@ -20,18 +21,23 @@ from ebbtide._profiling.region_times import RegionTimes
 from ebbtide._types import Memory
 
 WIDE = 10**12
+COSTS = RecipeCosts(prepare_s=1e-4, save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5)
 KEPT = Recipe("recompute", inputs="keep")
 HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
 
 
-def recorder_of(*events, is_async=True):
+def recorder_of(*events):
     """A recorder with events (kind, region, compute's clock in ms, the CPU's, passed): events are times here."""
-    device = SimpleNamespace(is_async=is_async, seconds_between=lambda start, end: end - start)
+    device = SimpleNamespace(seconds_between=lambda start, end: end - start)
     made = [
         StepEvent(kind, name, at * MS, Memory(0, 0), host * MS, passed, at_s=host * MS)
         for kind, name, at, host, passed in events
     ]
     return SimpleNamespace(device=device, events=made)
+
+
+def host_of(recorder, names, regions, ops, costs=COSTS):
+    return host_with(recorder, names, regions, ops, costs)
 
 
 def step_of_two():
@@ -78,11 +84,12 @@ def test_cpu_times_are_read_by_the_cpu_clock():
     assert [times.backward_s for times in host.regions] == pytest.approx([1 * MS, 1 * MS])
     assert (host.before_s, host.after_s, host.backward_before_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
-    assert 0 < host.op_s < host.moved_s < host.saved_output_s < host.frame_s
+    figures = host.frame_s, host.op_s, host.saved_output_s, host.moved_s
+    assert figures == pytest.approx((1e-4, 5e-6, 3e-5, 2e-5))  # no preparation was seen
 
 
 def test_a_synchronous_device_has_no_cpu_to_wait_for():
-    assert host_of(recorder_of(is_async=False), ("a", "b"), two_regions(), (7, 7)) is None
+    assert host_of(recorder_of(), ("a", "b"), two_regions(), (7, 7), None) is None
     step = profile(*two_regions())
     assert with_host(step, None) == step
 
@@ -109,7 +116,17 @@ def test_cpu_time_of_recipes_scales_with_the_preparation():
     quick, slow = (host_of(step_of_one(100, 50, 20, prepared_ms=ms), ("a",), [region("a")], (7,)) for ms in (0.5, 1.0))
     for name in ("frame_s", "op_s", "saved_output_s", "moved_s"):
         assert getattr(slow, name) == pytest.approx(2 * getattr(quick, name))
-    assert 0 < quick.op_s < quick.moved_s < quick.saved_output_s < quick.frame_s
+
+
+def test_kept_regions_do_not_pay_for_saving_to_recompute():
+    """And recomputation pays once."""
+    costs = COSTS._replace(save_s=1 * MS)
+    regions = [region("a")]
+    saved = len(regions[0].saved_tensors)
+    without, host = (host_of(step_of_one(100, 90, 20, prepared_ms=6), ("a",), regions, (7,), c) for c in (COSTS, costs))
+    assert without.regions[0].forward_s - host.regions[0].forward_s == pytest.approx(saved * MS)
+    assert host.frame_s - without.frame_s == pytest.approx(saved * MS)
+    assert without.regions[0].recompute_s - host.regions[0].recompute_s == pytest.approx(saved * MS)
 
 
 def of_many(forward_ms, backward_ms):

@@ -1,6 +1,7 @@
 """Buffers, attributes and weights that change: recomputation reads the values of forward, or raises."""
 
 import collections
+import copy
 from collections import deque
 
 import pytest
@@ -10,6 +11,7 @@ from recipe_cases import WIDTH, Mixed, Simple, Stack, batch, observed
 from support import HandleRig, assert_equal
 from torch.nn import functional
 
+import ebbtide
 from ebbtide import ModifiedError, ModuleError, RecomputeError
 
 CPU = torch.device("cpu")
@@ -716,3 +718,52 @@ def test_slopes_written_late_are_an_error_if_recomputation_ends(rig, monkeypatch
     with pytest.raises(ModifiedError, match=r"rrelu in layers\.2 writes its random slopes"):
         loss.backward()
     del loss
+
+
+class TwoScales(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(8, 8)
+        self.first, self.second = torch.nn.Module(), torch.nn.Module()
+        self.first.scale = self.second.other = 2.5
+
+    def forward(self, x):
+        scale = getattr(self.first, "scale", 1.0) - getattr(self.second, "scale", 0.5)
+        return x + self.mix((scale * x).tanh()) * self.first.__dict__.get("gain", 1.0)
+
+
+def move(block):
+    block.second.scale = block.first.__dict__.pop("scale")
+
+
+def exchange_all(block):
+    block.first.__dict__ = {**block.first.__dict__, "scale": 7.5}
+
+
+def add(block):
+    block.first.gain = 3.0
+
+
+def exchange_object(block):
+    block.first.scale = torch.tensor(4.5)
+
+
+@pytest.mark.parametrize("change", [move, exchange_all, add, exchange_object])
+def test_attributes_changed_after_some_steady_forwards(change):
+    """Snapshots of attributes serve many forwards: any change between forward and backward has to be noticed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(TwoScales(), TwoScales())
+    twin = copy.deepcopy(model)
+    handle = ebbtide.offload(model, recipe="recompute", min_bytes=1, verify=0)
+    for count in range(5):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(count))
+        for each in (model, twin):
+            each.zero_grad()
+            loss = each(x).square().mean()
+            if count == 3:
+                for block in each:
+                    change(block)
+            loss.backward()
+        for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, plain.grad)
+    assert handle.stats().recomputed.count > 0

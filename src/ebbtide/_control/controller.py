@@ -31,6 +31,7 @@ from ebbtide._planner.explain import NO_BUDGET
 from ebbtide._planner.simulate import with_host
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.build import ProfileInputs, profile_of
+from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._profiling.link_probe import probe_link
 from ebbtide._profiling.profile import Link, Profile
 from ebbtide._profiling.recorder import ProfilingRecorder
@@ -126,6 +127,7 @@ class PlanController:
             budget.
         max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         nested: those of `names` that another module may call. They are dropped if no profile can be made.
+        probe_recipes: measures what recipes cost the host; None: plans assume that the host is always ahead.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class PlanController:
         always_recompute: bool = False,
         max_slowdown: float | None = None,
         nested: Collection[str] = (),
+        probe_recipes: Callable[[Engine], RecipeCosts] | None = None,
     ) -> None:
         self._handle = handle
         self._names = names
@@ -154,6 +157,7 @@ class PlanController:
         self._always_recompute = always_recompute
         self._max_slowdown = max_slowdown
         self._nested = nested
+        self._probe_recipes = probe_recipes
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
         self._unrecorded: list[InFlightStep[StepMonitor]] = []
@@ -453,6 +457,8 @@ class PlanController:
             raise PlanError(
                 "the store has no room for a single megabyte: give it a larger host_limit, or another store="
             )
+        probe = self._probe_recipes if engine.device.is_async else None
+        costs = None if probe is None else probe(engine)
         inputs = ProfileInputs(
             made_for=self._handle.made_for(),
             link=Link(*rates, _LATENCY_S),
@@ -463,6 +469,7 @@ class PlanController:
             compiled=frozenset(self._handle.compiled()),
             time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
+            recipe_costs=costs,
             graphs=max(times.graphs, details.graphs),
             overwritten=self._overwritten,
         )

@@ -636,6 +636,7 @@ class PlanTuner:
         self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
         for size in self._sizes.values():
             size.rival = size.baseline = None  # may recompute them
+            size.corrected.clear()
             size.fallback_s, size.has_fallback = math.inf, size.has_answer
             self._mark(size, f"{', '.join(names)} cannot recompute", stops_plan=False)
         self._ask_next()
@@ -648,6 +649,8 @@ class PlanTuner:
         size, limit_bytes = self._size, self.limit_bytes
         if limit_bytes is None or self._is_shared or size.trial is None or not engine.device.tracks_peak:
             return
+        if self._is_unobserved:
+            return  # backward of the step before may be still to come
         if any(each.step.pending is not None for each in self._in_flight):
             return
         memory = engine.device.memory()

@@ -10,6 +10,7 @@ from ebbtide._engine.context import Limits, RegionCall
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.parcel import Kept, Ticket, check_unmodified, check_written, keep, kept_tensor
 from ebbtide._engine.select import select, select_subclass
+from ebbtide._engine.stats import Count
 from ebbtide._plans import RegionPlan
 from ebbtide._types import Reason, StepRecorder
 from ebbtide._utils.torch_private import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
@@ -53,6 +54,7 @@ class SavedTensorHooks:
         step_recorder: recorder of the step, if there is any.
         lacks_room: a saved tensor that may travel has stayed for lack of room in the store.
         has_packed: whether any saved tensor has passed.
+        kept: saved tensors kept so far, by reason, if anybody wants the counts.
     """
 
     def __init__(self, engines: Engines, region_call: RegionCall) -> None:
@@ -62,6 +64,7 @@ class SavedTensorHooks:
         self.step_recorder: StepRecorder | None = None
         self.lacks_room = False
         self.has_packed = False
+        self.kept: dict[Reason, Count] | None = None
         self._was_read = False
 
     def for_call(self, region_call: RegionCall) -> "SavedTensorHooks":
@@ -185,8 +188,10 @@ class SavedTensorHooks:
         return engine.pack(t, call, index)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
-        call = self.region_call
-        call.context.recorder.keep(reason, t.numel() * t.element_size())
+        call, nbytes = self.region_call, t.numel() * t.element_size()
+        call.context.recorder.keep(reason, nbytes)
+        if self.kept is not None:
+            self.kept.setdefault(reason, Count()).add(nbytes)
         return keep(t, call.region)
 
     def _flatten(self, t: Any, stays: Reason | None) -> Flattened:

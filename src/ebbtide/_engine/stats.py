@@ -74,8 +74,8 @@ class Stats:
             but `packed` show.
         forwarded: parcels that backward used from the device, before any release.
         misses: parcels fetched only when backward needed them.
-        kept: saved tensors that stayed on the device, by reason. A module that moves nothing is counted in one forward,
-            and each later forward adds the same.
+        kept: saved tensors that stayed on the device, by reason. A region that a plan keeps is counted in one forward,
+            and each later forward by the plan adds the same.
         freed_nothing: parcels whose device storage was still alive when backward needed the parcel.
         failed: parcels that stayed on the device because the store could not write them.
         recomputed: saved tensors that kept no memory in forward because the region is recomputed in backward.
@@ -220,14 +220,6 @@ class StatsRecorder:
         kept.count += count
         kept.nbytes += nbytes
 
-    def copy_of_kept(self) -> dict[Reason, Count]:
-        return {reason: replace(kept) for reason, kept in self.stats.kept.items()}
-
-    def used(self) -> tuple[int, ...]:
-        """Counts that grow in every forward that moves or recomputes."""
-        stats = self.stats
-        return stats.parcels.count, stats.shared.count, stats.recomputed.count, sum(stats.unable.values())
-
     def read(self, engines: Iterable[StatsSource]) -> Stats:
         """A copy of the totals, completed by the present contents of the engines' stores."""
         self.drain()
@@ -237,13 +229,16 @@ class StatsRecorder:
         return replace(
             self.stats,
             **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
-            kept=self.copy_of_kept(),
+            kept=self._copy_of_kept(),
             unable=dict(self.stats.unable),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),
             measured_peak_bytes=max(peaks, default=0) or None,
         )
+
+    def _copy_of_kept(self) -> dict[Reason, Count]:
+        return {reason: replace(kept) for reason, kept in self.stats.kept.items()}
 
     def warn_store_failed(self, error: BaseException) -> None:
         """Warn once: a store that fails costs no step, but nothing moves either."""
@@ -285,7 +280,7 @@ class StatsRecorder:
         """Set the counts of measured steps apart, at the first planned forward. Later calls have no effect."""
         if self._before_first_step is None:
             counts = {name: replace(getattr(self.stats, name)) for name in _USES}
-            self._before_first_step = Stats(kept=self.copy_of_kept(), **counts)
+            self._before_first_step = Stats(kept=self._copy_of_kept(), **counts)
 
     def warn_if_nothing_moved(self, api: str, forward: str = "forward", advice: str = "") -> None:
         """Warn once, after the first forward that could save tensors: never a silent no-op."""

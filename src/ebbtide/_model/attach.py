@@ -22,7 +22,7 @@ from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
-from ebbtide._model.session import Before, Rest, Session, UnableRegions
+from ebbtide._model.session import Kept, Session, UnableRegions
 from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
@@ -30,7 +30,7 @@ from ebbtide._recompute.ops import ExpensiveOps
 from ebbtide._recompute.verify import Schedule
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder
 from ebbtide._utils import env
-from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of
+from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of, top_pack_hook
 
 
 class Attachment:
@@ -62,7 +62,7 @@ class Attachment:
         self._sessions = _Sessions()
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
-        self._rest = Rest()
+        self._kept: Kept | None = None
         self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
@@ -130,6 +130,8 @@ class Attachment:
                 self._region_hooks[module] = RegionHook(self, module, None, False)
             ids = {p: frozenset(map(compiler_id, modules)) for p, modules in inside.get(name, {}).items()}
             self._region_hooks[module].wrap_forward(name, recipes.get(name), ops.get(name), ids)
+        for module, hook in self._region_hooks.items():
+            hook.is_alone = self._region_hooks.keys().isdisjoint(modules_of(module)[1:])
 
     def _all_hooks(self) -> list[ModuleHook]:
         root = [] if self._root_hook is None else [self._root_hook]
@@ -181,7 +183,7 @@ class Attachment:
     def session(self) -> Session | None:
         """The innermost session of the current thread."""
         stack = self._sessions.stack
-        return stack[-1] if stack else None
+        return stack[-1] if stack and isinstance(stack[-1], Session) else None
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
@@ -196,6 +198,9 @@ class Attachment:
                 self.context.recorder.note_checkpointed(type(self.module).__name__)
             return
         outer = self.session()
+        if self._sessions.stack and isinstance(self._sessions.stack[-1], Kept):
+            self._sessions.stack.append(self._sessions.stack[-1])  # likewise, at rest
+            return
         if outer is not None and outer.receives_saved_tensors():
             self._sessions.stack.append(outer)  # a model that calls itself: one step
             return
@@ -207,9 +212,9 @@ class Attachment:
             verifies = self._schedule.is_due((bucket_of(max(1, self.tokens)), self.module.training))
             if self.plan_step is not None:
                 recorder, verifies = self.plan_step(self.tokens, verifies)
-        if recorder is None and self._rest.is_possible(self.plan, self.tokens):
-            self._sessions.stack.append(None)
-            self._rest.count(self.context.recorder)
+        kept = self._kept
+        if recorder is None and kept is not None and kept.plan is self.plan and top_pack_hook() is None:
+            self._sessions.stack.append(kept)  # the whole model rests
             return
         for hook in self._all_hooks():
             hook.wrap_compiled_call()  # a block may have been compiled after `offload`
@@ -225,26 +230,21 @@ class Attachment:
         pushed = hooks.hooks()
         pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
-        session.before = self._count_from(hooks)
+        if self.plan.keeps_all and not self.config.include and torch.is_grad_enabled():
+            hooks.kept = {}
         self._sessions.stack.append(session)
-
-    def _count_from(self, hooks: SavedTensorHooks) -> Before | None:
-        """Counts before a forward that shows whether the whole model may rest."""
-        regions = self.plan.regions.values()
-        if any(region.recipe.recomputes or region.release for region in regions) or hooks.region_call.points:
-            return None
-        stays = Reason.RECIPE if self.plan.keeps_all else None
-        return self._rest.begin(self.plan, self.tokens, stays, self.context.recorder)
 
     def leave_root(self, is_complete: bool) -> None:
         """Close the session that `enter_root` has opened."""
         stack = self._sessions.stack
         session = stack.pop() if stack else None
-        if session is None or session is self.session():
+        if isinstance(session, Kept) and is_complete and not stack:
+            session.repeat(SavedTensorHooks(self.engines, self.context.new_call("")))
+        if not isinstance(session, Session) or session is self.session():
             return
+        if session.hooks.kept is not None and is_complete and session.receives_saved_tensors():
+            self._kept = Kept(session.plan, session.hooks.kept)
         session.close()
-        if session.before is not None and is_complete:
-            self._rest.end(session.before, self.context.recorder)
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
@@ -345,7 +345,7 @@ class Attachment:
 
 
 class _Sessions(threading.local):
-    """Open sessions of a thread, innermost last; None for a forward that is left alone."""
+    """Open sessions of a thread, innermost last; Kept for a forward at rest, None for one that is left alone."""
 
     def __init__(self) -> None:
-        self.stack: list[Session | None] = []
+        self.stack: list[Session | Kept | None] = []

@@ -24,7 +24,7 @@ import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide._model.session import Before, Enclosing, Rest, Session, UnableRegions
+from ebbtide._model.session import Enclosing, Kept, Session, UnableRegions, add_counts
 from ebbtide._plans import OpChoice, Plan, Recipe
 from ebbtide._recompute.arguments import Arguments
 from ebbtide._recompute.compiled import CompiledRecipe, Modules, sites_error
@@ -216,7 +216,9 @@ class RegionHook(ModuleHook):
         self._choice = choice
         self._forward: Callable[..., Any] | None = None
         self._traced = CompiledRecipe()
-        self._rest = Rest()
+        self._kept: Kept | None = None
+        self.is_alone = False
+        """Whether no other hooked module is inside: set by the owner."""
         super().__init__(owner, module)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -228,41 +230,52 @@ class RegionHook(ModuleHook):
         region = self._region_of(session.plan)
         if region is not None and hooks.step_recorder is not None:
             hooks.step_recorder.entered(region)
-        is_resting = self._rest.is_possible(session.plan, _numel(args)) and session.pause()
-        if is_resting:
-            session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, is_resting=True))
+        if self._kept is not None and self._kept.plan is session.plan and session.pause():
+            session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, self._kept))
+            hooks.stays = Reason.RECIPE
             return
-        session.resume()  # if the module is inside of one that rests
-        region_call, stays = hooks.region_call, hooks.stays
+        enclosing = Enclosing(hooks.region_call, hooks.stays, region, was_paused=session.is_paused)
+        if session.is_paused:
+            session.resume()  # called by a region that rests, without being a part of it
         if region is not None:
             window_bytes = hooks.region_call.limits.window_bytes
             hooks.region_call = hooks.region_call.context.new_call(region)
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
-        session.enclosing.append(Enclosing(region_call, stays, region, before=self._count_from(session, args)))
+        if self._may_rest(session):
+            enclosing = enclosing._replace(is_counted=True, kept_around=hooks.kept)
+            hooks.kept = {}
+        session.enclosing.append(enclosing)
 
-    def _count_from(self, session: Session, args: tuple[Any, ...]) -> Before | None:
-        """Counts before a forward that shows whether the module may rest."""
-        call, recipe = session.hooks.region_call, session.plan.recipe_of(self._region)
-        if not session.packs_directly or call.points or (recipe is not None and recipe.recomputes):
-            return None
-        return self._rest.begin(session.plan, _numel(args), session.hooks.stays, call.context.recorder)
+    def _may_rest(self, session: Session) -> bool:
+        """Whether to count what the forward about to run keeps, for later forwards at rest."""
+        recipe = session.plan.recipe_of(self._region)
+        is_kept = self.is_alone and self._choice is False and recipe is not None and recipe.action == "keep"
+        return is_kept and session.receives_saved_tensors() and not session.hooks.region_call.points
 
     def leave(self, is_complete: bool) -> None:
         session = self._owner.session()
         if session is None or not session.enclosing:
             return
         hooks = session.hooks
-        call, stays, region, is_resting, before = session.enclosing.pop()
-        if is_resting:
+        around = session.enclosing.pop()
+        region = around.region
+        if around.kept is not None:
+            hooks.stays = around.stays
             session.resume()
-            self._rest.count(call.context.recorder)
+            if is_complete:
+                around.kept.repeat(hooks)
         else:
-            if before is not None and is_complete:
-                self._rest.end(before, call.context.recorder)
+            if around.is_counted:
+                kept = hooks.kept or {}
+                self._kept = Kept(session.plan, kept) if is_complete else None
+                hooks.kept = around.kept_around
+                add_counts(kept, hooks.kept)
             window_bytes = hooks.region_call.limits.window_bytes
-            hooks.region_call, hooks.stays = call, stays
-            call.keep_window(window_bytes)
+            hooks.region_call, hooks.stays = around.region_call, around.stays
+            hooks.region_call.keep_window(window_bytes)
+            if around.was_paused:
+                session.pause()
         if region is not None and hooks.step_recorder is not None:
             hooks.step_recorder.left(region)
 
@@ -439,11 +452,6 @@ class OpScopeHook(ModuleHook):
         session = self._owner.session()
         if session is not None and session.outputs_mode is not None:
             session.outputs_mode.inside[self._pattern] += step
-
-
-def _numel(args: tuple[Any, ...]) -> int:
-    """Elements of all tensors among positional arguments."""
-    return sum([arg.numel() for arg in args if isinstance(arg, torch.Tensor)])
 
 
 def _restore(attributes: dict[str, Any], name: str, ours: object, former: object) -> None:

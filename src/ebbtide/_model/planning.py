@@ -1,6 +1,7 @@
 """Planning for a model: the choice of regions, profile and ranks."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ebbtide._control.controller import PlanController
 from ebbtide._control.ranks import agreement, refuse_pipeline
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
+from ebbtide._model.recipe_probe import probe_recipes
 from ebbtide._model.regions import find_named, names_of, refuse_nested
 from ebbtide._plans import Plan
 from ebbtide._profiling.files import Profiles, count_compiled, store_name
@@ -90,6 +92,7 @@ class Planning:
             max_slowdown=goal.max_slowdown,
             replans_on_oom=self.replans_on_oom, agree=agree, on_profile=profiles.keep, always_recompute=looks_again,
             nested=() if named else tuple(attachment.norm),
+            probe_recipes=functools.partial(probe_recipes, attachment.engines, attachment.context.serves),
         )  # fmt: skip
         controller.start()
         attachment.controller, attachment.plan_step = controller, self.step_begins

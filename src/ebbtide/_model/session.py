@@ -1,11 +1,14 @@
-"""A session is one run of model code in one thread; a module that moves nothing rests: our hooks are off inside.
+"""A session is one run of model code in one thread. Where a plan keeps everything, our hooks are off.
 
 Note [Rest]
 ~~~~~~~~~~~
-Where nothing moves, no hook of ours runs. A module rests if the plan keeps all that is saved inside, or if nothing that
-an earlier forward saved could travel. The first forward by a plan counts what stays, for the statistics; forwards at
-rest count the same. Tensors that cannot travel today may travel later (layers that train from some step on), so a
-module that does not rest by the plan is looked at again from time to time, and whenever its input is larger.
+Where nothing moves, no hook of ours runs: a region whose recipe is `keep`, or the whole model if the plan keeps all,
+rests.
+1. The first forward by a plan counts what stays, for the statistics; forwards at rest add the same.
+2. A region with another hooked module inside never rests, and neither does a module that the user has chosen by name.
+   What has no room or is too small today may move tomorrow: only a plan decides.
+3. Hooks of the user around ours would receive what rests: then nothing rests. Hooks that code of the region has pushed
+   and not yet popped stay above ours.
 """
 
 import contextlib
@@ -17,11 +20,11 @@ import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide._engine.stats import Count, StatsRecorder
+from ebbtide._engine.stats import Count
 from ebbtide._plans import Plan
 from ebbtide._recompute.saved_outputs import SaveOutputsMode
 from ebbtide._types import Reason, RecomputeRecorder, Unable
-from ebbtide._utils.torch_private import is_inside_checkpoint, top_pack_hook
+from ebbtide._utils.torch_private import is_inside_checkpoint, push_below, top_pack_hook
 
 UnableRegions: TypeAlias = Mapping[str, Unable]
 """Regions to keep whatever the plan says, by name, with the reason."""
@@ -32,15 +35,43 @@ class Enclosing(NamedTuple):
 
     Attributes:
         region: name of the module if the module is a region, with a region call of its own.
-        is_resting: our saved-tensor hooks are off inside.
-        before: set if the forward counts what stays inside the module.
+        kept: what the module keeps, if it rests.
+        is_counted: what the module keeps is counted, for forwards at rest.
+        kept_around: counts of the forward around, if it is counted.
+        was_paused: our hooks were off around the module, which rests inside of another by no plan.
     """
 
     region_call: RegionCall
     stays: Reason | None
     region: str | None
-    is_resting: bool = False
-    before: "Before | None" = None
+    kept: "Kept | None" = None
+    is_counted: bool = False
+    kept_around: "Counts | None" = None
+    was_paused: bool = False
+
+
+Counts: TypeAlias = dict[Reason, Count]
+
+
+class Kept(NamedTuple):
+    """What one forward by `plan` has kept."""
+
+    plan: Plan
+    counts: Counts
+
+    def repeat(self, hooks: SavedTensorHooks) -> None:
+        """Count another forward that keeps the same."""
+        if torch.is_grad_enabled():
+            for reason, count in self.counts.items():
+                hooks.region_call.context.recorder.keep(reason, count.nbytes, count.count)
+            add_counts(self.counts, hooks.kept)
+
+
+def add_counts(counts: Counts, to: Counts | None) -> None:
+    """Add `counts` to others, if anybody counts."""
+    if to is not None:
+        for reason, count in counts.items():
+            to.setdefault(reason, Count()).add(count.nbytes, count.count)
 
 
 @dataclass(eq=False)
@@ -55,7 +86,6 @@ class Session:
         unable: fixed for the forward, because backward recomputes only the regions that forward has prepared.
         outputs_mode: keeps outputs of expensive operators at the current place of the forward.
         enclosing: the settings of the modules around, innermost last.
-        before: set if the forward counts what stays in the root module.
         packs_directly: `pack_hook` is the one of `hooks`, not of a recomputing region.
         is_paused: `pushed` is off: the forward is in a module that rests.
         is_recording: the forward of the root runs with grad on.
@@ -69,7 +99,6 @@ class Session:
     unable: UnableRegions = field(default_factory=dict[str, Unable])
     outputs_mode: SaveOutputsMode | None = None
     enclosing: list[Enclosing] = field(default_factory=list[Enclosing])
-    before: "Before | None" = None
 
     def __post_init__(self) -> None:
         self.is_paused = False
@@ -83,22 +112,28 @@ class Session:
         return is_ours and torch.is_grad_enabled() == self.is_recording
 
     def pause(self) -> bool:
-        """Take `pushed` off until `resume`, unless saved tensors have to pass. Returns whether the pair is off."""
+        """Take `pushed` off until `resume`, unless saved tensors have to pass. Returns whether the pair is off now."""
         recorder = self.hooks.step_recorder
         # The observer of a step learns of backward by tensors that have passed: the first one must.
         is_watched = recorder is not None and (recorder.sees_saved_tensors or not self.hooks.has_packed)
-        if self.packs_directly and not (is_watched or self.is_paused) and top_pack_hook() is self.pack_hook:
-            assert self.pushed is not None
-            self.pushed.__exit__()
-            self.is_paused = True
-        return self.is_paused
+        if is_watched or not self.packs_directly or top_pack_hook() is not self.pack_hook:
+            return False
+        assert self.pushed is not None
+        self.pushed.__exit__()
+        if top_pack_hook() is not None:
+            self.pushed.__enter__()
+            return False
+        self.is_paused = True
+        return True
 
     def resume(self) -> None:
-        """Put `pushed` on again, if paused."""
-        if self.is_paused:
-            assert self.pushed is not None
+        """Put `pushed` on again."""
+        assert self.pushed is not None
+        self.is_paused = False
+        if top_pack_hook() is None:
             self.pushed.__enter__()
-            self.is_paused = False
+        else:
+            push_below(self.pushed)  # of hooks that the module has pushed, and pops later
 
     def close(self) -> None:
         """The forward has ended, or an exception has left the middle of it."""
@@ -125,61 +160,3 @@ class Session:
                 yield None
         finally:
             self.pack_hook, self.packs_directly, self.outputs_mode = before
-
-
-_LOOKS_AGAIN_AFTER = 64
-"""Forwards at rest. A look costs about half of a forward's host time where kernels take next to nothing."""
-
-_PASSING = frozenset((Reason.STORE_FULL, Reason.HELD, Reason.CAPTURING, Reason.CAPTURE_FULL, Reason.EMPTY))
-"""Reasons of a moment: the next forward may move the tensor."""
-
-
-class Before(NamedTuple):
-    """Counts before the forward of a module."""
-
-    kept: dict[Reason, Count]
-    used: tuple[int, ...]
-
-
-class Rest:
-    """Whether a module rests under a plan, and what stays inside meanwhile; see Note [Rest]."""
-
-    def __init__(self) -> None:
-        self._plan: Plan | None = None  # of the last count
-        self._kept: dict[Reason, Count] | None = None
-        self._is_planned = False
-        self._input_numel = 0
-        self._forwards_left = 0
-
-    def is_possible(self, plan: Plan, input_numel: int) -> bool:
-        """Whether the module may rest in a forward by `plan`, with inputs of `input_numel` elements."""
-        if plan is not self._plan or self._kept is None:
-            return False
-        if not self._is_planned:
-            self._forwards_left -= 1
-            if self._forwards_left < 0 or input_numel > self._input_numel:
-                self._plan = None
-                return False
-        return True
-
-    def begin(self, plan: Plan, input_numel: int, stays: Reason | None, recorder: StatsRecorder) -> Before | None:
-        """Count what stays in a forward that begins, unless known. `stays`: why everything stays by the plan."""
-        if plan is self._plan or not torch.is_grad_enabled():
-            return None
-        self._plan, self._kept = plan, None
-        self._is_planned, self._input_numel = stays is not None, input_numel
-        return Before(recorder.copy_of_kept(), recorder.used())
-
-    def end(self, before: Before, recorder: StatsRecorder) -> None:
-        """The forward has ended without an exception."""
-        kept = {reason: count.since(before.kept.get(reason)) for reason, count in recorder.copy_of_kept().items()}
-        kept = {reason: count for reason, count in kept.items() if count.count > 0}
-        is_known = self._is_planned or (self._input_numel > 0 and not _PASSING & kept.keys())
-        if is_known and recorder.used() == before.used:
-            self._kept, self._forwards_left = kept, _LOOKS_AGAIN_AFTER
-
-    def count(self, recorder: StatsRecorder) -> None:
-        """A forward of the module has ended at rest."""
-        if torch.is_grad_enabled():
-            for reason, count in (self._kept or {}).items():
-                recorder.keep(reason, count.nbytes, count.count)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ebbtide._profiling.launch_overhead import host_of
+from ebbtide._profiling.launch_overhead import RecipeCosts, host_of
 from ebbtide._profiling.profile import (
     OUTSIDE,
     UNSHARED,
@@ -33,6 +33,7 @@ class ProfileInputs(NamedTuple):
     tokens: int
     compiled: Collection[str]  # regions with operators hidden by the compiler: no output can be saved
     device_bytes: int
+    recipe_costs: RecipeCosts | None  # None on a device that computes synchronously
     graphs: int = 1  # forwards in flight at once
     overwritten: Collection[tuple[str, int]] = ()  # outputs that cannot be saved, by region and index
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
@@ -75,7 +76,7 @@ def profile_of(
         tokens=inputs.tokens,
         device_bytes=inputs.device_bytes,
         graphs=inputs.graphs,
-        host=host_of(times, names, regions, ops),
+        host=host_of(times, names, regions, ops, inputs.recipe_costs),
     )
 
 

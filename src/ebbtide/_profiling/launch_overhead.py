@@ -4,12 +4,11 @@ Note [Launch overhead]
 ~~~~~~~~~~~~~~~~~~~~~~
 1. CPU work of recipes, beyond the model's own code, matters if the CPU is hardly ahead of compute: many small kernels,
    and a loop that reads each loss. A selective recipe of a region may then take longer to queue than to run.
-2. The model's own CPU time is measured, and the preparation of recomputation as well. Further work of recipes is
-   estimated by numbers of operators, saved outputs and parcels, in a unit: the CPU time that a dispatch mode adds to
-   an operator. All of the work is Python on one core, so the measured preparation gives the unit. A core is half as
-   fast while another thread shares the core, and a unit timed apart fits less: only steps without recomputation use a
-   timed unit. The device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded
-   backward take as much CPU time as compute time. The fastest of equal regions were not blocked.
+2. The model's own CPU time is measured, and the preparation of recomputation as well. Further work of recipes is what
+   a small module shows (_model/recipe_probe.py), times the ratio of preparations: a small module finds the caches of a
+   core full of its own code, a model does not, and a core is half as fast while another thread shares the core. The
+   device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded backward take as much
+   CPU time as compute time. The fastest of equal regions were not blocked.
 3. The CPU is as far ahead of compute as recorded, and far enough that a step that keeps everything waits for nothing
    (launch-ahead). If the CPU is slower than compute over a step, the launch-ahead is used up at some point.
 """
@@ -17,40 +16,50 @@ Note [Launch overhead]
 import dataclasses
 import itertools
 import statistics
-import timeit
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from ebbtide._profiling.profile import Host, HostTime, RegionProfile
 from ebbtide._profiling.recorder import ProfilingRecorder, StepEventKind
 from ebbtide._profiling.region_times import RegionTimes
-from ebbtide._utils.torch_private import OperatorMode
 
-# In units: from steps of a ViT on the CPU of an H200 machine, with batches of pure CPU time, at 3.8 us a unit. Scaled
-# by later measurements: modes take 0.81 of the old time, operators under a mode 0.84 (a small Llama), and preparing a
-# region 0.82 (a small ViT). Check with the ViT at 2.25 us a unit: selective recipes that save seven outputs of 73
-# operators take 0.6 to 0.7 ms more CPU time in forward than full recomputation; the estimate is 0.69 ms.
-_PREPARE_REGION = 131.0
-_INSPECT_OP = 2.5
-_SAVE_OUTPUT = 18.0
-_MOVE_PARCEL = 14.0
 _MOST_RECOMPUTE = 1.5  # times forward
 
 
+class RecipeCosts(NamedTuple):
+    """CPU seconds that recipes add to the code of a region, as measured with a small module.
+
+    Attributes:
+        prepare_s: once where a region prepares for recomputation.
+        save_s: for each tensor saved by a forward that will be recomputed.
+        inspect_op_s: for each operator under a selective recipe.
+        save_output_s: for each output that a selective recipe saves.
+        move_s: for each parcel on the way out, and again on the way back.
+    """
+
+    prepare_s: float
+    save_s: float
+    inspect_op_s: float
+    save_output_s: float
+    move_s: float
+
+
 def host_of(
-    recorder: ProfilingRecorder, names: Collection[str], regions: Sequence[RegionProfile], ops: Sequence[int]
+    recorder: ProfilingRecorder,
+    names: Collection[str],
+    regions: Sequence[RegionProfile],
+    ops: Sequence[int],
+    costs: RecipeCosts | None,
 ) -> Host | None:
-    """CPU times of the timed step; None on a device that computes synchronously.
+    """CPU times of the timed step; None on a device that computes synchronously, without `costs`.
 
     `regions` and `ops` have a profile and a number of operators for each pass through one of the regions `names`.
     """
-    if not recorder.device.is_async:
+    if costs is None:
         return None
     times = RegionTimes(recorder.events, names, lambda start, end: end.cpu_s - start.cpu_s)
-    unit_s = _unit_s(times.prepared_s, regions)
-    prepared_s, moved_s = _PREPARE_REGION * unit_s, _MOVE_PARCEL * unit_s
+    costs = _scaled(costs, times.prepared_s, regions)
+    prepared_s, moved_s = costs.prepare_s, costs.move_s
     runs: list[HostTime] = []  # forward without preparation
     for k, region in enumerate(regions):
         # Backward prepares the next pass in backward, taken as equal to pass k.
@@ -58,7 +67,14 @@ def host_of(
         first_s, backward_s = times.forward_s[k] - times.prepared_s[k], max(0.0, times.backward_s[k] - own_s)
         runs.append(HostTime(first_s, backward_s, times.recompute_s[k], ops[k]))
     runs = _smoothed(runs, regions)
-    kept = [dataclasses.replace(run, forward_s=_kept_s(run)) for run in runs]
+    # The recorded forward saved its tensors for a recomputation. Where a region keeps, no hook of ours runs.
+    saved = [costs.save_s * len(region.saved_tensors) if any(times.prepared_s) else 0.0 for region in regions]
+    kept = [
+        dataclasses.replace(
+            run, forward_s=max(0.0, _kept_s(run) - own_s), recompute_s=max(0.0, run.recompute_s - own_s)
+        )
+        for run, own_s in zip(runs, saved, strict=True)
+    ]
     graph_s = statistics.median(k.forward_s - run.forward_s for k, run in zip(kept, runs, strict=True))
     return Host(
         regions=tuple(kept),
@@ -68,8 +84,8 @@ def host_of(
         launch_ahead_s=_launch_ahead_s(recorder),
         steady_launch_ahead_s=0.0,
         frame_s=max(0.0, prepared_s - graph_s),
-        op_s=_INSPECT_OP * unit_s,
-        saved_output_s=_SAVE_OUTPUT * unit_s,
+        op_s=costs.inspect_op_s,
+        saved_output_s=costs.save_output_s,
         moved_s=moved_s,
     )
 
@@ -116,23 +132,8 @@ def _launch_ahead_s(recorder: ProfilingRecorder) -> float:
     return ahead_s
 
 
-def _unit_s(prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> float:
-    """Unit by the preparation of passes with offloaded inputs, or timed if no pass was prepared."""
+def _scaled(costs: RecipeCosts, prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> RecipeCosts:
+    """Costs in the step, by the preparation of passes with offloaded inputs; as they are if no pass was prepared."""
     seen = zip(prepared_s, regions, strict=True)
-    units = [s / (_PREPARE_REGION + _MOVE_PARCEL * len(region.inputs)) for s, region in seen if s > 0]
-    return statistics.median(units) if units else _timed_unit_s()
-
-
-def _timed_unit_s() -> float:
-    """CPU time that a dispatch mode adds to an operator."""
-    calls, t = 64, torch.empty(1)
-    with _EmptyMode():
-        with_mode_s = min(timeit.repeat(t.detach, number=calls))
-    return max(0.0, with_mode_s - min(timeit.repeat(t.detach, number=calls))) / calls
-
-
-class _EmptyMode(OperatorMode):
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self.run_op(op, args, kwargs or {})
+    ratios = [s / max(costs.prepare_s + costs.move_s * len(region.inputs), 1e-9) for s, region in seen if s > 0]
+    return RecipeCosts(*(seconds * (statistics.median(ratios) if ratios else 1.0) for seconds in costs))

@@ -78,11 +78,10 @@ class _Steady:
 
     def __init__(self, snapshots: list[_ModuleSnapshot]) -> None:
         self.snapshots = snapshots
-        self._attributes = [snapshot.module.__dict__ for snapshot in snapshots]
-        self._parameters = [snapshot.module._parameters for snapshot in snapshots]
+        self._modules = [snapshot.module for snapshot in snapshots]
         self._opaque = [
-            (now, name, type(now[name]))
-            for now, snapshot in zip(self._attributes, snapshots, strict=True)
+            (snapshot.module, name, cast("type[object]", type(snapshot.module.__dict__[name])))
+            for snapshot in snapshots
             for name, value in snapshot.attributes.items()
             if value is _OPAQUE
         ]
@@ -91,13 +90,19 @@ class _Steady:
     def is_current(self) -> bool:
         """Whether all attributes are the same objects as before, and the parameters have the same names."""
         # Nothing holds an opaque object: another one of its type may have its id, and makes no difference.
-        return self._look() == self._seen and all([type(now[name]) is kind for now, name, kind in self._opaque])
+        return self._look() == self._seen and all(
+            type(module.__dict__[name]) is kind for module, name, kind in self._opaque
+        )
 
-    def _look(self) -> tuple[list[int], list[str], list[str]]:
-        """Ids and names of attributes, and names of parameters: one pass in C for each, at every forward."""
-        values = chain.from_iterable([islice(now.values(), _MODULE_ATTRIBUTES, None) for now in self._attributes])
-        names = chain.from_iterable([islice(now, _MODULE_ATTRIBUTES, None) for now in self._attributes])
-        return list(map(id, values)), list(names), list(chain.from_iterable(self._parameters))
+    def _look(self) -> tuple[list[int], list[str], list[str], list[int]]:
+        """Ids and names of attributes, names of parameters, and how many of each a module has: one pass in C for each,
+        at every forward."""
+        owned = [module.__dict__ for module in self._modules]
+        parameters = [attributes["_parameters"] for attributes in owned]
+        values = chain.from_iterable([islice(attributes.values(), _MODULE_ATTRIBUTES, None) for attributes in owned])
+        names = chain.from_iterable([islice(attributes, _MODULE_ATTRIBUTES, None) for attributes in owned])
+        counts = [*map(len, owned), *map(len, parameters)]
+        return list(map(id, values)), list(names), list(chain.from_iterable(parameters)), counts
 
 
 @dataclass
@@ -166,7 +171,8 @@ class Attributes:
 
     def _snapshot(self, module: Module, memo: dict[int, "_WeakTensor"]) -> _ModuleSnapshot:
         attributes, layout = _attributes_of(module, self._layouts)
-        has_contents = bool(layout.generators) or set(islice(attributes, _MODULE_ATTRIBUTES)) != MODULE_ATTRIBUTES
+        has_usual_order = frozenset(islice(attributes, _MODULE_ATTRIBUTES)) == MODULE_ATTRIBUTES
+        has_contents = bool(layout.generators) or not has_usual_order
         self.generators += map(attributes.__getitem__, layout.generators)
         for name in layout.nested:
             value = attributes[name]

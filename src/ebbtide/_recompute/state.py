@@ -112,11 +112,13 @@ class RegionSnapshot:
         """The state of forward inside; the state of now again at exit. Raises ModifiedError, RecomputeError."""
         self._check_parameters()
         with contextlib.ExitStack() as undo:
-            for module, was_training in zip(self.modules, self._training, strict=True):
-                if module.training is not was_training:
+            if [module.training for module in self.modules] != self._training:
+                for module, was_training in zip(self.modules, self._training, strict=True):
                     _set_entry(module.__dict__, "training", was_training, undo)
-            undo.callback(_train, self._parameters, [p.requires_grad for p in self._parameters])
-            _train(self._parameters, self._are_trained)
+            now = [p.requires_grad for p in self._parameters]
+            undo.callback(_train, self._parameters, now)  # the forward may change it
+            if now != self._are_trained:
+                _train(self._parameters, self._are_trained)
             for module, name, p in self._exchanged_parameters():
                 _set_entry(module._parameters, name, p, undo)
             copies: dict[int, torch.Tensor] = {}  # two modules that share a buffer share the copy

@@ -92,6 +92,17 @@ def top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
+def push_below(pair: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Push a pair of saved-tensor hooks below all active pairs."""
+    above: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = []
+    while (top := top_hooks()) is not None:
+        above.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    pair.__enter__()
+    for pack, unpack in reversed(above):
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def is_proxy_traced() -> bool:
     """Whether make_fx or AOTAutograd traces operations into a graph."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None

@@ -1,0 +1,193 @@
+"""Regions that a plan keeps rest: no hook of ours runs inside. Compared with the model before rest, and a twin."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide import Plan, Recipe, RegionPlan
+from ebbtide._utils.torch_private import top_pack_hook
+
+KEEP = RegionPlan(Recipe("keep"))
+
+
+class Block(torch.nn.Module):
+    """Notes whether any saved-tensor hook is active inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.hooked = []
+
+    def forward(self, x):
+        self.hooked.append(top_pack_hook() is not None)
+        return x + self.down(self.up(x).tanh())
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(8, 4)
+        self.checkpoints = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return self.head(x).square().mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Model()
+
+
+def step(model, seed=0):
+    """Loss and gradients."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def steps_equal_to_twin(model, twin, count=4):
+    for seed in range(count):
+        assert same(step(model, seed), step(twin, seed))
+        assert top_pack_hook() is None
+
+
+def kept_by(handle, forward):
+    """What one more forward adds to the counts."""
+    before = {reason: kept.count for reason, kept in handle.stats().kept.items()}
+    forward()
+    return Counter({reason: kept.count for reason, kept in handle.stats().kept.items()}) - Counter(before)
+
+
+def test_kept_regions_have_no_hooks_inside_and_the_others_do():
+    model, twin = make(), make()
+    recipes = {"layers.*": Recipe("keep"), "layers.1": Recipe("offload")}
+    handle = ebbtide.offload(model, recipe=recipes, min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    assert [layer.hooked[-1] for layer in model.layers] == [False, True, False]
+    assert handle.stats().parcels.count > 0
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+def test_a_model_whose_plan_keeps_all_rests_as_a_whole():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    handle.set_plan(Plan({f"layers.{k}": KEEP for k in range(3)}, outside=KEEP))
+    steps_equal_to_twin(model, twin)
+    assert not any(layer.hooked[-1] for layer in model.layers)
+    handle.set_recipe({"layers.*": "offload"})
+    steps_equal_to_twin(model, twin)
+    assert all(layer.hooked[-1] for layer in model.layers)
+    assert handle.stats().parcels.count > 0
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+@pytest.mark.parametrize("outside", [None, KEEP])
+def test_forwards_at_rest_count_what_they_keep(outside):
+    model = make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    handle.set_plan(Plan({f"layers.{k}": KEEP for k in range(3)}, outside=outside))
+    first, *later = (kept_by(handle, lambda: step(model)) for _ in range(4))
+    assert sum(first.values()) > 0
+    assert all(each == first for each in later)
+    assert kept_by(handle, lambda: torch.no_grad()(model)(torch.randn(4, 8))) == Counter()
+
+
+def test_a_forward_that_raises_at_rest_counts_nothing_and_leaves_no_hooks():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, recipe={"layers.*": "keep"}, min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    whole = kept_by(handle, lambda: step(model))
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    remover = model.layers[1].up.register_forward_hook(fail)
+
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(4, 8))
+
+    assert kept_by(handle, interrupted).total() < whole.total()
+    assert top_pack_hook() is None
+    remover.remove()
+    steps_equal_to_twin(model, twin)
+    assert kept_by(handle, lambda: step(model)) == whole
+
+
+def test_hooks_of_the_user_around_receive_nothing_that_is_kept():
+    model, twin = make(), make()
+    ebbtide.offload(model, recipe={"layers.*": "keep"}, min_bytes=1)
+    seen = []
+    for seed in range(3):
+        with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            result = step(model, seed)
+        assert same(result, step(twin, seed))
+    assert not seen
+
+
+def test_hooks_of_the_user_that_outlast_a_region_stay_on_top():
+    """Pushed before the region's forward and popped behind, by hooks made after ours."""
+
+    def watched(model, seen):
+        pair = saved_tensors_hooks(lambda t: seen.append(t) or t.double(), lambda t: t.float())
+        model.layers[1].register_forward_pre_hook(lambda *_: pair.__enter__())
+        model.layers[1].register_forward_hook(lambda *_: pair.__exit__())
+
+    (model, seen), (twin, expected) = (make(), []), (make(), [])
+    ebbtide.offload(model, recipe={"layers.*": "keep"}, min_bytes=1)
+    watched(model, seen)
+    watched(twin, expected)
+    steps_equal_to_twin(model, twin)
+    assert len(seen) == len(expected) > 0
+
+
+def test_a_checkpoint_around_a_kept_region_keeps_its_hooks():
+    model, twin = make(), make()
+    model.checkpoints = twin.checkpoints = True
+    handle = ebbtide.offload(model, recipe={"layers.*": "keep"}, min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    model.checkpoints = twin.checkpoints = False
+    steps_equal_to_twin(model, twin)
+    assert not any(layer.hooked[-1] for layer in model.layers)
+    assert handle.stats().parcels.count > 0  # of the head
+
+
+def test_a_region_with_a_chosen_module_inside_does_not_rest():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, recipe={"layers.*": "keep"}, include=["layers.*.down"], min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    assert all(layer.hooked[-1] for layer in model.layers)
+    assert handle.stats().parcels.count > 0
+
+
+def test_excluded_modules_do_not_rest():
+    """They move again as soon as anybody says so, and number their tensors for the region around."""
+    model, twin = make(), make()
+    ebbtide.offload(model, mode="all", exclude=["layers.*"], min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    assert all(layer.hooked[-1] for layer in model.layers)
+
+
+def test_copies_and_removal_at_rest():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, recipe={"layers.*": "keep"}, min_bytes=1)
+    steps_equal_to_twin(model, twin)
+    plain = copy.deepcopy(model)
+    handle.remove()
+    for each in (plain, model):
+        steps_equal_to_twin(each, twin)
+        assert not any(layer.hooked[-1] for layer in each.layers)

@@ -23,7 +23,7 @@ from benchmarks.modes import Context, ebbtide_context
 
 TENSORS = 200
 REPEATS = 300
-BLOCKS, WIDTH, TOKENS, ROUNDS = 24, 32, 16, 150
+BLOCKS, WIDTH, TOKENS, ROUNDS = 24, 32, 16, 60
 
 HANDLES: dict[str, dict[str, object]] = {
     "keep": {"recipe": "keep"},

@@ -119,14 +119,15 @@ def test_cpu_time_of_recipes_scales_with_the_preparation():
 
 
 def test_kept_regions_do_not_pay_for_saving_to_recompute():
-    """And recomputation pays once."""
-    costs = COSTS._replace(save_s=1 * MS)
+    """And recomputation pays once. Preparing took 10 times as long as in the probe, so saving does too."""
+    costs = RecipeCosts(prepare_s=0.5 * MS, save_s=0.2 * MS, inspect_op_s=0.0, save_output_s=0.0, move_s=0.1 * MS)
     regions = [region("a")]
-    saved = len(regions[0].saved_tensors)
-    without, host = (host_of(step_of_one(100, 90, 20, prepared_ms=6), ("a",), regions, (7,), c) for c in (COSTS, costs))
-    assert without.regions[0].forward_s - host.regions[0].forward_s == pytest.approx(saved * MS)
-    assert host.frame_s - without.frame_s == pytest.approx(saved * MS)
-    assert without.regions[0].recompute_s - host.regions[0].recompute_s == pytest.approx(saved * MS)
+    saved_s = len(regions[0].saved_tensors) * 2 * MS
+    recorder = step_of_one(100, 90, 20, prepared_ms=6)
+    without, host = (host_of(recorder, ("a",), regions, (7,), each) for each in (costs._replace(save_s=0.0), costs))
+    assert without.regions[0].forward_s - host.regions[0].forward_s == pytest.approx(saved_s)
+    assert host.frame_s - without.frame_s == pytest.approx(saved_s)
+    assert without.regions[0].recompute_s - host.regions[0].recompute_s == pytest.approx(saved_s)
 
 
 def of_many(forward_ms, backward_ms):

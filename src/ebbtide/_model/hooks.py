@@ -251,7 +251,8 @@ class RegionHook(ModuleHook):
         """Whether to count what the forward about to run keeps, for later forwards at rest."""
         recipe = session.plan.recipe_of(self._region)
         is_kept = self.is_alone and self._choice is False and recipe is not None and recipe.action == "keep"
-        return is_kept and session.receives_saved_tensors() and not session.hooks.region_call.points
+        receives = torch.is_grad_enabled() and session.receives_saved_tensors()
+        return is_kept and receives and not session.hooks.region_call.points
 
     def leave(self, is_complete: bool) -> None:
         session = self._owner.session()

@@ -17,7 +17,7 @@ from ebbtide._types import RecomputeRecorder, StepRecorder
 
 _REGIONS, _WIDTH = 4, 32
 _PRODUCTS, _OPERATORS = 2, 14  # of a region's forward
-_ROUNDS = 4  # the fastest counts: the first compiles nothing, but finds no cache filled
+_ROUNDS = 4  # the fastest counts: caches are empty in the first
 
 _KEEP = Recipe("keep")
 _MOVE = Recipe("offload")

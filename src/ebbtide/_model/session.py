@@ -2,13 +2,13 @@
 
 Note [Rest]
 ~~~~~~~~~~~
-Where nothing moves, no hook of ours runs: a region whose recipe is `keep`, or the whole model if the plan keeps all,
-rests.
-1. The first forward by a plan counts what stays, for the statistics; forwards at rest add the same.
-2. A region with another hooked module inside never rests, and neither does a module that the user has chosen by name.
-   What has no room or is too small today may move tomorrow: only a plan decides.
-3. Hooks of the user around ours would receive what rests: then nothing rests. Hooks that code of the region has pushed
-   and not yet popped stay above ours.
+Where nothing moves, no hook of ours runs: a region with the recipe `keep` rests, and so does a model whose plan keeps
+all.
+1. The first forward by a plan counts the kept tensors, for the statistics; forwards at rest add the same counts.
+2. A region with another hooked module inside never rests, and neither does a module named by the user. A tensor without
+   room, or too small to move today, may move tomorrow: only a plan decides.
+3. Hooks of the user around ours would receive tensors saved at rest: under foreign hooks nothing rests. Hooks pushed
+   inside a region and not yet popped at the region's end stay above ours.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ class Enclosing(NamedTuple):
 
     Attributes:
         region: name of the module if the module is a region, with a region call of its own.
-        kept: what the module keeps, if it rests.
-        is_counted: what the module keeps is counted, for forwards at rest.
-        kept_around: counts of the forward around, if it is counted.
-        was_paused: our hooks were off around the module, which rests inside of another by no plan.
+        kept: counts of a module at rest; None for a module not at rest.
+        is_counted: kept tensors of the module are counted, for forwards at rest.
+        kept_around: counts of the forward around; None if nothing is counted around.
+        was_paused: the module is called by a region at rest, without being a part of the region.
     """
 
     region_call: RegionCall
@@ -54,13 +54,13 @@ Counts: TypeAlias = dict[Reason, Count]
 
 
 class Kept(NamedTuple):
-    """What one forward by `plan` has kept."""
+    """Counts of the tensors kept by a forward under `plan`."""
 
     plan: Plan
     counts: Counts
 
     def repeat(self, hooks: SavedTensorHooks) -> None:
-        """Count another forward that keeps the same."""
+        """Count a further forward with equal counts."""
         if torch.is_grad_enabled():
             for reason, count in self.counts.items():
                 hooks.region_call.context.recorder.keep(reason, count.nbytes, count.count)
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 
 def add_counts(counts: Counts, to: Counts | None) -> None:
-    """Add `counts` to others, if anybody counts."""
+    """Add `counts` to `to`; None: nothing is counted."""
     if to is not None:
         for reason, count in counts.items():
             to.setdefault(reason, Count()).add(count.nbytes, count.count)
@@ -114,7 +114,7 @@ class Session:
     def pause(self) -> bool:
         """Take `pushed` off until `resume`, unless saved tensors have to pass. Returns whether the pair is off now."""
         recorder = self.hooks.step_recorder
-        # The observer of a step learns of backward by tensors that have passed: the first one must.
+        # The observer of a step learns of backward from tensors passed to hooks: the first tensor has to pass.
         is_watched = recorder is not None and (recorder.sees_saved_tensors or not self.hooks.has_packed)
         if is_watched or not self.packs_directly or top_pack_hook() is not self.pack_hook:
             return False

@@ -1,6 +1,8 @@
 """Regions that a plan keeps rest: no hook of ours runs inside. Compared with the model before rest, and a twin."""
 
+import contextlib
 import copy
+import warnings
 from collections import Counter
 
 import pytest
@@ -9,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide import Plan, Recipe, RegionPlan
+from ebbtide import EbbtideWarning, Plan, Recipe, RegionPlan
 from ebbtide._utils.torch_private import top_pack_hook
 
 KEEP = RegionPlan(Recipe("keep"))
@@ -182,6 +184,36 @@ def test_excluded_modules_do_not_rest():
     ebbtide.offload(model, mode="all", exclude=["layers.*"], min_bytes=1)
     steps_equal_to_twin(model, twin)
     assert all(layer.hooked[-1] for layer in model.layers)
+
+
+class Calls(Block):
+    """Calls a module that belongs to another region, under hooks of its own."""
+
+    def __init__(self, other, hooks):
+        super().__init__()
+        self.other, self.hooks = [other], hooks
+
+    def forward(self, x):
+        with self.hooks():
+            x = self.other[0](x)
+            return super().forward(x) + self.other[0](x)
+
+
+@pytest.mark.parametrize("recipe", ["offload", "recompute", "keep"])
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, lambda: saved_tensors_hooks(torch.clone, torch.clone)])
+def test_a_region_at_rest_may_call_another_region(recipe, hooks):
+    def calling():
+        model = make()
+        torch.manual_seed(1)
+        model.layers[1] = Calls(model.layers[0], hooks)
+        return model
+
+    model, twin = calling(), calling()
+    recipes = {"layers.*": Recipe("keep"), "layers.0": Recipe(recipe)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EbbtideWarning)  # hooks inside rule out recomputation
+        ebbtide.offload(model, recipe=recipes, min_bytes=1)
+        steps_equal_to_twin(model, twin)
 
 
 def test_copies_and_removal_at_rest():

@@ -235,8 +235,7 @@ class RegionHook(ModuleHook):
             hooks.stays = Reason.RECIPE
             return
         enclosing = Enclosing(hooks.region_call, hooks.stays, region, was_paused=session.is_paused)
-        if session.is_paused:
-            session.resume()  # called by a region that rests, without being a part of it
+        session.resume()  # if called by a region at rest, without being a part of the region
         if region is not None:
             window_bytes = hooks.region_call.limits.window_bytes
             hooks.region_call = hooks.region_call.context.new_call(region)

@@ -127,7 +127,9 @@ class Session:
         return True
 
     def resume(self) -> None:
-        """Put `pushed` on again."""
+        """Put `pushed` on again, if off."""
+        if not self.is_paused:
+            return
         assert self.pushed is not None
         self.is_paused = False
         if top_pack_hook() is None:

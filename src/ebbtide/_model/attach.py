@@ -187,7 +187,8 @@ class Attachment:
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        self.tokens = tokens_of(args, kwargs)
+        if self.controller is not None or not self._schedule.is_off:
+            self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
             self._sessions.stack.append(None)
@@ -199,7 +200,7 @@ class Attachment:
             return
         outer = self.session()
         if self._sessions.stack and isinstance(self._sessions.stack[-1], Kept):
-            self._sessions.stack.append(self._sessions.stack[-1])  # likewise, at rest
+            self._sessions.stack.append(self._sessions.stack[-1])  # a model at rest that calls itself
             return
         if outer is not None and outer.receives_saved_tensors():
             self._sessions.stack.append(outer)  # a model that calls itself: one step
@@ -238,8 +239,8 @@ class Attachment:
         """Close the session that `enter_root` has opened."""
         stack = self._sessions.stack
         session = stack.pop() if stack else None
-        if isinstance(session, Kept) and is_complete and not stack:
-            session.repeat(SavedTensorHooks(self.engines, self.context.new_call("")))
+        if isinstance(session, Kept) and is_complete and not stack and torch.is_grad_enabled():
+            session.repeat(self.context.recorder)
         if not isinstance(session, Session) or session is self.session():
             return
         if session.hooks.kept is not None and is_complete and session.receives_saved_tensors():

@@ -263,8 +263,9 @@ class RegionHook(ModuleHook):
         if around.kept is not None:
             hooks.stays = around.stays
             session.resume()
-            if is_complete:
-                around.kept.repeat(hooks)
+            if is_complete and torch.is_grad_enabled():
+                around.kept.repeat(around.region_call.context.recorder)
+                add_counts(around.kept.counts, hooks.kept)
         else:
             if around.is_counted:
                 kept = hooks.kept or {}

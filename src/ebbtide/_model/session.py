@@ -20,7 +20,7 @@ import torch
 
 from ebbtide._engine.context import RegionCall
 from ebbtide._engine.hooks import SavedTensorHooks
-from ebbtide._engine.stats import Count
+from ebbtide._engine.stats import Count, StatsRecorder
 from ebbtide._plans import Plan
 from ebbtide._recompute.saved_outputs import SaveOutputsMode
 from ebbtide._types import Reason, RecomputeRecorder, Unable
@@ -59,12 +59,10 @@ class Kept(NamedTuple):
     plan: Plan
     counts: Counts
 
-    def repeat(self, hooks: SavedTensorHooks) -> None:
+    def repeat(self, recorder: StatsRecorder) -> None:
         """Count a further forward with equal counts."""
-        if torch.is_grad_enabled():
-            for reason, count in self.counts.items():
-                hooks.region_call.context.recorder.keep(reason, count.nbytes, count.count)
-            add_counts(self.counts, hooks.kept)
+        for reason, count in self.counts.items():
+            recorder.keep(reason, count.nbytes, count.count)
 
 
 def add_counts(counts: Counts, to: Counts | None) -> None:

@@ -150,13 +150,13 @@ def test_a_profile_equals_the_profile_of_a_training(profile):
 
 
 def test_the_device_spins_before_times_are_taken(monkeypatch):
-    """Before the first region and the backward of the timed step, and before each recomputation of the detailed step;
+    """Before each region in forward and backward of the timed step, and before each recomputation of the detailed step;
     never for long."""
     held = []
     monkeypatch.setattr(CpuDevice, "spin", lambda self, stream, seconds: held.append(seconds))
     regions = len(measure(make(), batch(0), **SETTINGS).regions)
-    assert len(held) == 2 + regions
-    assert len(set(held[2:])) == 1
+    assert len(held) == 3 * regions
+    assert len(set(held[2 * regions :])) == 1
     assert all(0 < seconds <= 0.1 for seconds in held)
 
 

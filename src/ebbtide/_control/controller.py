@@ -172,7 +172,7 @@ class PlanController:
         self._failures = 0
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
-        self._cpu_forward_s = 0.0  # of the warm-up
+        self._cpu_region_s = 0.0  # of the warm-up
         self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # before the detailed step
         self.is_warming_up = False
         """Whether the current forward warms up: times and peaks do not count."""
@@ -346,7 +346,7 @@ class PlanController:
         recorder = ProfilingRecorder(
             engine, self._context, is_detailed=is_detailed, recomputes=self.recomputes,
             op_classes=self._op_classes if self.recomputes else None, is_first=self.phase is Phase.WARM,
-            cpu_forward_s=self._cpu_forward_s, kept=self._handle.never_recomputed(),
+            cpu_region_s=self._cpu_region_s, kept=self._handle.never_recomputed(),
         )  # fmt: skip
         recorder.graphs = 1 + self._pending_graphs()
         self._recorded = InFlightStep(recorder)
@@ -404,7 +404,7 @@ class PlanController:
         """Begin the next phase, or plan."""
         if self.phase is Phase.WARM:
             self.phase, self._overwritten = Phase.TIMES, recorder.overwritten()
-            self._cpu_forward_s = recorder.cpu_forward_s
+            self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, recorder
         else:

@@ -9,9 +9,9 @@ Note [How a step is measured]
 3. If every region is recomputed, a step needs the smallest memory. Saved tensors and expensive operators of a region
    are recorded during recomputation, one region at a time. If every region keeps, both are recorded in forward, and the
    times of recomputation are unknown.
-4. If compute waits for the CPU, measured times are times of the CPU. The recorder therefore lets the stream spin:
-   before backward begins; before the first region if compute has reached the beginning of the step (many models read
-   their inputs on the CPU first); and in a detailed step before each recomputation. The CPU gets ahead meanwhile.
+4. If compute waits for the CPU, measured times are times of the CPU. The recorder therefore lets the stream spin: in
+   the timed step before backward begins, and before each region that compute would reach too early; in a detailed step
+   before each recomputation. The CPU gets ahead meanwhile.
 5. Some kernels overwrite the output of an expensive operator (see _recompute/saved_outputs.py), and the output cannot
    be saved. The warm-up compares the outputs that are alive at the end of a recomputation.
 6. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
@@ -71,7 +71,7 @@ class StepEvent(NamedTuple):
     at_s: float = 0.0  # on the plain CPU clock
 
 
-_SPIN = 0.5  # of the CPU time of forward
+_BACKWARD = 3.0  # CPU time of a region's recomputation and backward, in times of its forward
 
 
 class _CpuClock:
@@ -150,7 +150,7 @@ class ProfilingRecorder(BackwardObserver):
         recomputes: all regions except `kept` are recomputed; otherwise all regions keep.
         op_classes: classes of operators; None without recomputation.
         is_first: look for overwritten outputs of expensive operators.
-        cpu_forward_s: CPU time of forward in an earlier step; 0: unknown.
+        cpu_region_s: mean CPU time of a region's forward in an earlier step; 0: unknown.
 
     Attributes:
         outside: a TENSOR_SAVED for each tensor saved after the last region, with the peak since the previous event.
@@ -171,7 +171,7 @@ class ProfilingRecorder(BackwardObserver):
         recomputes: bool,
         op_classes: OpClasses | None = None,
         is_first: bool = False,
-        cpu_forward_s: float = 0.0,
+        cpu_region_s: float = 0.0,
         kept: Collection[str] = (),
     ) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class ProfilingRecorder(BackwardObserver):
         self._timed_by = op_classes if is_detailed else None
         self._compared_by = op_classes if is_first else None
         self._is_for_times = not is_detailed and not is_first
-        self._earlier_s = cpu_forward_s
+        self._earlier_s = cpu_region_s
         self._compared: list[tuple[str, int, torch.Tensor]] = []
         self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
@@ -217,9 +217,9 @@ class ProfilingRecorder(BackwardObserver):
 
     def entered(self, region: str) -> None:
         with self._cpu_clock.stopped():
-            is_first = self._is_for_times and not self.records
-            if is_first and self._earlier_s > 0 and self.device.is_done(self.events[0].event):
-                self._spin_recorded(_SPIN * self._earlier_s)
+            if self._earlier_s > 0:
+                kind = StepEventKind.REGION_ENTERED if self.records else StepEventKind.STEP_BEGAN
+                self._get_ahead_of(kind, self._earlier_s)
             self.add(StepEventKind.REGION_ENTERED, region)
             if self.records:
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
@@ -245,6 +245,8 @@ class ProfilingRecorder(BackwardObserver):
             return
         self._backward_began()
         self._region_read = region
+        if region and not self._recomputes:
+            self._get_ahead_of(StepEventKind.REGION_READ, _BACKWARD * self.cpu_region_s)
         self.add(StepEventKind.REGION_READ, region)
 
     @contextlib.contextmanager
@@ -265,7 +267,8 @@ class ProfilingRecorder(BackwardObserver):
         if self._timed_by is not None:
             # A dispatch mode slows the CPU: four times the CPU time of a region's forward. The spin counts as backward
             # of the previous region, with times read from the other step.
-            self._spin(4.0 * self.cpu_forward_s / max(1, len(self.records)))
+            self._spin(4.0 * self.cpu_region_s)
+        self._get_ahead_of(StepEventKind.RECOMPUTE_BEGAN, _BACKWARD * self.cpu_region_s)
         self.add(StepEventKind.RECOMPUTE_BEGAN, region)
         record = RegionRecord(region)
         self.recomputed.append(record)
@@ -355,22 +358,30 @@ class ProfilingRecorder(BackwardObserver):
     def _backward_began(self) -> None:
         has_forward_ended = any(each.kind is StepEventKind.FORWARD_ENDED for each in self.events)
         if not self._is_awaited and self._is_for_times and has_forward_ended:
-            self._spin_recorded(_SPIN * self.cpu_forward_s)
+            self._spin_recorded(_BACKWARD * self.cpu_region_s)
         super()._backward_began()
 
+    def _get_ahead_of(self, kind: StepEventKind, seconds: float) -> None:
+        """In the timed step, let compute spin for `seconds` if compute has passed the last event of `kind`: by the time
+        the CPU has queued the region that comes now, compute would have waited for the CPU."""
+        last = next((each for each in reversed(self.events) if each.kind is kind), None)
+        if self._is_for_times and last is not None and self.device.is_done(last.event):
+            self._spin_recorded(seconds)
+
     def _spin_recorded(self, seconds: float) -> None:
-        self.add(StepEventKind.SPIN_BEGAN, "")
-        self._spin(seconds)
-        self.add(StepEventKind.SPIN_ENDED, "")
+        with self._cpu_clock.stopped():
+            self.add(StepEventKind.SPIN_BEGAN, "")
+            self._spin(seconds)
+            self.add(StepEventKind.SPIN_ENDED, "")
 
     def _spin(self, seconds: float) -> None:
         self.device.spin(self.device.current_stream(), min(seconds, 0.1))  # training must not stop noticeably
 
     @property
-    def cpu_forward_s(self) -> float:
-        """CPU time from the first event to the end of forward, or to the last event so far."""
+    def cpu_region_s(self) -> float:
+        """CPU time from the first event to the end of forward, or to the last event so far, for each region entered."""
         ends = (each.cpu_s for each in self.events if each.kind is StepEventKind.FORWARD_ENDED)
-        return next(ends, self.events[-1].cpu_s) - self.events[0].cpu_s
+        return (next(ends, self.events[-1].cpu_s) - self.events[0].cpu_s) / max(1, len(self.records))
 
     def _conclude(self) -> None:
         self.add(StepEventKind.STEP_ENDED, "")

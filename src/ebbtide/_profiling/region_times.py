@@ -51,16 +51,16 @@ class RegionTimes(StepParts):
         super().__init__(events, names)
         self._clock = clock
         passes = [self.events[a : b + 1] for a, b in pairwise([*self.entered, self.left[-1]])]
-        self.forward_s = [self._between(each[0], each[-1]) for each in passes]
+        self.forward_s = [self._seconds(each) for each in passes]
         self.prepared_s = [self._preparation(each) for each in passes]
         before, forward_end = self.events[: self.entered[0] + 1], self.events[self.forward_end]
-        self.before_s = max(0.0, self._between(before[0], before[-1]) - self._spun(before))
+        self.before_s = self._seconds(before)
         self.after_s = self._between(self.events[self.left[-1]], forward_end)
-        backward_before_s = self._between(forward_end, self.intervals[0].begin) if self.intervals else 0.0
-        self.backward_before_s = max(0.0, backward_before_s - self._spun(self.events[self.forward_end :]))
+        first = self.intervals[0].at if self.intervals else self.forward_end
+        self.backward_before_s = self._seconds(self.events[self.forward_end : first + 1])
         self.backward_after_s = self._between(self.intervals[-1].end, self.events[-1]) if self.intervals else 0.0
         self.recompute_s = [self._between(i.begin, i.recomputed) if i and i.recomputed else 0.0 for i in self.own]
-        self.backward_s = [self._between(i.recomputed or i.begin, i.end) if i else 0.0 for i in self.own]
+        self.backward_s = [self._backward(each) if each else 0.0 for each in self.own]
 
     def _preparation(self, events: Sequence[StepEvent]) -> float:
         """Time of one pass before and after the region's own code."""
@@ -70,9 +70,16 @@ class RegionTimes(StepParts):
             return 0.0
         return self._between(events[0], at[runs]) + self._between(at[ran], at[left])
 
-    def _spun(self, events: Sequence[StepEvent]) -> float:
-        """Time of spinning, which only measured steps have."""
-        return sum(self._between(a, b) for a, b in pairwise(events) if a.kind is StepEventKind.SPIN_BEGAN)
+    def _backward(self, interval: "BackwardInterval") -> float:
+        events = [interval.begin, *interval.events]
+        if interval.recomputed is not None:
+            events = events[events.index(interval.recomputed) :]
+        return self._seconds(events)
+
+    def _seconds(self, events: Sequence[StepEvent]) -> float:
+        """From the first of consecutive events to the last, without spinning, which only measured steps have."""
+        spun_s = sum(self._between(a, b) for a, b in pairwise(events) if a.kind is StepEventKind.SPIN_BEGAN)
+        return max(0.0, self._between(events[0], events[-1]) - spun_s)
 
     def _between(self, start: StepEvent, end: StepEvent) -> float:
         return max(0.0, self._clock(start, end))

@@ -10,7 +10,8 @@ from ebbtide._model.recipe_probe import probe_recipes
 
 def probed(handle):
     attachment = handle._attachment
-    return probe_recipes(attachment.engines, attachment.context.serves, attachment.engine())
+    regions = dict(attachment.module.named_children())
+    return probe_recipes(attachment.engines, attachment.context.serves, lambda: regions, attachment.engine())
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
-"""Measures what recipes cost the host, with a small module that runs by each recipe, before planning."""
+"""Measures what recipes cost the host before planning: a small module runs by each recipe, and the regions of the model
+are prepared for recomputation without running."""
 
 import contextlib
+import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 
 import torch
 
@@ -10,9 +12,12 @@ from ebbtide._config import OffloadConfig
 from ebbtide._engine.context import HookContext, Limits
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines
+from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._model.attach import Attachment
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.launch_overhead import RecipeCosts
+from ebbtide._recompute.frame import Frame
+from ebbtide._recompute.state import RegionState
 from ebbtide._types import RecomputeRecorder, StepRecorder
 
 _REGIONS, _WIDTH = 4, 32
@@ -26,10 +31,15 @@ _INSPECT = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",), s
 _SAVE = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",))
 
 
-def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engine: Engine) -> RecipeCosts:
-    """Costs of recipes on the device of `engine`, in seconds of this host.
+def probe_recipes(
+    engines: Engines,
+    serves: Callable[[torch.device], bool],
+    regions: Callable[[], Mapping[str, torch.nn.Module]],
+    engine: Engine,
+) -> RecipeCosts:
+    """Costs of recipes on the device of `engine`, in seconds of this host, and of preparing `regions`.
 
-    Runs some hundred small kernels, and waits for none.
+    Runs some hundred small kernels.
     """
     device = engine.device.torch_device
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -43,9 +53,11 @@ def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engi
             )
         finally:
             attachment.remove()
-    parcels = attachment.context.recorder.stats.parcels.count / _ROUNDS
+        parcels = attachment.context.recorder.stats.parcels.count / _ROUNDS
+        hooks = SavedTensorHooks(engines, attachment.context.new_call(""))
+        prepared = [_preparation_s(hooks, name, module) for name, module in regions().items()]
     return RecipeCosts(
-        prepare_s=recomputed.prepared_s,
+        prepare_s=statistics.median(prepared),
         save_s=max(0.0, recomputed.forward_s - recomputed.prepared_s - kept.forward_s) / _Region.saves,
         inspect_op_s=max(0.0, inspected.forward_s - recomputed.forward_s) / _OPERATORS,
         save_output_s=max(0.0, saved.forward_s - inspected.forward_s) / _PRODUCTS,
@@ -141,3 +153,23 @@ def _run(attachment: Attachment, recipe: Recipe) -> _Seconds:
         least.forward_s = min(least.forward_s, clock.forward_s / _REGIONS)
         least.prepared_s = min(least.prepared_s, clock.prepared_s / _REGIONS)
     return least
+
+
+def _preparation_s(hooks: SavedTensorHooks, name: str, module: torch.nn.Module) -> float:
+    """The fastest preparation of `module` for recomputation, in seconds: of a region as large as the model's, unlike
+    the small module's."""
+    state, seconds = RegionState(name, module), float("inf")
+    for _ in range(_ROUNDS):
+        began_s = time.perf_counter()
+        frame = Frame(name, _nothing, hooks, _no_context)
+        frame.run((), {}, hooks.pack, None, state)
+        seconds = min(seconds, time.perf_counter() - began_s)
+    return seconds
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_context(*_: object) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
+    return contextlib.nullcontext()

@@ -5,10 +5,10 @@ Note [Launch overhead]
 1. CPU work of recipes, beyond the model's own code, matters if the CPU is hardly ahead of compute: many small kernels,
    and a loop that reads each loss. A selective recipe of a region may then take longer to queue than to run.
 2. The model's own CPU time is measured, and the preparation of recomputation as well. Further work of recipes is what
-   a small module shows (_model/recipe_probe.py), times the ratio of preparations: a small module finds the caches of a
-   core full of its own code, a model does not, and a core is half as fast while another thread shares the core. The
-   device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded backward take as much
-   CPU time as compute time. The fastest of equal regions were not blocked.
+   a small module shows (_model/recipe_probe.py), times the ratio of preparations in the step and alone: a probe finds
+   the caches of a core full of its own code, a step does not, and a core is half as fast while another thread shares
+   the core. The device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded backward
+   take as much CPU time as compute time. The fastest of equal regions were not blocked.
 3. The CPU is as far ahead of compute as recorded, and far enough that a step that keeps everything waits for nothing
    (launch-ahead). If the CPU is slower than compute over a step, the launch-ahead is used up at some point.
 """
@@ -30,7 +30,7 @@ class RecipeCosts(NamedTuple):
     """CPU seconds that recipes add to the code of a region, as measured with a small module.
 
     Attributes:
-        prepare_s: once where a region prepares for recomputation.
+        prepare_s: once where a region of the model prepares for recomputation, outside of a step.
         save_s: for each tensor saved by a forward that will be recomputed.
         inspect_op_s: for each operator under a selective recipe.
         save_output_s: for each output that a selective recipe saves.

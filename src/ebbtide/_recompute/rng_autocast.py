@@ -1,7 +1,7 @@
 """The surroundings of a forward: random number generators, autocast, attention back ends, defaults, grad mode."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -47,7 +47,8 @@ class AutocastRngState:
             *process_wide(with_trackers=not is_captured),
             *map(state_of, {id(generator): generator for generator in held}.values()),
         ]
-        self._seeds = [(g.initial_seed, g.initial_seed(), device) for device, g in _defaults(devices)]
+        known = ((device, _default_generator(device)) for device in devices)
+        self._seeds = [(g.initial_seed, g.initial_seed(), device) for device, g in known if g is not None]
 
     def close(self) -> None:
         """End of forward: drop the generators that forward did not use."""
@@ -102,29 +103,32 @@ class _Autocast:
         return contextlib.nullcontext()
 
 
-def _defaults(devices: Iterable[torch.device]) -> Iterator[tuple[torch.device, torch.Generator]]:
-    """The default generator of each device, where torch exposes the object."""
-    for device in devices:
-        if device.type == "cpu":
-            yield device, torch.default_generator
-            continue
-        generators = getattr(torch.get_device_module(device.type), "default_generators", ())
-        if device.index < len(generators):  # the device of a tensor has an index
-            yield device, generators[device.index]
+_generators = {torch.device("cpu"): torch.default_generator}
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """The default generator of `device`; None where torch does not expose the object."""
+    found = _generators.get(device)
+    if found is None:
+        exposed = getattr(torch.get_device_module(device.type), "default_generators", ())
+        index = cast("int | None", device.index)  # an operator may name a device without an index
+        if index is not None and index < len(exposed):
+            found = _generators[device] = exposed[index]
+    return found
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
     """The state of the default generator for operators on `device`."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device.type).get_rng_state(device)
+    generator = _default_generator(device)
+    return torch.get_device_module(device.type).get_rng_state(device) if generator is None else generator.get_state()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
+    generator = _default_generator(device)
+    if generator is None:
         torch.get_device_module(device.type).set_rng_state(state, device)
+    else:
+        generator.set_state(state)
 
 
 _DEFAULT = StateAccess(rng_state, set_rng_state, bytes_of_tensor)

@@ -10,8 +10,7 @@ from ebbtide._model.recipe_probe import probe_recipes
 
 def probed(handle):
     attachment = handle._attachment
-    regions = dict(attachment.module.named_children())
-    return probe_recipes(attachment.engines, attachment.context.serves, lambda: regions, attachment.engine())
+    return probe_recipes(attachment.engines, attachment.context.serves, attachment.engine())
 
 
 @pytest.fixture
@@ -25,8 +24,8 @@ def handle():
 
 def test_every_recipe_has_a_cost(handle):
     costs = probed(handle)
-    assert costs.prepare_s > 0  # by one clock within one step; all the rest are differences of noisy steps
-    assert min(costs) >= 0
+    assert min(costs) >= 0  # differences of noisy steps
+    assert max(costs) > 0
 
 
 def test_a_probe_leaves_no_trace(handle):

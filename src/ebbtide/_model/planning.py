@@ -92,9 +92,7 @@ class Planning:
             max_slowdown=goal.max_slowdown,
             replans_on_oom=self.replans_on_oom, agree=agree, on_profile=profiles.keep, always_recompute=looks_again,
             nested=() if named else tuple(attachment.norm),
-            probe_recipes=functools.partial(
-                probe_recipes, attachment.engines, attachment.context.serves, lambda: attachment.regions
-            ),
+            probe_recipes=functools.partial(probe_recipes, attachment.engines, attachment.context.serves),
         )  # fmt: skip
         controller.start()
         attachment.controller, attachment.plan_step = controller, self.step_begins

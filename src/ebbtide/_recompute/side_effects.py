@@ -8,13 +8,14 @@ Note [Side effects]
 2. Plain data are numbers, strings, enums, NumPy arrays, tensors, containers of plain data, and objects with plain
    attributes only. An attribute or global with any other content (modules, parameters, functions, handles) belongs to
    some machinery and stays untouched as a whole, like attributes whose names begin with two underscores.
-3. The search covers attributes of the region's modules, globals named by the modules' forward functions, and objects
+3. An opaque iterator cannot be put back: a region with one within reach is kept without a recomputation.
+4. The search covers attributes of the region's modules, globals named by the modules' forward functions, and objects
    among the arguments. Containers among the arguments are rebuilt for each recomputation anyway.
 """
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -39,9 +40,13 @@ class Snapshot:
         modules: the modules of the region.
         arguments: args and kwargs of the region's call.
         known: tensors to leave out, the inputs of the call.
+
+    Attributes:
+        iterators: places of opaque iterators.
     """
 
     def __init__(self, modules: Sequence[Module], arguments: object, known: Iterable[torch.Tensor]) -> None:
+        self.iterators: list[str] = []
         self._known = {id(t) for t in known}
         self._seen: dict[int, object] = {}  # alive, for a dead object's id may be reused
         self._left_bytes = 64 * 1024**2  # for copies of tensors, while recomputation and backward need memory too
@@ -81,6 +86,8 @@ class Snapshot:
                 return False
             values = _values_in(item)
             if values is None:
+                if issubclass(cast("type[object]", type(item)), Iterator):
+                    self.iterators.append(label)
                 return False
             found.append(item)
             queue.extend((inner, depth + 1) for inner in values)

@@ -1,7 +1,6 @@
 """Verified forwards find regions that differ in recomputation, leave no trace, and all steps equal plain training."""
 
 import collections
-import contextlib
 import copy
 import enum
 import gc
@@ -289,7 +288,7 @@ def back():
 def test_a_change_between_forward_and_backward_is_found_too(recipe):
     model, twin = make(ReadsGlobal), make(ReadsGlobal)
     handle = offload(model, recipe=recipe, verify=100)
-    with pytest.raises(RecomputeError, match=r"layers\.2 in backward saved other values.*outside of the module changed"):
+    with pytest.raises(RecomputeError, match=r"layers\.2 in backward .* outside of the module changed"):
         step(model, 0, exchange)
     back()
     assert_equal(step(model, 1), step(twin, 1))  # the error leaves nothing behind

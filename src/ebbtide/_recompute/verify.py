@@ -22,6 +22,8 @@ Note [Verification]
    verdict.
 """
 
+import contextvars
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -30,7 +32,7 @@ import torch
 from torch.nn import Parameter
 
 from ebbtide._engine.context import HookContext
-from ebbtide._engine.hooks import Packed, SavedTensorHooks, is_unmodified
+from ebbtide._engine.hooks import Packed, SavedTensorHooks
 from ebbtide._engine.parcel import Kept, keep
 from ebbtide._engine.select import select_subclass, why_never
 from ebbtide._errors import RecomputeError
@@ -98,6 +100,7 @@ class VerifiedFrame(Frame):
         # The graph owns the holders, and a holder owns the saved tensor of forward.
         self._forward_tensors: weakref.WeakKeyDictionary[Holder, Packed] = weakref.WeakKeyDictionary()
         self._movable: set[int] = set()
+        self._trials: weakref.WeakSet[Trial] = weakref.WeakSet()
         self._forward_hooks = hooks.for_call(hooks.region_call)
 
     def _input(self, t: torch.Tensor, pack_input: Pack) -> Any:
@@ -157,6 +160,8 @@ class VerifiedFrame(Frame):
         if self.has_rounding:
             self.judges = True
             self._try(tensors)
+        self._check_leaks()
+        if self.has_rounding:
             _log.info("%s adds in no fixed order: its recomputation in backward is not compared", self._name)
             self.fingerprints.clear()
 
@@ -170,7 +175,8 @@ class VerifiedFrame(Frame):
             )
         try:
             with self._surroundings().restored():  # also of generators used by the recomputation alone
-                self._recompute()
+                # Backward of an accelerator runs in another thread, without the forward's context variables.
+                contextvars.Context().run(self._recompute)
         except RecomputeError:
             self._put_back(snapshot)  # a side effect is the reason of the difference, and better to name
             raise
@@ -188,6 +194,21 @@ class VerifiedFrame(Frame):
                 "buffer, or give the region the recipe 'keep' or 'offload'"
             )
 
+    def _check_leaks(self) -> None:
+        """Raises RecomputeError if code has stored a tensor of a trial: its graph lacks the rest of the model.
+
+        Every saved tensor of the graph refers to the trial.
+        """
+        for generation in (1, 2):  # region code may leave cycles behind
+            if len(self._trials) > 0:
+                gc.collect(generation)
+        if len(self._trials) > 0:
+            raise RecomputeError(
+                f"a tensor of the recomputation of {self._name} was stored outside of the region, in the place of the "
+                "forward's or besides, and gradients through it end at the region. If the rest of the model reads it, "
+                "write verify=0, or give the region the recipe 'keep' or 'offload'"
+            )
+
     def _fall_back(self, error: Exception) -> None:
         """Let backward read the tensors of forward, from the store if possible, and never recompute the region again.
 
@@ -199,9 +220,12 @@ class VerifiedFrame(Frame):
         hooks.region_call = context.new_call(hooks.region_call.region)
         hooks.region_call.keep_window(0)
         for holder in list(self._forward_tensors):
-            packed = self._forward_tensors[holder]
-            if holder.number in self._movable and is_unmodified(packed):
-                self._forward_tensors[holder] = hooks.pack(cast(Kept, packed)[0])
+            t, version, name = cast(Kept, self._forward_tensors[holder])
+            # A trial may have changed the tensor, and the snapshot may have put the bytes back.
+            if t._version != version and not _are_equal(self.fingerprints[holder.number], _fingerprints_of(t)):
+                continue  # backward raises
+            is_movable = holder.number in self._movable
+            self._forward_tensors[holder] = hooks.pack(t) if is_movable else (t, t._version, name)
         self._inputs, self._outputs = [], None
         self._downstream.clear()
         if hooks.lacks_room:
@@ -209,7 +233,11 @@ class VerifiedFrame(Frame):
         context.recorder.note_differed(self._name, str(error) or type(error).__name__)
 
     def _new_recomputation(self) -> Recomputation:
-        return ComparedRecomputation(self) if self._at_hand is None else Trial(self)
+        if self._at_hand is None:
+            return ComparedRecomputation(self)
+        trial = Trial(self)
+        self._trials.add(trial)
+        return trial
 
     def _read_inputs(self) -> list[torch.Tensor]:
         if self._at_hand is None:

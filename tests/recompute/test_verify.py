@@ -1,25 +1,33 @@
 """Verified forwards find regions that differ in recomputation, leave no trace, and all steps equal plain training."""
 
 import collections
+import contextlib
+import contextvars
 import copy
 import enum
 import gc
 import itertools
 import re
 import threading
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from recipe_cases import CASES, RECIPES
-from support import assert_equal
+from recipe_cases import CASES, RECIPES, batch
+from recipe_cases import Mixed as MixedBlock
+from recipe_cases import Stack as Blocks
+from support import HandleRig, assert_equal
 from test_offload import offload
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, RecomputeError
-from ebbtide._recompute.verify import is_rounding
+from ebbtide._devices.sim import SimDevice
+from ebbtide._recompute.verify import VerifiedFrame, is_rounding
 from ebbtide._types import Reason, Unable
 
 CPU = torch.device("cpu")
@@ -597,3 +605,380 @@ def test_rounding_is_distinguished_from_differences(value, monkeypatch):
     assert is_rounding(forward, rounded)
     assert not is_rounding(forward, rounded + torch.tensor([0.0, 1e-4, 0.0]))
     assert not is_rounding(forward, torch.tensor([1.0, float("inf"), value]))
+
+
+def always_rounds(monkeypatch, sampled=1024):
+    monkeypatch.setattr("ebbtide._recompute.verify._is_exact", lambda t: False)
+    monkeypatch.setattr("ebbtide._recompute.verify._SAMPLED", sampled)
+
+
+class Rounds(Region):
+    """Each run rounds otherwise, or only the runs from `first` on."""
+
+    first = 2
+
+    def __init__(self):
+        super().__init__()
+        self.tally = Opaque()
+
+    def factor(self):
+        self.tally.rows["runs"] += 1
+        return 2.0 + 2e-7 * max(0, self.tally.rows["runs"] + 1 - self.first)
+
+
+class RoundsInBackward(Rounds):
+    first = 3
+
+
+@pytest.mark.parametrize("kind", [Rounds, RoundsInBackward])
+def test_unordered_additions_are_no_difference(kind, monkeypatch):
+    always_rounds(monkeypatch)
+    model = make(kind)
+    handle = offload(model, recipe="recompute", verify=1)
+    for ours, plain in zip(steps(model, 1), steps(make(Pure), 1), strict=True):
+        torch.testing.assert_close(ours, plain)
+    assert handle.stats().unable == {}
+
+
+class Spikes(Rounds):
+    def factor(self):
+        spike = torch.zeros(4, 8)
+        spike[3, 7] = super().factor() - 2.0
+        return 2.0 + 1e4 * spike
+
+
+def test_a_second_trial_compares_all_elements(monkeypatch):
+    always_rounds(monkeypatch, sampled=1)
+    model = make(Spikes)
+    offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
+        ours = steps(model, 1)
+    assert_equal(ours, steps(make(Spikes), 1))
+
+
+# -- a trial leaves no trace -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_trials_on_a_simulated_device(name):
+    """Moved inputs and outputs, dropout, batch norms, several kinds of saved tensors: no race, no leak."""
+    results = []
+    for verify in (1, None):
+        torch.manual_seed(0)
+        model = Blocks(MixedBlock)
+        rig = HandleRig(SimDevice(4, "shuffled"))
+        handle = rig.offload(model, RECIPES[name] if verify else None, verify=verify)
+        results.append([])
+        for number in range(3):
+            model(batch(CPU, number)).backward()
+            results[-1] += [torch.get_rng_state(), *(p.grad.clone() for p in model.parameters()), *model.buffers()]
+        assert handle.stats().unable == {}
+        rig.check_no_races()
+        rig.check_at_rest()
+    assert_equal(*results)
+
+
+class DrawsOnlyInRecomputation(Region):
+    def __init__(self):
+        super().__init__()
+        self.tally = Opaque()
+
+    def factor(self):
+        self.tally.rows["runs"] += 1
+        return torch.rand(1) if self.tally.rows["runs"] > 1 else 2.0
+
+
+def test_random_numbers_of_a_trial_alone_are_put_back():
+    model = make(DrawsOnlyInRecomputation)
+    offload(model, recipe="recompute", verify=1)
+    before = torch.get_rng_state()
+    with pytest.warns(EbbtideWarning, match="is kept"):
+        ours = steps(model, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_equal(ours, steps(make(DrawsOnlyInRecomputation), 1))
+
+
+class SetsASeed(Region):
+    """Saves a tensor before an unknown state of the generator, and more behind."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        torch.manual_seed(3)
+        return y.sin() * torch.rand(8)
+
+
+def test_a_trial_ends_before_an_unknown_state_of_a_generator():
+    model = make(SetsASeed)
+    handle = offload(model, recipe="recompute", verify=1)
+    torch.manual_seed(1)
+    with pytest.warns(EbbtideWarning, match="random number generator"):
+        ours = [*steps(model, 1), torch.get_rng_state()]
+    torch.manual_seed(1)
+    assert_equal(ours, [*steps(make(SetsASeed), 1), torch.get_rng_state()])
+    assert set(handle.stats().unable) == {Unable.UNKNOWN_RNG}
+
+
+class WritesDataOfItsInput(Region):
+    """Without a new version."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        x.data.mul_(2.0)
+        return y.sin() + x
+
+
+class SavesItsCounter(CountsInTensor):
+    """A trial changes a tensor that forward has saved."""
+
+    def factor(self):
+        self.runs.add_(1)
+        return self.runs
+
+
+def test_what_forward_saved_is_read_as_saved():
+    model = make(SavesItsCounter)
+    offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match="is kept"):
+        ours = steps(model, 3)
+    assert_equal(ours, steps(make(SavesItsCounter), 3))
+
+
+def test_an_input_changed_without_a_version_is_not_changed_once_more():
+    """Gradients are of the bytes at the save, as of all moved tensors."""
+    model = make(WritesDataOfItsInput)
+    offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match=r"layers\.0 changes a tensor in place that was passed"):
+        ours = model(torch.ones(4, 8))
+    assert_equal([ours], [make(WritesDataOfItsInput)(torch.ones(4, 8))])
+
+
+COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
+OUT_OF_SIGHT = []
+
+
+def store(t):
+    OUT_OF_SIGHT.append(t)
+
+
+class ReadsHooks(Stack):
+    """The loss reads what hooks on the regions have stored."""
+
+    def __init__(self, place):
+        super().__init__(Pure)
+        self.stored = stored = {}
+        for number, layer in enumerate(self.layers):
+            stored[number] = None
+            layer.linear.register_forward_hook(getattr(self, place)(number, stored))
+        del self.stored
+
+    def list(self, number, stored):
+        rows = stored[number] = []
+        return lambda module, args, out: rows.append(out)
+
+    def dict(self, number, stored):
+        def hook(module, args, out):
+            stored[number] = out
+
+        return hook
+
+    def variable(self, number, stored):
+        def hook(module, args, out):
+            if COLLECTED.get() is not None:
+                COLLECTED.get().append(out)
+
+        return hook
+
+    def forward(self, x):
+        token = COLLECTED.set([])
+        try:
+            loss = super().forward(x)
+            for layer in self.layers:
+                for hook in layer.linear._forward_hooks.values():
+                    for cell in hook.__closure__ or ():
+                        loss = loss + self.total(cell.cell_contents)
+            return loss + self.total(COLLECTED.get())
+        finally:
+            COLLECTED.reset(token)
+
+    def total(self, stored):
+        if isinstance(stored, torch.Tensor):
+            return stored.sin().sum()
+        rows = stored.values() if isinstance(stored, dict) else stored if isinstance(stored, list) else ()
+        return sum(map(self.total, rows))
+
+
+@pytest.mark.parametrize(("place", "is_kept"), [("list", True), ("dict", False), ("variable", False)])
+def test_hooks_store_the_tensors_of_forward(place, is_kept):
+    torch.manual_seed(0)
+    model = ReadsHooks(place)
+    torch.manual_seed(0)
+    twin = ReadsHooks(place)
+    handle = offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match="is kept") if is_kept else contextlib.nullcontext():
+        ours = step(model, 0)
+    assert_equal(ours, step(twin, 0))
+    assert bool(handle.stats().unable) is is_kept
+
+
+class StoresOutOfSight(Pure):
+    def forward(self, x):
+        y = super().forward(x)
+        store(y)
+        return y.sin()
+
+
+def test_a_tensor_stored_out_of_sight_is_reported():
+    model = make(StoresOutOfSight)
+    handle = offload(model, recipe="recompute", verify=1)
+    with pytest.warns(EbbtideWarning, match=r"a tensor of the recomputation of layers\.0 was stored outside"):
+        ours = steps(model, 1)
+    assert_equal(ours, steps(make(StoresOutOfSight), 1))
+    assert handle.stats().unable == {Unable.DIFFERED: 3}
+    OUT_OF_SIGHT.clear()
+
+
+# -- regions in regions, several calls, exceptions, threads ------------------------------------------------------------
+
+
+class Outer(Region):
+    """Calls an inner region twice."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind()
+
+    def factor(self):
+        return 2.0
+
+    def forward(self, x):
+        return super().forward(self.inner(self.inner(x.sin()).cos()))
+
+
+@pytest.mark.parametrize("outer", ["recompute", "selective", "offload"])
+@pytest.mark.parametrize("kind", [Pure, CountsInArray, CountsLater])
+def test_regions_in_regions(kind, outer):
+    model, twin = (make(lambda: Outer(kind)) for _ in range(2))
+    handle = offload(model, recipe={"layers.*": outer, "layers.*.inner": "recompute"}, verify=1)
+    with pytest.warns(EbbtideWarning, match="is kept") if kind is CountsInArray else contextlib.nullcontext():
+        ours = [t for seed in range(3) for t in step(model, seed)]
+    assert_equal(ours, [t for seed in range(3) for t in step(twin, seed)])
+    assert set(handle.stats().unable) == ({Unable.DIFFERED} if kind is CountsInArray else set())
+
+
+class Raises(Pure):
+    def forward(self, x):
+        y = super().forward(x)
+        if FACTOR > 1:
+            raise KeyError("a batch without the key")
+        return y.sin()
+
+
+def test_a_forward_that_raises_is_not_tried_and_the_next_is():
+    model, twin = make(Raises), make(Raises)
+    handle = offload(model, recipe="recompute", verify=1)
+    exchange()
+    with pytest.raises(KeyError):
+        step(model, 0)
+    back()
+    assert_equal(steps(model, 2), steps(twin, 2))
+    assert handle.stats().unable == {}
+
+
+def test_without_grad_nothing_is_tried(monkeypatch):
+    runs = []
+    monkeypatch.setattr(Pure, "factor", lambda self: runs.append(self) or 2.0)
+    model = make(Pure)
+    offload(model, recipe="recompute", verify=1)
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("end", ["backward", "retained", "dropped"])
+@pytest.mark.parametrize("kind", [Pure, CountsInArray])
+@pytest.mark.filterwarnings("ignore:.* is kept from now on")
+def test_nothing_of_a_verified_forward_outlives_its_graph(kind, end):
+    alive = weakref.WeakSet()
+    model = make(kind)
+    handle = offload(model, recipe="recompute", verify=1)
+    gc.collect()
+    gc.disable()  # no cycles: all objects end with the graph
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            init = VerifiedFrame.__init__
+            patch.setattr(VerifiedFrame, "__init__", lambda self, *args: init(self, *args) or alive.add(self))
+            loss = model(torch.ones(4, 8))
+            assert len(alive) == 3
+            if end != "dropped":
+                loss.backward(retain_graph=end == "retained")
+            del loss
+            assert len(alive) == 0
+    finally:
+        gc.enable()
+    assert handle.stats().host_bytes == 0
+
+
+def test_threads_verify_one_model_each():
+    def run(model, results):
+        results += [t for seed in range(4) for t in step(model, seed)]
+
+    models = [make(Pure) for _ in range(3)]
+    plain, ours = [], [[] for _ in models]
+    run(make(Pure), plain)
+    handles = [offload(model, recipe="recompute", verify=1) for model in models]
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(models, ours, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results, handle in zip(ours, handles, strict=True):
+        assert_equal(results, plain)
+        assert handle.stats().unable == {}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the results of all operators, while alive, and the peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known:
+                storage = t.untyped_storage()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _freed(self, nbytes):
+        self.now -= nbytes
+
+
+class Saves(nn.Module):
+    def __init__(self, count=6):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.count = count
+
+    def forward(self, x):
+        for _ in range(self.count):
+            x = x.sin()
+        return self.linear(x)
+
+
+def test_the_peak_of_a_verified_forward_is_one_region_higher():
+    def peak(recipe, verify):
+        model = make(Saves)
+        offload(model, recipe=recipe, verify=verify)
+        x = torch.ones(512, 8)
+        with LiveBytes() as live:
+            model(x)
+        return live.peak / (x.numel() * x.element_size())
+
+    lean = peak("recompute", 0)
+    assert peak("recompute", 1) <= lean + 7  # a region saves 7 tensors
+    assert peak("keep", 0) > lean + 7

@@ -63,9 +63,9 @@ class Snapshot:
             for name in list(module.__dict__):
                 if name not in MODULE_ATTRIBUTES and not name.startswith("__"):
                     self._add_variable(f"{kind}.{name}", module.__dict__, name)
-            self._add_function(type(module).forward)
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self._add_function(hook)
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            for function in cast("tuple[object, ...]", (type(module).forward, *hooks)):
+                self._add_function(function)
 
     def put_back(self) -> list[str]:
         """Undo all changes since construction, and name them."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import CellType
 from typing import Any, TypeAlias, cast
@@ -63,8 +64,10 @@ class Snapshot:
             for name in list(module.__dict__):
                 if name not in MODULE_ATTRIBUTES and not name.startswith("__"):
                     self._add_variable(f"{kind}.{name}", module.__dict__, name)
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            for function in cast("tuple[object, ...]", (type(module).forward, *hooks)):
+            hooked = cast(Any, module)
+            for function in chain(
+                [type(module).forward], hooked._forward_pre_hooks.values(), hooked._forward_hooks.values()
+            ):
                 self._add_function(function)
 
     def put_back(self) -> list[str]:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, RecomputeError
 from ebbtide._devices.sim import SimDevice
+from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._recompute.verify import VerifiedFrame, is_rounding
 from ebbtide._types import Reason, Unable
 
@@ -892,6 +893,17 @@ def test_without_grad_nothing_is_tried(monkeypatch):
     with torch.no_grad():
         model(torch.ones(4, 8))
     assert len(runs) == 3
+
+
+def test_a_captured_forward_is_not_tried(monkeypatch):
+    runs = []
+    monkeypatch.setattr(Pure, "factor", lambda self: runs.append(self) or 2.0)
+    monkeypatch.setattr(SavedTensorHooks, "is_captured", lambda self, devices: True)
+    model = make(Pure)
+    offload(model, recipe="recompute", verify=1)
+    ours = step(model, 0)
+    assert len(runs) == 3 + 3
+    assert_equal(ours, step(make(Pure), 0))
 
 
 @pytest.mark.parametrize("end", ["backward", "retained", "dropped"])

@@ -77,11 +77,10 @@ class HandleRig(Rig):
         super().__init__(device, **(small | settings))
         self.handles: list[OffloadHandle] = []
 
-    def offload(self, module: torch.nn.Module, recipe=None) -> OffloadHandle:
+    def offload(self, module: torch.nn.Module, recipe=None, **config) -> OffloadHandle:
         """Everything may move, as with `ebbtide.offload`."""
-        handle = OffloadHandle(
-            module, OffloadConfig(), self.engines, HookContext(self.hook_context.limits, lambda _: True)
-        )
+        context = HookContext(self.hook_context.limits, lambda _: True)
+        handle = OffloadHandle(module, OffloadConfig(**config), self.engines, context)
         handle._install()
         handle.set_recipe(recipe)
         self.handles.append(handle)

@@ -13,6 +13,7 @@ from planner.workloads import GIB, MS
 
 from ebbtide import EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
+from ebbtide._control.ranks import Ranks
 from ebbtide._control.trial import THRESHOLDS
 from ebbtide._planner.options import option_for
 from ebbtide._planner.simulate import forward_launch_s, host_wait_s, options_of_plan, simulate, windows_within
@@ -148,7 +149,7 @@ def test_memory_that_grows_during_a_comparison_ends_the_comparison(monkeypatch):
     controller, handle = controller_of(BUDGET)
     true = controller.profile
     without_corrections(controller)
-    while controller.tuner._size.rival is None:
+    while handle.plan.predicted.moved_bytes:  # until the fallback is on trial
         handle.device.step_s = step_by(true, handle.plan).step_s * (1.5 if handle.plan.predicted.moved_bytes else 1.0)
         step(controller)
     handle.device.allocated_bytes = controller.profile.base_bytes + 400_000_000
@@ -731,7 +732,7 @@ def test_the_speed_is_that_of_the_current_batch_size():
 
 
 def test_ranks_that_share_a_plan_share_its_profile():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), agree=lambda answer: [answer])
+    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), ranks=Ranks(None, "a plan"))
     assert speed_by(controller, handle, 1.03) == 1.0
 
 

@@ -389,6 +389,76 @@ def test_a_correction_that_makes_steps_slower_is_taken_back():
     assert handle.plan.regions == first.regions
 
 
+@pytest.mark.parametrize("growth", [1.03, 1.1, 1.5])
+def test_of_corrections_that_are_slower_each_time_the_first_plan_is_frozen(growth):
+    """As of a model bound by the host, whatever is predicted."""
+    controller, handle = controller_of(BUDGET)
+    ran, first_s = [], 1.3 * handle.plan.predicted.step_s
+    for _ in range(100):
+        does = {name: region.recipe for name, region in handle.plan.regions.items()}
+        if does not in ran:
+            ran.append(does)
+        handle.device.step_s = first_s * growth ** ran.index(does)
+        step(controller)
+    assert len(ran) >= 2
+    assert {name: region.recipe for name, region in handle.plan.regions.items()} == ran[0]
+    assert controller.tuner._size.trial.is_frozen
+
+
+def after_a_correction(monkeypatch, before_s, after_s):
+    """A controller whose first plan ran, and whose corrected plan ran until the verdict; and the two plans."""
+    controller, handle, answers = planned(monkeypatch)
+    without_fallback(controller)
+    plans = []
+    for seconds in (before_s, after_s):
+        plans.append(handle.plan)
+        for _ in range(8):
+            handle.device.step_s = seconds
+            step(controller)
+        if seconds is before_s:
+            answers.give()
+            without_corrections(controller)
+        step(controller)
+    return controller, handle, plans
+
+
+def without_fallback(controller):
+    """No other plan is measured or predicted than those of the test."""
+    size = controller.tuner._size
+    size.tried, size.fallback = [], None
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "stays"), [(0.1, 0.11, 0), (0.1, 0.1005, 1), (0.1, 0.09, 1), (0.1, 0.1011, 0)]
+)
+def test_the_fastest_measured_plan_is_frozen_and_a_trifle_changes_nothing(
+    monkeypatch, caplog, before_s, after_s, stays
+):
+    caplog.set_level("INFO", "ebbtide")
+    controller, handle, plans = after_a_correction(monkeypatch, before_s, after_s)
+    assert handle.plan.regions == plans[stays].regions
+    assert controller.tuner._size.trial.is_frozen
+    expected = "plan frozen, an earlier plan was faster" if stays == 0 else "plan frozen: steps of"
+    assert [message.startswith(expected) for message in caplog.messages if "frozen" in message] == [True]
+
+
+def test_a_faster_plan_that_went_over_the_budget_does_not_return(monkeypatch):
+    """Its steps were measured before its peak went over."""
+    controller, handle, answers = planned(monkeypatch)
+    first = handle.plan
+    for k in range(8):
+        handle.device.step_s = 0.1
+        handle.device.peak_bytes = 2 * BUDGET if k == 5 else first.predicted.peak_bytes
+        step(controller)
+        if handle.plan.predicted is None:
+            break
+    answers.give()
+    for _ in range(30):
+        step(controller)  # at the predicted peak
+        handle.device.step_s = 0.2
+    assert handle.plan.regions != first.regions
+
+
 def test_replan_plans_again_with_all_corrections():
     controller, handle = controller_of(BUDGET)
     steps(controller, handle, 60, ratio=1.0)

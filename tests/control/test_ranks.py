@@ -81,11 +81,11 @@ def write_down(rank, folder, handle, is_equal):
     os._exit(0)  # threads of gloo and reducers of DDP do not always end in good order with the interpreter
 
 
-def check_one_plan(folder):
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+def check_one_plan(folder, ranks=RANKS):
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(result["is_equal"] and result["is_planned"] for result in results)
-    assert results[0]["recipes"] == results[1]["recipes"]
-    assert results[0]["time"] == results[1]["time"]
+    assert all(result["recipes"] == results[0]["recipes"] for result in results)
+    assert all(result["time"] == results[0]["time"] for result in results)
 
 
 def test_two_ranks_have_one_plan(tmp_path):
@@ -100,25 +100,26 @@ def test_ranks_that_meet_after_they_were_offloaded_have_one_plan_too(tmp_path, s
     check_one_plan(tmp_path)
 
 
-# -- who votes, and when -----------------------------------------------------------------------------------------------
+# -- who meets, and when -----------------------------------------------------------------------------------------------
 
 
-def uneven_steps(rank: int, folder: str) -> None:
+def uneven_steps(rank: int, folder: str, ranks: int, steps: int) -> None:
     """Ranks have different numbers of forwards in a step, and gradients of all of them are added up."""
     torch.set_num_threads(1)
-    join(rank, folder)
-    plain = trained_unevenly(nn.parallel.DistributedDataParallel(make()), rank)
+    join(rank, folder, ranks)
+    plain = trained_unevenly(nn.parallel.DistributedDataParallel(make()), rank, steps)
     model = nn.parallel.DistributedDataParallel(make())
     handle = ebbtide.offload(model, **within(), **SETTINGS)
-    write_down(rank, folder, handle, trained_unevenly(model, rank) == plain)
+    write_down(rank, folder, handle, trained_unevenly(model, rank, steps) == plain)
 
 
-def trained_unevenly(model, rank):
+def trained_unevenly(model, rank, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    for k in range(STEPS):
-        for j in range(rank + 1):
-            with contextlib.nullcontext() if j == rank else model.no_sync():
+    forwards = 1 + rank % 3
+    for k in range(steps):
+        for j in range(forwards):
+            with contextlib.nullcontext() if j == forwards - 1 else model.no_sync():
                 loss = model(batch(100 * k + 10 * j + rank))
                 loss.backward()
             found.append(bits(loss).hex())
@@ -128,9 +129,10 @@ def trained_unevenly(model, rank):
     return found
 
 
-def test_ranks_vote_between_steps_however_many_forwards_each_has(tmp_path):
-    spawn(uneven_steps, str(tmp_path))
-    check_one_plan(tmp_path)
+@pytest.mark.parametrize(("ranks", "steps"), [(2, STEPS), (4, 18)])
+def test_ranks_meet_between_steps_however_many_forwards_each_has(tmp_path, ranks, steps):
+    spawn(uneven_steps, str(tmp_path), ranks, steps, ranks=ranks)
+    check_one_plan(tmp_path, ranks)
 
 
 def some_of_the_ranks(rank: int, folder: str, ranks: int, has_file: bool) -> None:

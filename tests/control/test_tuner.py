@@ -425,7 +425,8 @@ def after_a_correction(monkeypatch, before_s, after_s):
 def without_fallback(controller):
     """No other plan is measured or predicted than those of the test."""
     size = controller.tuner._size
-    size.tried, size.fallback = [], None
+    size.tried = [trial for trial in size.tried if not trial.is_fallback]
+    size.fallback = None
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,28 @@ def test_the_fastest_measured_plan_is_frozen_and_a_trifle_changes_nothing(
     assert controller.tuner._size.trial.is_frozen
     expected = "plan frozen, an earlier plan was faster" if stays == 0 else "plan frozen: steps of"
     assert [message.startswith(expected) for message in caplog.messages if "frozen" in message] == [True]
+
+
+@pytest.mark.parametrize(("last_s", "stays"), [(0.11, 0), (0.09, 2)])
+def test_a_plan_within_the_budget_returns_after_a_correction_that_went_over(monkeypatch, last_s, stays):
+    controller, handle, answers = planned(monkeypatch)
+    without_fallback(controller)
+    plans = []
+    for seconds, is_over in ((0.1, False), (0.08, True), (last_s, False)):
+        plans.append(handle.plan)
+        for _ in range(1 if is_over else 8):
+            handle.device.step_s = seconds
+            handle.device.peak_bytes = int(1.05 * BUDGET) if is_over else handle.plan.predicted.peak_bytes
+            step(controller)
+        step(controller)
+        without_corrections(controller)
+        if len(plans) < 3:
+            assert (handle.plan.predicted is None) == is_over
+            answers.give()
+            step(controller)
+            without_fallback(controller)
+    assert handle.plan.regions == plans[stays].regions
+    assert controller.tuner._size.trial.is_frozen
 
 
 def test_a_faster_plan_that_went_over_the_budget_does_not_return(monkeypatch):

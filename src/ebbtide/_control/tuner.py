@@ -83,7 +83,7 @@ class _BatchSize:
         profile: source of the plan, before scaling to the size.
         margin_bytes: part of the budget left free.
         trial: the plan in force; None until the first answer, and after a plan was stopped.
-        tried: trials of earlier plans since the last frozen plan; memory has not grown since.
+        tried: trials of earlier plans since the last frozen plan; the memory before the step has not grown since.
         fallback: the fallback of the last answer; None: none fits, or the answer is the fallback.
         fallback_s: the fastest predicted seconds of the fallback so far.
         asks_fallback: whether the next question is for the fallback alone.
@@ -485,29 +485,34 @@ class PlanTuner:
         """A peak over the budget. If no plan is smaller, the plan stays."""
         limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
         assert limit_bytes is not None
-        if trial.is_fallback and size.has_answer and not size.wanted and self._others(size):
+        is_least = size.has_answer and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
+        within = self._others(size)
+        if within and size.has_answer and not size.wanted and (trial.is_fallback or is_least):
             self._choose(size)
             return
-        if size.has_answer and (predicted is None or predicted.peak_bytes <= size.smallest_bytes):
+        if is_least:
             self._warn_of_peak(peak_bytes, limit_bytes)
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
         size.asks_fallback = not size.has_answer  # for less: another one
-        self._want(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
+        self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
+        size.tried = within  # other than where memory has grown
+        self._ask_next()
 
     def _choose(self, size: _BatchSize, *, may_correct: bool = True) -> None:
         """Nothing is left to measure: freeze the best plan of all that ran, or without a budget ask for one that moves
         less."""
         trial, limit_bytes = size.trial, self.limit_bytes
-        assert trial is not None
         if limit_bytes is None:
+            assert trial is not None
             self._compare_with_keeping(size, trial, may_correct)
             return
-        measured = [each for each in (trial, *size.tried) if each.is_measured(limit_bytes)]
-        best = min(measured, key=lambda each: each.seen.fastest_s, default=trial)
-        if trial in measured and trial.seen.fastest_s <= best.seen.fastest_s * (1 + THRESHOLDS.slower):
-            best = trial
+        best = min(self._others(size), key=lambda each: each.seen.fastest_s, default=trial)
+        assert best is not None
+        if trial is not None and trial.is_measured(limit_bytes):
+            slowest_s = best.seen.fastest_s * (1 + THRESHOLDS.slower)
+            best = trial if trial.seen.fastest_s <= slowest_s else best
         if best.is_fallback and size.fallback is not None and not size.has_run(size.fallback):
             # The fallback by what is known now, for more of the budget. Its peak and its time are to be seen.
             self._follow(size, Trial(size.fallback, is_fallback=True), "replaced, an earlier fallback was faster")
@@ -565,8 +570,8 @@ class PlanTuner:
             size.margin_bytes = max(first_margin(limit_bytes, self._profile.base_bytes), *known)
         return size
 
-    def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
-        self._mark(size, why, stops_plan)
+    def _want(self, size: _BatchSize, why: str) -> None:
+        self._mark(size, why, stops_plan=False)
         self._ask_next()
 
     def _mark(self, size: _BatchSize, why: str, stops_plan: bool) -> None:

@@ -89,10 +89,8 @@ class _BatchSize:
         asks_fallback: whether the next question is for the fallback alone.
         wanted: why another plan is wanted; "" if none is.
         target: the part of the largest slowdown that is planned for.
-        has_answer: whether there has been a plan.
+        answer: the last answer with a plan; None before the first.
         corrections: so far.
-        smallest_bytes: the smallest budget, as of the last answer.
-        solving_s: seconds that the last answer took.
         is_used: whether a step has followed a plan.
     """
 
@@ -106,12 +104,15 @@ class _BatchSize:
     asks_fallback: bool = False
     wanted: str = ""
     target: float = THRESHOLDS.target
-    has_answer: bool = False
+    answer: Answer | None = None
     corrections: int = 0
-    smallest_bytes: int = 0
-    solving_s: float = 0.0
     is_used: bool = False
     scales: SpeedScales = dataclasses.field(default_factory=SpeedScales)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget, as of the last answer."""
+        return 0 if self.answer is None else self.answer.smallest_bytes
 
     def follow(self, trial: Trial) -> None:
         """Put `trial` in force. The plan before joins those that may return."""
@@ -216,7 +217,7 @@ class PlanTuner:
         if self._only_moves and self.limit_bytes is None:
             self._size.trial = Trial(first, is_fallback=True)
         self._ask_next()
-        if not self._size.has_answer:
+        if self._size.answer is None:
             self._apply()
 
     # -- figures ---------------------------------------------------------------------------------------------------
@@ -224,12 +225,12 @@ class PlanTuner:
     @property
     def has_plan(self) -> bool:
         """Whether the first answer is there."""
-        return any(size.has_answer for size in self._sizes.values())
+        return any(size.answer is not None for size in self._sizes.values())
 
     @property
     def has_stopped_plan(self) -> bool:
         """Whether a plan was stopped, and the recipes with the smallest peak run until there is another."""
-        return self._size.has_answer and self._size.trial is None
+        return self._size.answer is not None and self._size.trial is None
 
     @property
     def profile(self) -> Profile:
@@ -246,8 +247,7 @@ class PlanTuner:
             compute = ComputeScale(scale, scale)
         if cpu == compute.forward == compute.backward == 1.0:
             return self._profile
-        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
-        return refitted if cpu != 1.0 else self._with_launch_ahead(refitted)
+        return self._at_speed(cpu, compute, is_cpu_refitted=cpu != 1.0 or self._was_cpu_refitted)
 
     @property
     def tokens(self) -> int:
@@ -300,10 +300,10 @@ class PlanTuner:
         trial = size.trial
         if trial is None:
             return None
-        if size.has_answer and not size.is_used:
+        if size.answer is not None and not size.is_used:
             size.is_used = True
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
-            self._log_plan(f"plan in force{other}", size, trial.plan)
+            self._log_plan(f"plan in force{other}", trial.plan, size.answer.seconds)
         trial.begun += 1
         self._is_unobserved = trial.is_frozen and trial.plan.keeps_all and not self._looks_soon(trial)
         if self._is_unobserved:
@@ -433,7 +433,7 @@ class PlanTuner:
         found = verdict(trial, limit_bytes, size.margin_bytes, may_correct, known_s, self._slowdown)
         if found is TrialVerdict.OVER:
             self._leave_more_free(size, trial)
-        elif size.wanted or not size.has_answer:
+        elif size.wanted or size.answer is None:
             return
         elif found is TrialVerdict.CORRECT:
             self._correct(size, trial)
@@ -485,9 +485,9 @@ class PlanTuner:
         """A peak over the budget. If no plan is smaller, the plan stays."""
         limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
         assert limit_bytes is not None
-        is_least = size.has_answer and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
+        is_least = size.answer is not None and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
         within = self._others(size)
-        if within and size.has_answer and not size.wanted and (trial.is_fallback or is_least):
+        if within and size.answer is not None and not size.wanted and (trial.is_fallback or is_least):
             self._choose(size)
             return
         if is_least:
@@ -495,7 +495,7 @@ class PlanTuner:
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
-        size.asks_fallback = not size.has_answer  # for less: another one
+        size.asks_fallback = size.answer is None  # for less: another one
         self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
         size.tried = within  # other than where memory has grown
         self._ask_next()
@@ -553,9 +553,9 @@ class PlanTuner:
         best.is_frozen = True
         size.tried = []
 
-    def _follow(self, size: _BatchSize, trial: Trial, what: str) -> None:
+    def _follow(self, size: _BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
         size.follow(trial)
-        self._log_plan(f"plan {what}", size, trial.plan)
+        self._log_plan(f"plan {what}", trial.plan, solving_s)
         if size is self._size:
             self._apply()
 
@@ -638,7 +638,7 @@ class PlanTuner:
 
     def _take(self, size: _BatchSize, why: str, answer: Answer, plan: Plan) -> None:
         limit_bytes, fallback = self.limit_bytes, answer.fallback
-        size.smallest_bytes, size.solving_s = answer.smallest_bytes, answer.seconds
+        was_first, size.answer = size.answer is None, answer
         is_too_large = limit_bytes is not None and answer.smallest_bytes > limit_bytes
         if limit_bytes is not None and is_too_large:
             self._warn_too_large(size, limit_bytes)
@@ -648,13 +648,12 @@ class PlanTuner:
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame compute for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
-        has_answer, size.has_answer = size.has_answer, True
-        if has_answer and size.has_run(plan):
+        if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
             return
         trial = Trial(plan)
         if size.is_used:
-            self._follow(size, trial, f"corrected, {why}")
+            self._follow(size, trial, f"corrected, {why}", answer.seconds)
         else:
             size.follow(trial)
             if size is self._size:
@@ -679,14 +678,13 @@ class PlanTuner:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)
 
-    def _log_plan(self, what: str, size: _BatchSize, plan: Plan) -> None:
+    def _log_plan(self, what: str, plan: Plan, solving_s: float) -> None:
         limit_bytes = self.limit_bytes
         budget = "no budget" if limit_bytes is None else f"budget {format_bytes(limit_bytes)}"
         recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
         does = f"{recomputed} of {len(plan.regions)} regions recompute"
         does = "everything stays on the device" if plan.keeps_all else does
-        solved = f"; solving took {size.solving_s:.1f} s" if size.solving_s else ""
-        size.solving_s = 0.0
+        solved = f"; solving took {solving_s:.1f} s" if solving_s else ""
         _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
 
     # -- refits ----------------------------------------------------------------------------------------------------
@@ -699,11 +697,15 @@ class PlanTuner:
         if compute is None or all(math.isclose(each, 1.0, rel_tol=1e-6) for each in (cpu, *compute)):
             ratio = self._ratio_by_steps(size, trial, cpu)
             compute = ComputeScale(ratio, ratio)
-        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
-        refitted = dataclasses.replace(refitted, link=self._profile.link.times(speeds.out, speeds.back))
+        self._profile = dataclasses.replace(self._profile, link=self._profile.link.times(speeds.out, speeds.back))
         self._link_rates.restart()
         self._was_cpu_refitted = cpu != 1.0
-        self._profile = self._with_launch_ahead(refitted)
+        self._profile = self._at_speed(cpu, compute, self._was_cpu_refitted)
+
+    def _at_speed(self, cpu: float, compute: ComputeScale, is_cpu_refitted: bool) -> Profile:
+        """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
+        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
+        return refitted if is_cpu_refitted else simulate.with_host(refitted, refitted.host)
 
     def _own_speeds(self, size: _BatchSize, trial: Trial) -> Speeds:
         """Of compute by regions in which compute does not wait for the CPU."""
@@ -723,10 +725,6 @@ class PlanTuner:
             host_wait_s = simulate.host_wait_s(slowed, trial.plan)
         return trial.compute_ratio(host_wait_s)
 
-    def _with_launch_ahead(self, profile: Profile) -> Profile:
-        """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
-        return profile if self._was_cpu_refitted else simulate.with_host(profile, profile.host)
-
     def never_recompute(self, names: Collection[str]) -> None:
         """Plan without recomputing `names`: regions with a recomputation that differed from forward. Several ranks plan
         on as if they could: the saved tensors of the regions are offloaded."""
@@ -738,7 +736,7 @@ class PlanTuner:
         self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
         for size in self._sizes.values():
             size.tried, size.fallback_s = [], math.inf  # may recompute them
-            size.asks_fallback = not self._waits and self.limit_bytes is not None and not size.has_answer
+            size.asks_fallback = not self._waits and self.limit_bytes is not None and size.answer is None
             self._mark(size, f"{', '.join(names)} cannot recompute", stops_plan=False)
         self._ask_next()
 
@@ -819,11 +817,11 @@ class PlanTuner:
         if trial is None or trial.plan.predicted is None:
             return
         if limit_bytes is None:
-            self._may_keep_all, why = False, "keeping everything ran out of memory"
+            self._may_keep_all = False
             if trial.is_fallback and any(not each.is_fallback for each in size.tried):
                 self._choose(size)
             elif trial.plan.keeps_all:
-                self._want(size, why)
+                self._want(size, "keeping everything ran out of memory")
                 self.wait()
         elif self._replans_on_oom:
             budget_bytes = limit_bytes - size.margin_bytes

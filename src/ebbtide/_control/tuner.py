@@ -12,18 +12,16 @@ Note [PlanTuner]
 3. A correction refits the profile: the link gets the rates of measured copies, the CPU the time of forward if compute
    waits for the CPU, and compute the time of regions without such waiting (speed_scale.py), or else the step without
    stalls. Compute must not be blamed for a slow CPU.
-4. The fallback comes first: within a budget recomputation of the fewest regions that fit, which is found in a moment,
-   without one keeping everything. The fallback runs, and is measured, while the solver works. A plan that looks slower
-   than its fallback predicts has the fallback run for a trial, if that was not measured before. While a slow plan is
-   corrected, the fastest earlier plan runs.
-5. After two corrections, or earlier if nothing is left to correct, the plan is frozen: within a budget the fastest plan
-   of those that were measured within the budget, whatever was predicted of them. Without a budget the plan stays
-   unless it slows the step too much: the next one moves less, and the last resort is keeping everything.
-6. What wakes a frozen plan: a peak over the budget, memory from before the step that has grown (the state of an
-   optimizer, gradients that accumulate), running out of memory, another batch size, `replan`. A plan over the budget
+4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
+   without a budget keeping everything. The fallback runs, and is measured, while the solver works. If a plan looks
+   slower than an unmeasured fallback, the fallback runs for a trial. While a slow plan is corrected, the fastest
+   earlier plan runs.
+5. After two corrections, or earlier if nothing is left to correct, the plan is frozen: within a budget the fastest of
+   all plans measured within the budget, whatever was predicted. Without a budget the plan stays unless the steps are
+   too slow: the next plan moves less, and the last resort is keeping everything.
+6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
+   optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
    runs no further step: the recipes with the smallest peak take over until the answer is there.
-7. The durations of steps are compared with predictions without waiting for a step: the CPU may be steps ahead of the
-   device, so several monitors are in flight. Overlapping steps (two forwards, then backward) are not compared.
 """
 
 import dataclasses
@@ -31,12 +29,14 @@ import math
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
+from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
-from ebbtide._control.speed_scale import ComputeScale, FinishedStep, LinkRates, Speeds, SpeedScales
+from ebbtide._control.speed_scale import ComputeScale, LinkRates, Speeds
 from ebbtide._control.trial import (
     THRESHOLDS,
     Observation,
@@ -56,14 +56,12 @@ from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
-from ebbtide._profiling.step_events import InFlightStep, StepMonitor
+from ebbtide._profiling.step_events import StepMonitor
 from ebbtide._utils.logs import logger_of
 from ebbtide._utils.sizes import format_bytes
 
 _log = logger_of(__name__)
 
-_MOST_IN_FLIGHT = 64
-_BUCKETS_PER_OCTAVE = 8
 _WAITS_FOR_CPU = 0.01  # of a step: the real waiting time is unknown
 _UNMEASURED = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention
 
@@ -72,70 +70,6 @@ class PlanTarget(Protocol):
     """Receiver of plans."""
 
     def apply_plan(self, plan: Plan, size: int = 0) -> None: ...
-
-
-@dataclasses.dataclass
-class _BatchSize:
-    """One bucket of batch sizes.
-
-    Attributes:
-        tokens: the largest batch of the bucket.
-        profile: source of the plan, before scaling to the size.
-        margin_bytes: part of the budget left free.
-        trial: the plan in force; None until the first answer, and after a plan was stopped.
-        tried: trials of earlier plans since the last frozen plan; the memory before the step has not grown since.
-        fallback: the fallback of the last answer; None: none fits, or the answer is the fallback.
-        fallback_s: the fastest predicted seconds of the fallback so far.
-        asks_fallback: whether the next question is for the fallback alone.
-        wanted: why another plan is wanted; "" if none is.
-        target: the part of the largest slowdown that is planned for.
-        answer: the last answer with a plan; None before the first.
-        corrections: so far.
-        is_used: whether a step has followed a plan.
-    """
-
-    tokens: int
-    profile: Profile
-    margin_bytes: int = 0
-    trial: Trial | None = None
-    tried: list[Trial] = dataclasses.field(default_factory=list[Trial])
-    fallback: Plan | None = None
-    fallback_s: float = math.inf
-    asks_fallback: bool = False
-    wanted: str = ""
-    target: float = THRESHOLDS.target
-    answer: Answer | None = None
-    corrections: int = 0
-    is_used: bool = False
-    scales: SpeedScales = dataclasses.field(default_factory=SpeedScales)
-
-    @property
-    def smallest_bytes(self) -> int:
-        """The smallest budget, as of the last answer."""
-        return 0 if self.answer is None else self.answer.smallest_bytes
-
-    def follow(self, trial: Trial) -> None:
-        """Put `trial` in force. The plan before joins those that may return."""
-        others = [each for each in (*self.tried, self.trial) if each is not None and each is not trial]
-        self.trial, self.tried = trial, others
-        self.scales.clear()
-
-    def measured(self, limit_bytes: int | None) -> list[Trial]:
-        """Earlier trials that may be compared with."""
-        return [each for each in self.tried if each.is_measured(limit_bytes)]
-
-    def has_run(self, plan: Plan) -> bool:
-        """Whether `plan` is in force, or among the earlier plans."""
-        return any(each is not None and _run_alike(each.plan, plan) for each in (self.trial, *self.tried))
-
-
-class _PlannedStep(NamedTuple):
-    """A step in flight. `share`: batch size over the planned batch size."""
-
-    step: InFlightStep[StepMonitor]
-    size: _BatchSize
-    trial: Trial
-    share: float
 
 
 @dataclasses.dataclass
@@ -148,7 +82,7 @@ class _Asked:
         is_void: something else is wanted by now.
     """
 
-    size: _BatchSize
+    size: BatchSize
     why: str
     question: Question
     answer: "Future[Answer]"
@@ -201,18 +135,16 @@ class PlanTuner:
         self._meeting_interval = 0
         self._ran_out = False  # since the last meeting
         self._is_asked = False  # the same, by the user
-        self._in_flight: list[_PlannedStep] = []
         self._asked: _Asked | None = None
         self._oom_bytes = 0  # taken off the budget of all sizes, for good
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
-        self._is_unobserved = False  # the step before
         self._was_cpu_refitted = False
-        self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_rates = LinkRates(recorder)
+        self._observer = StepObserver(self._link_rates, None if engine is None else engine.device)
         self._agreed_speeds = Speeds()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
-        self._sizes: dict[int, _BatchSize] = {}
+        self._sizes: dict[int, BatchSize] = {}
         self._size = self._new_size(profile.tokens)
         if self._only_moves and self.limit_bytes is None:
             self._size.trial = Trial(first, is_fallback=True)
@@ -285,9 +217,10 @@ class PlanTuner:
         """Apply the plan of the batch size before a forward, and return the monitor of the step; None without a plan.
         The duration of a verified step is ignored. `meets`: all ranks meet before this forward. Raises PlanError if no
         plan fits the budget."""
-        if self._is_unobserved or any(each.step.ended is None for each in self._in_flight):
-            self._check_failed_allocations(engine)
-        observed = self._read_finished()
+        if self._observer.ran_out(engine.device):  # no exception of backward passes through ebbtide
+            warnings.warn(self._oom_text(engine), EbbtideWarning, stacklevel=2)
+            self._has_run_out()
+        observed = self._observer.read_finished()
         bucket = self._bucket(tokens)
         size = self._sizes.get(bucket) or self._new_size(bucket)
         has_changed, self._size = size is not self._size, size
@@ -305,25 +238,19 @@ class PlanTuner:
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", trial.plan, size.answer.seconds)
         trial.begun += 1
-        self._is_unobserved = trial.is_frozen and trial.plan.keeps_all and not self._looks_soon(trial)
-        if self._is_unobserved:
-            return None  # the model rests: no hook tells of backward
-        monitor = StepMonitor(engine.device, reads_peak=self.limit_bytes is not None and not trial.is_frozen)
-        monitor.is_alone = not is_verified
-        for each in self._in_flight:
-            other_step = each.step.pending
-            if other_step is not None:
-                monitor.is_alone = other_step.is_alone = False
+        if trial.is_frozen and trial.plan.keeps_all and not self._looks_soon(trial):
+            self._observer.rest()
+            return None
         planned_tokens = size.tokens if self._ranks is None else self._own_tokens
         share = tokens / planned_tokens if tokens > 0 and planned_tokens > 0 else 1.0
-        self._in_flight.append(_PlannedStep(InFlightStep(monitor), size, trial, share))
-        return monitor
+        reads_peak = self.limit_bytes is not None and not trial.is_frozen
+        return self._observer.step_begins(engine.device, size, share, reads_peak, is_verified)
 
     def _looks_soon(self, trial: Trial) -> bool:
         """Whether memory is looked at before the next step."""
         return trial.begun % THRESHOLDS.look_every == 0 if self._ranks is None else self._ranks.meet_next
 
-    def _decide(self, observed: Collection[_BatchSize], condition: Condition) -> None:
+    def _decide(self, observed: Collection[BatchSize], condition: Condition) -> None:
         """Judge the plans with new observations, take up an answer, and look at the memory."""
         for each in observed:
             self._judge(each)
@@ -385,45 +312,9 @@ class PlanTuner:
             return self._size.tokens  # unknown size; or all ranks share one plan for all batch sizes
         return bucket_of(tokens, measured)
 
-    def _read_finished(self) -> list[_BatchSize]:
-        """Add all steps that have passed to the trials of their plans. Returns the sizes with new observations."""
-        observed: list[_BatchSize] = []
-        finished: list[tuple[_PlannedStep, StepMonitor]] = []
-        left: list[_PlannedStep] = []
-        for each in self._in_flight:
-            monitor = each.step.ended
-            if monitor is not None and monitor.reads_peak and each.trial is each.size.trial:
-                each.trial.add_peak(monitor.peak_bytes)  # known before the device has finished the step
-                monitor.reads_peak = False
-                observed.append(each.size)
-            if monitor is not None and monitor.is_readable:
-                finished.append((each, monitor))
-            elif monitor is not None or each.step.pending is not None:
-                left.append(each)  # all other graphs were dropped
-        self._in_flight = left[-_MOST_IN_FLIGHT:]
-        if not finished:
-            return observed
-        # Stalls are known in total only: a step gets a share by duration.
-        took_s = max(sum(monitor.seconds() for _, monitor in finished), 1e-9)
-        forward, backward = (waited_s / took_s for waited_s in self._link_rates.waited_s())
-        for each, monitor in finished:
-            trial = each.trial
-            if trial is not each.size.trial:
-                continue  # the plan was replaced
-            observed.append(each.size)
-            if not monitor.is_alone:
-                trial.count_step()
-                continue
-            seconds = monitor.seconds() / each.share
-            trial.add_step(seconds, seconds * min(1.0, forward + backward))
-            if monitor.launch_times is not None and trial.steps > THRESHOLDS.learning_steps:
-                stalls_s = monitor.seconds() * forward, monitor.seconds() * backward
-                each.size.scales.add_step(FinishedStep(monitor.launch_times, each.share, *stalls_s))
-        return observed
-
     # -- verdicts --------------------------------------------------------------------------------------------------
 
-    def _judge(self, size: _BatchSize) -> None:
+    def _judge(self, size: BatchSize) -> None:
         trial, limit_bytes = size.trial, self.limit_bytes
         if trial is None:
             return
@@ -450,20 +341,20 @@ class PlanTuner:
         """By how much a step may be slower than the fastest other plan's."""
         return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
-    def _others(self, size: _BatchSize) -> list[Trial]:
+    def _others(self, size: BatchSize) -> list[Trial]:
         """Earlier plans to compare with. Without a budget fast is no goal: keeping everything counts, if it fits."""
         measured = size.measured(self.limit_bytes)
         if self.limit_bytes is None:
             return [each for each in measured if each.is_fallback and self._may_keep_all]
         return measured
 
-    def _untried_s(self, size: _BatchSize) -> float:
+    def _untried_s(self, size: BatchSize) -> float:
         """Predicted seconds of the fallback; infinite if the fallback was measured, or there is none."""
         assert size.trial is not None
         was_tried = size.trial.is_fallback or any(each.is_fallback for each in self._others(size))
         return math.inf if was_tried or size.fallback is None else size.fallback_s
 
-    def _correct(self, size: _BatchSize, trial: Trial) -> None:
+    def _correct(self, size: BatchSize, trial: Trial) -> None:
         """Ask for a plan by what was measured: times, and the peak within a budget."""
         size.corrections += 1
         reasons: list[str] = []
@@ -481,7 +372,7 @@ class PlanTuner:
             self._follow(size, fastest, f"waits for a correction, {_took(trial)}")  # and is measured once more
         self._want(size, " and ".join(reasons))
 
-    def _leave_more_free(self, size: _BatchSize, trial: Trial) -> None:
+    def _leave_more_free(self, size: BatchSize, trial: Trial) -> None:
         """A peak over the budget. If no plan is smaller, the plan stays."""
         limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
         assert limit_bytes is not None
@@ -500,7 +391,7 @@ class PlanTuner:
         size.tried = within  # other than where memory has grown
         self._ask_next()
 
-    def _choose(self, size: _BatchSize, *, may_correct: bool = True) -> None:
+    def _choose(self, size: BatchSize, *, may_correct: bool = True) -> None:
         """Nothing is left to measure: freeze the best plan of all that ran, or without a budget ask for one that moves
         less."""
         trial, limit_bytes = size.trial, self.limit_bytes
@@ -519,7 +410,7 @@ class PlanTuner:
         else:
             self._freeze(size, best)
 
-    def _compare_with_keeping(self, size: _BatchSize, trial: Trial, may_correct: bool) -> None:
+    def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
         """Without a budget: the last plan stays if its steps are not much slower than with everything kept."""
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
@@ -538,14 +429,14 @@ class PlanTuner:
             assert kept is not None
             self._freeze(size, kept, "keeping everything was faster")
 
-    def _freeze(self, size: _BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
+    def _freeze(self, size: BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
         """Have `best` run for good."""
         if best is size.trial:
             peak = f", peak {format_bytes(best.seen.peak_bytes)}" if best.seen.peak_bytes else ""
             _log.info("plan frozen: steps of %.1f ms%s", best.seen.typical_s * 1e3, peak)
         else:
             newest = size.fallback
-            if best.is_fallback and newest is not None and _run_alike(newest, best.plan):
+            if best.is_fallback and newest is not None and run_alike(newest, best.plan):
                 best.plan = newest  # predicted by the profile of now
             else:
                 best.plan, best.is_as_measured = _as_measured(best.plan, best), True
@@ -553,7 +444,7 @@ class PlanTuner:
         best.is_frozen = True
         size.tried = []
 
-    def _follow(self, size: _BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
+    def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
         size.follow(trial)
         self._log_plan(f"plan {what}", trial.plan, solving_s)
         if size is self._size:
@@ -561,8 +452,8 @@ class PlanTuner:
 
     # -- questions and answers -------------------------------------------------------------------------------------
 
-    def _new_size(self, tokens: int) -> _BatchSize:
-        size = self._sizes[tokens] = _BatchSize(tokens, self._profile, wanted="first")
+    def _new_size(self, tokens: int) -> BatchSize:
+        size = self._sizes[tokens] = BatchSize(tokens, self._profile, wanted="first")
         limit_bytes = self.limit_bytes
         if limit_bytes is not None:
             size.asks_fallback = not self._waits
@@ -570,11 +461,11 @@ class PlanTuner:
             size.margin_bytes = max(first_margin(limit_bytes, self._profile.base_bytes), *known)
         return size
 
-    def _want(self, size: _BatchSize, why: str) -> None:
+    def _want(self, size: BatchSize, why: str) -> None:
         self._mark(size, why, stops_plan=False)
         self._ask_next()
 
-    def _mark(self, size: _BatchSize, why: str, stops_plan: bool) -> None:
+    def _mark(self, size: BatchSize, why: str, stops_plan: bool) -> None:
         """Note that another plan is wanted. Answers to earlier questions are void."""
         size.profile, size.wanted = self._profile, why
         if self._asked is not None and self._asked.size is size:
@@ -625,7 +516,7 @@ class PlanTuner:
             size.wanted = ""
             self._take(size, asked.why, answer, answer.plan)
 
-    def _take_fallback(self, size: _BatchSize, plan: Plan | None) -> None:
+    def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
         size.asks_fallback = False
         if plan is not None and size.trial is None:
@@ -636,7 +527,7 @@ class PlanTuner:
                 self._apply()
         self._ask_next()
 
-    def _take(self, size: _BatchSize, why: str, answer: Answer, plan: Plan) -> None:
+    def _take(self, size: BatchSize, why: str, answer: Answer, plan: Plan) -> None:
         limit_bytes, fallback = self.limit_bytes, answer.fallback
         was_first, size.answer = size.answer is None, answer
         is_too_large = limit_bytes is not None and answer.smallest_bytes > limit_bytes
@@ -644,7 +535,7 @@ class PlanTuner:
             self._warn_too_large(size, limit_bytes)
         if limit_bytes is None and not self._fits(size, fallback):
             fallback = None
-        size.fallback = None if fallback is None or _run_alike(fallback, plan) else fallback
+        size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame compute for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
@@ -660,7 +551,7 @@ class PlanTuner:
                 self._apply()
         trial.is_frozen = is_too_large
 
-    def _fits(self, size: _BatchSize, fallback: Plan | None) -> bool:
+    def _fits(self, size: BatchSize, fallback: Plan | None) -> bool:
         """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""
         if fallback is None or fallback.predicted is None or not self._may_keep_all:
             return False
@@ -689,7 +580,7 @@ class PlanTuner:
 
     # -- refits ----------------------------------------------------------------------------------------------------
 
-    def _refit(self, size: _BatchSize, trial: Trial) -> None:
+    def _refit(self, size: BatchSize, trial: Trial) -> None:
         """Refit link, CPU and compute of the profile to measured speeds. Without a change by regions, whole steps give
         the speed of compute."""
         speeds = self._own_speeds(size, trial) if self._ranks is None else self._agreed_speeds
@@ -707,7 +598,7 @@ class PlanTuner:
         refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
         return refitted if is_cpu_refitted else simulate.with_host(refitted, refitted.host)
 
-    def _own_speeds(self, size: _BatchSize, trial: Trial) -> Speeds:
+    def _own_speeds(self, size: BatchSize, trial: Trial) -> Speeds:
         """Of compute by regions in which compute does not wait for the CPU."""
         profile = size.profile.scaled(size.tokens)
         compute = size.scales.of_compute(profile, trial.plan)
@@ -715,7 +606,7 @@ class PlanTuner:
         cpu = bounded(size.scales.of_cpu(profile, trial.plan))
         return Speeds(cpu, forward, backward, *self._link_rates.ratios(self._profile.link))
 
-    def _ratio_by_steps(self, size: _BatchSize, trial: Trial, cpu: float) -> float:
+    def _ratio_by_steps(self, size: BatchSize, trial: Trial, cpu: float) -> float:
         """Measured over predicted time of compute, if compute waits for the CPU as long as predicted at scale `cpu`."""
         predicted = trial.plan.predicted
         assert predicted is not None
@@ -746,8 +637,7 @@ class PlanTuner:
         """Memory from before the step may grow (the state of an optimizer, gradients that accumulate), and the peak may
         (a longer evaluation): the device's statistics show both, unless somebody resets them."""
         can_tell = self.limit_bytes is not None and self._size.trial is not None and engine.device.tracks_peak
-        is_pending = self._is_unobserved or any(each.step.pending is not None for each in self._in_flight)
-        if not can_tell or is_pending:  # backward of the step before may be still to come
+        if not can_tell or self._observer.may_be_in_backward:
             return Condition(ran_out=self._ran_out, is_asked=self._is_asked)
         memory = engine.device.memory()
         grown_bytes = memory.allocated_bytes - self._profile.base_bytes
@@ -780,7 +670,7 @@ class PlanTuner:
                 stacklevel=2,
             )
 
-    def _warn_too_large(self, size: _BatchSize, limit_bytes: int) -> None:
+    def _warn_too_large(self, size: BatchSize, limit_bytes: int) -> None:
         warnings.warn(
             f"a batch with {size.tokens} tokens does not fit the budget of {format_bytes(limit_bytes)}: the plan with "
             f"the smallest peak is used, with a peak of {format_bytes(size.smallest_bytes)}",
@@ -790,20 +680,10 @@ class PlanTuner:
 
     def forward_failed(self, error: BaseException | None, engine: Engine | None) -> None:
         """An exception leaves forward. A note about the plan is added to an out-of-memory error."""
-        self._in_flight.clear()
-        if engine is not None:
-            self._failed_allocations = engine.device.failed_allocations()
+        self._observer.forward_failed(None if engine is None else engine.device)
         if isinstance(error, torch.OutOfMemoryError):
             add_note(error, self._oom_text(engine))
             self._has_run_out()
-
-    def _check_failed_allocations(self, engine: Engine) -> None:
-        """A backward that did not end may have run out of memory: no exception passes through ebbtide."""
-        failures = engine.device.failed_allocations()
-        if failures > self._failed_allocations:
-            warnings.warn(self._oom_text(engine), EbbtideWarning, stacklevel=2)
-            self._has_run_out()
-        self._failed_allocations = failures
 
     def _has_run_out(self) -> None:
         if self._ranks is None:
@@ -842,18 +722,6 @@ class PlanTuner:
         return out_of_memory(
             self.budget_bytes, predicted, measured_bytes, THRESHOLDS.oom, self._size.smallest_bytes, what_next
         )
-
-
-def bucket_of(tokens: int, measured: int = 1) -> int:
-    """The smallest bucket of at least `tokens`. An octave has eight buckets, counted from `measured`."""
-    steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
-    return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
-
-
-def _run_alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, whatever is predicted of them."""
-    parts = [{n: (r.recipe, r.release, r.prefetch_bytes) for n, r in plan.regions.items()} for plan in (one, other)]
-    return parts[0] == parts[1] and getattr(one.outside, "recipe", None) == getattr(other.outside, "recipe", None)
 
 
 def _as_measured(plan: Plan, trial: Trial) -> Plan:

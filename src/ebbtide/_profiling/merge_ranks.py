@@ -31,7 +31,7 @@ _MEASURED = ("recompute_s", "moved_work_bytes")  # 0: not measured
 
 
 def structure_of(profile: Profile) -> tuple[int, int]:
-    """A digest of everything but the numbers: equal for profiles that `merged_by` can merge."""
+    """A digest of the profile without its numbers; `merged_by` merges profiles with equal digests."""
 
     parts: list[Any] = [list(profile.base)]
 
@@ -48,12 +48,12 @@ def structure_of(profile: Profile) -> tuple[int, int]:
 
 
 def merged_by(largest: Callable[[Sequence[float]], Sequence[float]], own: Profile, base_bytes: int) -> Profile:
-    """`slowest` of the profiles of all ranks, whose structures are equal.
+    """`slowest` of the profiles of all ranks, if their structures are equal.
 
     Args:
         largest: returns the largest of each number over all ranks.
         own: profile of this rank.
-        base_bytes: largest of all ranks, known beforehand: the ranks that have so many say what is in them.
+        base_bytes: largest of all ranks, known beforehand: ranks with fewer bytes name no parts.
     """
     numbers = [float(value) if own.base_bytes == base_bytes else -inf for value in own.base.values()]
 

@@ -5,7 +5,7 @@ Note [Ranks meet]
 1. A collective that some rank never enters hangs until the timeout of the process group, and no message names the rank.
    Ranks therefore meet at the group's key-value store first, and enter the collective after the last rank has arrived.
    A waiting rank warns with the numbers of the missing ranks, and raises at the timeout.
-2. Ranks meet before a forward, never inside a forward, and count steps of the optimizer (see Note [PlanController]).
+2. Ranks meet before a forward, never inside a forward, and count steps of the optimizer (see Note [Ranks]).
 """
 
 import time

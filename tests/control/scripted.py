@@ -128,10 +128,11 @@ class ScriptedHandle:
         return {}, {}
 
 
-def controller_of(budget_bytes=None, host=None, link=1.0, slower=1.0, starts=True, **settings):
+def controller_of(budget_bytes=None, host=None, link=1.0, slower=1.0, device_bytes=None, starts=True, **settings):
     """A controller with a profile, and the handle."""
     measured = with_host(profile(*layers(6), outside=outside(after_s=0.001, peak_bytes=500_000_000)), host)
     measured = replace(measured, link=measured.link.times(link, link)).refitted(slower, slower)
+    measured = replace(measured, device_bytes=device_bytes)
     handle = ScriptedHandle()
     scope = handle.scope = HookContext(Limits(1, 1, 1), lambda _: True)
     budget = None if budget_bytes is None else (lambda total_bytes: budget_bytes)

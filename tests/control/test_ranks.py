@@ -235,11 +235,23 @@ def scripted_ranks(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def history(rank, what, steps, seconds=1.0, peaks=1.0, forwards=1, fails=(), before=lambda k, handle: None, **settings):
+def history(
+    rank,
+    what,
+    steps,
+    seconds=1.0,
+    peaks=1.0,
+    forwards=1,
+    fails=(),
+    before=lambda k, handle: None,
+    budget_bytes=BUDGET,
+    **settings,
+):
     """Follow `steps` steps in which this rank takes `seconds` times as long as predicted, at `peaks` times the peak,
     and runs out of memory in backward of the steps `fails`. Returns the plan, the limit and the margin of each step."""
     ranks = CountedRanks(what)
-    controller, handle = controller_of(BUDGET, slower=1 + rank / 100, ranks=ranks, **settings)
+    controller, handle = controller_of(budget_bytes, slower=1 + rank / 100, ranks=ranks, **settings)
+    handle.replan = controller.replan
     rows = []
     for k in range(steps):
         before(k, handle)
@@ -258,7 +270,7 @@ def history(rank, what, steps, seconds=1.0, peaks=1.0, forwards=1, fails=(), bef
         handle.has_stepped = forwards > 1
         does = {name: str(region.recipe) for name, region in handle.plan.regions.items()}
         figures = None if predicted is None else [predicted.step_s, predicted.peak_bytes]
-        margin_bytes = controller.tuner.limit_bytes - controller.budget_bytes
+        margin_bytes = None if budget_bytes is None else controller.tuner.limit_bytes - controller.budget_bytes
         rows.append([does, figures, controller.tuner.limit_bytes, margin_bytes])
     return {"rows": rows, "sent": ranks.sent, "corrections": controller.tuner._size.corrections}
 
@@ -285,6 +297,15 @@ def with_grown_memory(rank):
     return history(rank, "grown", 24, before=grows)
 
 
+def with_a_plan_asked_for(rank):
+    return history(rank, "asked", 60, before=lambda k, handle: handle.replan() if (rank, k) == (2, 30) else None)
+
+
+def with_a_largest_slowdown(rank):
+    settings = {"budget_bytes": None, "max_slowdown": 0.1, "device_bytes": (100 - rank) * GIB}
+    return history(rank, "slowdown", 60, seconds=1.3 if rank == 1 else 1.0, **settings)
+
+
 def with_unequal_forwards(rank):
     return history(rank, "forwards", 40, seconds=(1.0, 0.9, 1.2, 1.1)[rank], forwards=1 + rank % 3)
 
@@ -296,6 +317,8 @@ SCENARIOS = {
         with_a_rank_over,
         with_a_rank_out_of_memory,
         with_grown_memory,
+        with_a_plan_asked_for,
+        with_a_largest_slowdown,
         with_unequal_forwards,
     )
 }
@@ -356,6 +379,18 @@ def test_memory_that_grows_on_a_rank_is_planned_for_on_all(scripted):
     rows = scripted["with_grown_memory"][0]["rows"]
     assert rows[-1][1][1] <= BUDGET
     assert None in [figures for _, figures, _, _ in rows]
+
+
+def test_a_plan_asked_for_on_one_rank_is_made_on_all(scripted):
+    found = scripted["with_a_plan_asked_for"]
+    assert [each["corrections"] for each in found] == [0] * FOUR  # all are left again
+    assert scripted["with_unequal_forwards"][0]["corrections"] > 0
+
+
+def test_steps_that_are_slow_on_one_rank_are_compared_with_everything_kept_on_all(scripted):
+    rows = scripted["with_a_largest_slowdown"][0]["rows"]
+    assert all((k + 1) % THRESHOLDS.meet_every == 0 for k in changes(rows))
+    assert any(set(does.values()) == {"keep"} for does, _, _, _ in rows)
 
 
 def test_ranks_meet_ever_more_rarely_with_messages_of_one_size(scripted):

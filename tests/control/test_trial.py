@@ -48,8 +48,9 @@ def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, recipe="recompu
     ],
 )
 def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
-    known_s = case.pop("known_s", 2.0)
-    assert verdict(trial(**case), LIMIT, int(margin_gib * GIB), may_correct, known_s) is expected
+    settings = {"known_s": 2.0, **case}
+    known_s = settings.pop("known_s")
+    assert verdict(trial(**settings), LIMIT, int(margin_gib * GIB), may_correct, known_s) is expected
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,9 @@ def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
     ],
 )
 def test_verdicts_without_a_budget(case, expected):
-    known_s = case.pop("known_s", 2.0)
-    assert verdict(trial(**case), None, 0, True, known_s) is expected
+    settings = {"known_s": 2.0, **case}
+    known_s = settings.pop("known_s")
+    assert verdict(trial(**settings), None, 0, True, known_s) is expected
 
 
 @pytest.mark.parametrize(("step_s", "expected"), [(1.02, TrialVerdict.COMPARE), (1.0, TrialVerdict.STAY)])

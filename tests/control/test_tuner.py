@@ -465,6 +465,20 @@ def test_a_plan_within_the_budget_returns_after_a_correction_that_went_over(monk
     assert controller.tuner._size.trial.is_frozen
 
 
+def test_a_plan_equal_to_its_fallback_is_compared_with_no_other(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.futures[-1].set_result(replace(remembered(answers.questions[-1]), plan=None))  # no fallback runs meanwhile
+    step(controller)
+    answer = remembered(answers.questions[-1])
+    answers.futures[-1].set_result(replace(answer, fallback=answer.plan))
+    step(controller)
+    without_corrections(controller)
+    plan = handle.plan
+    steps(controller, handle, 30, ratio=2.0)
+    assert handle.plan is plan
+    assert controller.tuner._size.trial.is_frozen
+
+
 def test_a_faster_plan_that_went_over_the_budget_does_not_return(monkeypatch):
     """Its steps were measured before its peak went over."""
     controller, handle, answers = planned(monkeypatch)

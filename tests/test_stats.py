@@ -117,7 +117,7 @@ def test_a_handle_knows_budget_prediction_and_measurement():
     stats, predicted = handle.stats(), handle.plan.predicted
     assert (stats.predicted_step_s, stats.predicted_peak_bytes) == (predicted.step_s, predicted.peak_bytes)
     size = handle._planning.controller.tuner._size
-    size.trial = trial = Trial(size.trial.plan, None)
+    size.trial = trial = Trial(size.trial.plan)
     assert handle.stats().measured_step_s is None
     assert "measured" not in handle.report()
     for _ in range(5):

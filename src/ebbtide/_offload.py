@@ -160,7 +160,8 @@ class OffloadHandle:
 
     def replan(self) -> None:
         """Plan again from the measured steps, for another state of the machine; a frozen plan is open to corrections
-        again. Does nothing before the first plan. Raises ModuleError if nothing plans, or the handle was removed."""
+        again. Among several ranks, a call on one rank has all ranks plan again when they meet next. Does nothing before
+        the first plan. Raises ModuleError if nothing plans, or the handle was removed."""
         self._check_installed("replan()")
         controller = self._attachment.controller
         if controller is None:

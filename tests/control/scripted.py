@@ -84,6 +84,7 @@ class ScriptedHandle:
     def __init__(self):
         self.device = ScriptedDevice()
         self.plans = []
+        self.has_stepped = False  # an optimizer, since the last question
 
     def apply_plan(self, plan, size=0):
         self.plans.append(plan)
@@ -119,14 +120,19 @@ class ScriptedHandle:
     def compiled(self):
         return ()
 
+    def have_stepped(self):
+        have_stepped, self.has_stepped = self.has_stepped, False
+        return have_stepped
+
     def memory_before(self):
         return {}, {}
 
 
-def controller_of(budget_bytes=None, host=None, link=1.0, starts=True, **settings):
+def controller_of(budget_bytes=None, host=None, link=1.0, slower=1.0, device_bytes=None, starts=True, **settings):
     """A controller with a profile, and the handle."""
     measured = with_host(profile(*layers(6), outside=outside(after_s=0.001, peak_bytes=500_000_000)), host)
-    measured = replace(measured, link=measured.link.times(link, link))
+    measured = replace(measured, link=measured.link.times(link, link)).refitted(slower, slower)
+    measured = replace(measured, device_bytes=device_bytes)
     handle = ScriptedHandle()
     scope = handle.scope = HookContext(Limits(1, 1, 1), lambda _: True)
     budget = None if budget_bytes is None else (lambda total_bytes: budget_bytes)

@@ -14,7 +14,7 @@ from torch import nn
 import ebbtide
 from ebbtide import ConfigError, PlanError
 from ebbtide._control.controller import Phase
-from ebbtide._control.ranks import agreed_profile
+from ebbtide._control.ranks import Ranks, agreed_profile
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._planner.options import options_of
 from ebbtide._profiling.profile import Profile
@@ -501,7 +501,7 @@ def test_a_model_without_repeated_blocks_wants_its_regions_named():
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 def test_ranks_come_to_a_plan_however_many_forwards_a_step_has(forwards, monkeypatch):
-    monkeypatch.setattr("ebbtide._model.planning.agreement", lambda group, what: lambda mine: [mine])
+    monkeypatch.setattr("ebbtide._model.planning.ranks_of", Ranks)
     model, twin = make(), make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
 

@@ -1,5 +1,7 @@
 """Verdicts on plans, and margins below budgets: tables."""
 
+import math
+
 import pytest
 from planner.workloads import GIB
 
@@ -15,12 +17,9 @@ def plan(step_s, peak_gib, recipe="recompute"):
     return Plan({"a": RegionPlan(recipe)}, outside=RegionPlan("keep"), predicted=predicted)
 
 
-def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, fallback_s=2.0, recipe="recompute"):
+def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, recipe="recompute"):
     """Steps of a plan predicted to take a second."""
-    if fallback_s is None:
-        found = Trial(plan(1.0, predicted_peak, recipe), None)
-    else:
-        found = Trial(plan(1.0, predicted_peak, recipe), plan(fallback_s, 9.9, "keep"), fallback_s=fallback_s)
+    found = Trial(plan(1.0, predicted_peak, recipe))
     for peak_gib in peaks:
         found.add_peak(int(peak_gib * GIB))
     for k in range(count):
@@ -42,14 +41,16 @@ def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, fallback_s=2.0,
         ({}, 0.5, True, TrialVerdict.CORRECT),
         ({"recipe": "keep"}, 0.5, True, TrialVerdict.STAY),
         ({"predicted_peak": 9.2}, 0.5, True, TrialVerdict.STAY),
-        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, True, TrialVerdict.CORRECT),
-        ({"step_s": 1.5, "fallback_s": 1.4}, 0.0, False, TrialVerdict.COMPARE),
-        ({"step_s": 1.02, "fallback_s": 1.0}, 0.0, True, TrialVerdict.COMPARE),
-        ({"step_s": 1.02, "fallback_s": None}, 0.0, True, TrialVerdict.STAY),
+        ({"step_s": 1.5, "known_s": 1.4}, 0.0, True, TrialVerdict.CORRECT),
+        ({"step_s": 1.5, "known_s": 1.4}, 0.0, False, TrialVerdict.COMPARE),
+        ({"step_s": 1.02, "known_s": 1.0}, 0.0, True, TrialVerdict.COMPARE),
+        ({"step_s": 1.02, "known_s": math.inf}, 0.0, True, TrialVerdict.STAY),
     ],
 )
 def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
-    assert verdict(trial(**case), LIMIT, int(margin_gib * GIB), may_correct) is expected
+    settings = {"known_s": 2.0, **case}
+    known_s = settings.pop("known_s")
+    assert verdict(trial(**settings), LIMIT, int(margin_gib * GIB), may_correct, known_s) is expected
 
 
 @pytest.mark.parametrize(
@@ -57,19 +58,20 @@ def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
     [
         ({"step_s": 1.5}, TrialVerdict.STAY),
         ({"step_s": 0.8}, TrialVerdict.STAY),
-        ({"step_s": 1.02, "fallback_s": 1.0}, TrialVerdict.COMPARE),
-        ({"step_s": 1.005, "fallback_s": 1.0}, TrialVerdict.STAY),
+        ({"step_s": 1.02, "known_s": 1.0}, TrialVerdict.COMPARE),
+        ({"step_s": 1.005, "known_s": 1.0}, TrialVerdict.STAY),
     ],
 )
 def test_verdicts_without_a_budget(case, expected):
-    assert verdict(trial(**case), None, 0, may_correct=True) is expected
+    settings = {"known_s": 2.0, **case}
+    known_s = settings.pop("known_s")
+    assert verdict(trial(**settings), None, 0, True, known_s) is expected
 
 
 @pytest.mark.parametrize(("step_s", "expected"), [(1.02, TrialVerdict.COMPARE), (1.0, TrialVerdict.STAY)])
 def test_a_plan_slower_than_an_earlier_one_is_compared_with_it(step_s, expected):
-    slower = trial(step_s=step_s)
-    slower.baseline = trial(step_s=1.0, count=4)
-    assert verdict(slower, LIMIT, 0, may_correct=True) is expected
+    known_s = trial(step_s=1.0, count=4).seen.typical_s
+    assert verdict(trial(step_s=step_s), LIMIT, 0, True, known_s) is expected
 
 
 def test_a_frozen_plan_has_no_further_verdict():
@@ -82,11 +84,6 @@ def test_a_trial_without_timed_steps_ends():
     endless = trial(count=0)
     endless.begun = THRESHOLDS.longest + 1
     assert verdict(endless, LIMIT, 0, may_correct=True) is TrialVerdict.STAY
-
-
-def test_a_plan_equal_to_its_fallback_is_not_compared():
-    same = plan(1.0, 9.5)
-    assert Trial(same, plan(0.5, 9.0)).fallback is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from planner.workloads import GIB, MS
 
 from ebbtide import EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
+from ebbtide._control.ranks import Ranks
 from ebbtide._control.trial import THRESHOLDS
 from ebbtide._planner.options import option_for
 from ebbtide._planner.simulate import forward_launch_s, host_wait_s, options_of_plan, simulate, windows_within
@@ -148,7 +149,7 @@ def test_memory_that_grows_during_a_comparison_ends_the_comparison(monkeypatch):
     controller, handle = controller_of(BUDGET)
     true = controller.profile
     without_corrections(controller)
-    while controller.tuner._size.rival is None:
+    while handle.plan.predicted.moved_bytes:  # until the fallback is on trial
         handle.device.step_s = step_by(true, handle.plan).step_s * (1.5 if handle.plan.predicted.moved_bytes else 1.0)
         step(controller)
     handle.device.allocated_bytes = controller.profile.base_bytes + 400_000_000
@@ -386,6 +387,113 @@ def test_a_correction_that_makes_steps_slower_is_taken_back():
         step(controller)
     assert len(handle.plans) > 1
     assert handle.plan.regions == first.regions
+
+
+@pytest.mark.parametrize("growth", [1.03, 1.1, 1.5])
+def test_of_corrections_that_are_slower_each_time_the_first_plan_is_frozen(growth):
+    """As of a model bound by the host, whatever is predicted."""
+    controller, handle = controller_of(BUDGET)
+    ran, first_s = [], 1.3 * handle.plan.predicted.step_s
+    for _ in range(100):
+        does = {name: region.recipe for name, region in handle.plan.regions.items()}
+        if does not in ran:
+            ran.append(does)
+        handle.device.step_s = first_s * growth ** ran.index(does)
+        step(controller)
+    assert len(ran) >= 2
+    assert {name: region.recipe for name, region in handle.plan.regions.items()} == ran[0]
+    assert controller.tuner._size.trial.is_frozen
+
+
+def after_a_correction(monkeypatch, before_s, after_s):
+    """A controller whose first plan ran, and whose corrected plan ran until the verdict; and the two plans."""
+    controller, handle, answers = planned(monkeypatch)
+    without_fallback(controller)
+    plans = []
+    for seconds in (before_s, after_s):
+        plans.append(handle.plan)
+        for _ in range(8):
+            handle.device.step_s = seconds
+            step(controller)
+        if seconds is before_s:
+            answers.give()
+            without_corrections(controller)
+        step(controller)
+    return controller, handle, plans
+
+
+def without_fallback(controller):
+    """No other plan is measured or predicted than those of the test."""
+    size = controller.tuner._size
+    size.tried = [trial for trial in size.tried if not trial.is_fallback]
+    size.fallback = None
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "stays"), [(0.1, 0.11, 0), (0.1, 0.1005, 1), (0.1, 0.09, 1), (0.1, 0.1011, 0)]
+)
+def test_the_fastest_measured_plan_is_frozen_and_a_trifle_changes_nothing(
+    monkeypatch, caplog, before_s, after_s, stays
+):
+    caplog.set_level("INFO", "ebbtide")
+    controller, handle, plans = after_a_correction(monkeypatch, before_s, after_s)
+    assert handle.plan.regions == plans[stays].regions
+    assert controller.tuner._size.trial.is_frozen
+    expected = "plan frozen, an earlier plan was faster" if stays == 0 else "plan frozen: steps of"
+    assert [message.startswith(expected) for message in caplog.messages if "frozen" in message] == [True]
+
+
+@pytest.mark.parametrize(("last_s", "stays"), [(0.11, 0), (0.09, 2)])
+def test_a_plan_within_the_budget_returns_after_a_correction_that_went_over(monkeypatch, last_s, stays):
+    controller, handle, answers = planned(monkeypatch)
+    without_fallback(controller)
+    plans = []
+    for seconds, is_over in ((0.1, False), (0.08, True), (last_s, False)):
+        plans.append(handle.plan)
+        for _ in range(1 if is_over else 8):
+            handle.device.step_s = seconds
+            handle.device.peak_bytes = int(1.05 * BUDGET) if is_over else handle.plan.predicted.peak_bytes
+            step(controller)
+        step(controller)
+        without_corrections(controller)
+        if len(plans) < 3:
+            assert (handle.plan.predicted is None) == is_over
+            answers.give()
+            step(controller)
+            without_fallback(controller)
+    assert handle.plan.regions == plans[stays].regions
+    assert controller.tuner._size.trial.is_frozen
+
+
+def test_a_plan_equal_to_its_fallback_is_compared_with_no_other(monkeypatch):
+    controller, handle, answers = solving(monkeypatch)
+    answers.futures[-1].set_result(replace(remembered(answers.questions[-1]), plan=None))  # no fallback runs meanwhile
+    step(controller)
+    answer = remembered(answers.questions[-1])
+    answers.futures[-1].set_result(replace(answer, fallback=answer.plan))
+    step(controller)
+    without_corrections(controller)
+    plan = handle.plan
+    steps(controller, handle, 30, ratio=2.0)
+    assert handle.plan is plan
+    assert controller.tuner._size.trial.is_frozen
+
+
+def test_a_faster_plan_that_went_over_the_budget_does_not_return(monkeypatch):
+    """Its steps were measured before its peak went over."""
+    controller, handle, answers = planned(monkeypatch)
+    first = handle.plan
+    for k in range(8):
+        handle.device.step_s = 0.1
+        handle.device.peak_bytes = 2 * BUDGET if k == 5 else first.predicted.peak_bytes
+        step(controller)
+        if handle.plan.predicted is None:
+            break
+    answers.give()
+    for _ in range(30):
+        step(controller)  # at the predicted peak
+        handle.device.step_s = 0.2
+    assert handle.plan.regions != first.regions
 
 
 def test_replan_plans_again_with_all_corrections():
@@ -731,7 +839,7 @@ def test_the_speed_is_that_of_the_current_batch_size():
 
 
 def test_ranks_that_share_a_plan_share_its_profile():
-    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), agree=lambda answer: [answer])
+    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), ranks=Ranks(None, "a plan"))
     assert speed_by(controller, handle, 1.03) == 1.0
 
 

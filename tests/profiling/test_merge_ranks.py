@@ -1,6 +1,7 @@
 """One profile for all ranks: a plan for the merged profile fits every rank."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from ebbtide._control.ranks import agreed_profile
 from ebbtide._planner.options import option_for, options_of
 from ebbtide._planner.simulate import least_budget
 from ebbtide._planner.solve import Solver
+from ebbtide._profiling.merge_ranks import merged_by, slowest, structure_of
 from ebbtide._profiling.profile import OUTSIDE, ExpensiveOp, Link, Outside, PostRegionPoint, SavedTensor
 
 MB = 1_000_000
@@ -124,6 +126,44 @@ def test_no_rank_needs_a_larger_budget(steps, data):
     needed = least_budget(agreed, chosen(agreed, recipes))
     for step in steps:
         assert least_budget(step, chosen(step, recipes)) <= needed
+
+
+def reduced(steps):
+    """What each rank has after a reduction of the numbers of all ranks."""
+    sent, base_bytes = [], max(step.base_bytes for step in steps)
+
+    def only_sends(numbers):
+        sent.append(numbers)
+        return [0.0 if math.isinf(number) else number for number in numbers]
+
+    for step in steps:
+        merged_by(only_sends, step, base_bytes)
+    largest = [max(numbers) for numbers in zip(*sent, strict=True)]
+    return [merged_by(lambda _: largest, step, base_bytes) for step in steps]
+
+
+@given(of_one_model(), st.integers(0, 9), st.integers(0, 9))
+def test_profiles_of_one_structure_merge_by_a_reduction_of_their_numbers(steps, more, faster):
+    link = steps[0].link.times(1 + faster, 1.0)
+    steps = [dataclasses.replace(steps[0], base_bytes=steps[0].base_bytes + more, link=link), steps[1]]
+    assert structure_of(steps[0]) == structure_of(steps[1])
+    assert reduced(steps) == [slowest(steps)] * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"saved_tensors": (SavedTensor(0, 10, 0.0),)},
+        {"recompute_s": 0.0},
+        {"moved_work_bytes": 7},
+        {"expensive_ops": (ExpensiveOp(0, 7, 0.0, 0.0, "aten::mm", downstream=(0,)),)},
+        {"name": "another"},
+    ],
+)
+def test_profiles_that_differ_in_more_than_numbers_have_another_structure(changes):
+    one = region()
+    assert structure_of(profile(one)) != structure_of(profile(dataclasses.replace(one, **changes)))
+    assert structure_of(profile(one)) == structure_of(profile(one, base_bytes=7, base={"parameters": 9}))
 
 
 def chosen(step, recipes):

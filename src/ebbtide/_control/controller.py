@@ -7,9 +7,8 @@ Note [PlanController]
    details. The solver is asked for a plan, and training goes on with these recipes until the plan is there.
 2. From then on the tuner compares and corrects (Note [PlanTuner]).
 3. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
-   sizes of the ranks. Ranks agree on a plan between two steps: before step 4, and again before steps 12 and 36 if not
-   all ranks have a profile. An optimizer step ends a step, because ranks may run different numbers of forwards in a
-   step. Without an optimizer of torch each forward counts as a step, and every rank must run the same number.
+   sizes of the ranks. They meet before step 4, and again before steps 12 and 36 if not all ranks have a profile; from
+   then on to correct the plan (Note [Ranks]).
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ebbtide._control.ranks import Agree, RankAnswer, agreed_profile
+from ebbtide._control.ranks import Ranks
 from ebbtide._control.tuner import PlanTarget, PlanTuner
 from ebbtide._engine.context import HookContext
 from ebbtide._engine.engine import Engine
@@ -44,7 +43,6 @@ _log = logger_of(__name__)
 
 _Result = TypeVar("_Result")
 
-_FIRST_VOTE = 4  # steps: a warm-up, two measured steps, and the step that begins with a vote
 _LATENCY_S = 1e-5
 _MOST_FAILURES = 3
 _FORWARDS_TO_WAIT = 1000  # for the backward of a graph that is kept alive
@@ -121,7 +119,7 @@ class PlanController:
         op_classes: classes of operators.
         profile: earlier profile of the model; replaces the measured steps.
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
-        agree: exchanges the answers of all ranks; None for a single rank.
+        ranks: the ranks that agree on one plan; None for a single rank.
         on_profile: called with the profile as soon as the profile is measured.
         always_recompute: recompute every region in the first steps without a budget too, for a profile that serves any
             budget.
@@ -139,7 +137,7 @@ class PlanController:
         op_classes: OpClasses,
         profile: Profile | None = None,
         replans_on_oom: bool = False,
-        agree: Agree | None = None,
+        ranks: Ranks | None = None,
         on_profile: Callable[[Profile], None] | None = None,
         always_recompute: bool = False,
         max_slowdown: float | None = None,
@@ -152,7 +150,7 @@ class PlanController:
         self._budget_of = budget_bytes
         self._op_classes = op_classes
         self._replans_on_oom = replans_on_oom
-        self._agree = agree
+        self._ranks = ranks
         self._on_profile = on_profile
         self._always_recompute = always_recompute
         self._max_slowdown = max_slowdown
@@ -163,9 +161,6 @@ class PlanController:
         self._unrecorded: list[InFlightStep[StepMonitor]] = []
         self._waited = 0
         self._has_warned_of_capture = False
-        self._forwards = 0
-        self._steps = 0  # ended by an optimizer
-        self._next_vote = _FIRST_VOTE
         self._tokens = 0
         self._tokens_of_times = 0
         self._agreed_bytes: int | None = None  # smallest budget of all ranks
@@ -202,6 +197,11 @@ class PlanController:
         return self._budget_of is not None or self._max_slowdown is not None or self._always_recompute
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether optimizers are to tell when a step ends."""
+        return self.is_measuring or (self._ranks is not None and self.phase is not Phase.GAVE_UP)
+
+    @property
     def is_measuring(self) -> bool:
         """Whether steps are still measured."""
         return self.phase in _MEASURING
@@ -226,10 +226,10 @@ class PlanController:
         profile.check_made_for(self._handle.made_for())
         if self._budget_of is not None or self._max_slowdown is not None:
             profile.check_has_recomputation()
-        if self._agree is not None:
-            profile = self._agreed(profile)
-            assert profile is not None
-        self._plan_from(profile)
+        self._tokens = profile.tokens
+        agreed = self._agreed(profile)
+        assert agreed is not None
+        self._plan_from(agreed)
         assert self.tuner is not None
         self._or_give_up(self.tuner.wait)
         self.phase = Phase.PLANNED
@@ -244,11 +244,12 @@ class PlanController:
             self._context.recorder,
             self._goal_bytes,
             self._handle.engine(),
-            waits=self._agree is not None or env.waits_for_plans(),  # ranks take up a plan in one step
+            waits=env.waits_for_plans(),
             max_slowdown=self._max_slowdown,
             first=self._first_plan(prefetch_bytes=1 if self.recomputes else None),
             replans_on_oom=self._replans_on_oom,
-            is_shared=self._agree is not None,
+            ranks=self._ranks,
+            own_tokens=self._tokens,
         )
         self.phase = Phase.PLANNED if self.tuner.has_plan else Phase.SOLVING
         if self.phase is Phase.SOLVING:
@@ -263,7 +264,8 @@ class PlanController:
             raise
 
     def replan(self) -> None:
-        """Plan again from what was measured; nothing to do before the first plan."""
+        """Plan again from what was measured; nothing to do before the first plan. Among several ranks when they meet
+        next."""
         if self.tuner is not None:
             self.tuner.replan()
 
@@ -294,15 +296,22 @@ class PlanController:
             self._warn_of_capture()
         if engine is None or self.phase is Phase.GAVE_UP:
             return None
+        ranks, meets = self._ranks, False
+        if ranks is not None and ranks.forward_begins(self._handle.have_stepped()):
+            meets = True
+            if self.tuner is None:
+                self._agree_on_profile(ranks, engine)
         if self.tuner is not None:
-            return self._planned_step(engine, tokens, is_verified)
-        return self._recorded_step(engine, tokens)
+            return self._planned_step(engine, tokens, is_verified, meets)
+        return None if meets else self._recorded_step(engine, tokens)
 
-    def _planned_step(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor | None:
+    def _planned_step(
+        self, engine: Engine, tokens: int, is_verified: bool = False, meets: bool = False
+    ) -> StepMonitor | None:
         tuner = self.tuner
         assert tuner is not None
         tuner.never_recompute(self._handle.never_recomputed())
-        monitor = self._or_give_up(lambda: tuner.step_begins(engine, tokens, is_verified))
+        monitor = self._or_give_up(lambda: tuner.step_begins(engine, tokens, is_verified, meets))
         if self.phase is Phase.SOLVING and tuner.has_plan:
             self.phase = Phase.PLANNED
         return monitor
@@ -319,9 +328,6 @@ class PlanController:
             )
 
     def _recorded_step(self, engine: Engine, tokens: int) -> StepRecorder | None:
-        if self._agree is not None and self._is_to_vote():
-            self._vote(engine)
-            return None if self.tuner is None else self._planned_step(engine, tokens)
         pending = None if self._recorded is None else self._recorded.pending
         if pending is not None:
             return self._wait_for_backward(pending, engine)
@@ -329,8 +335,8 @@ class PlanController:
             return self._monitor_only(engine)  # an empty batch is no example of a step
         ended = self._ended_recorder
         if ended is not None:
-            if self.phase is Phase.DETAILS and (self._agree is not None or not ended.is_readable):
-                return self._monitor_only(engine)  # until all ranks vote, or the device has finished
+            if self.phase is Phase.DETAILS and (self._ranks is not None or not ended.is_readable):
+                return self._monitor_only(engine)  # until all ranks meet, or the device has finished
             self._move_on(ended, engine)
             if self.tuner is not None:
                 return self._planned_step(engine, tokens)
@@ -367,22 +373,12 @@ class PlanController:
     def _pending_graphs(self) -> int:
         return sum(step.pending is not None for step in self._unrecorded)
 
-    def _is_to_vote(self) -> bool:
-        """Counts steps: call once for each forward."""
-        self._forwards += 1
-        if self._handle.have_stepped():
-            if self._steps == 0:
-                self._next_vote = _FIRST_VOTE  # the count so far was of forwards
-            self._steps += 1
-            return self._steps + 1 == self._next_vote
-        return self._steps == 0 and self._forwards == self._next_vote
-
-    def _vote(self, engine: Engine) -> None:
+    def _agree_on_profile(self, ranks: Ranks, engine: Engine) -> None:
         """In one step all ranks say whether they have a profile, whatever happened before: no rank may be late.
 
         If a rank has no profile, all ranks measure again, with more steps: one step may have several forwards.
         """
-        self._next_vote *= 3
+        ranks.meet_after(2 * ranks.step)
         ended = self._ended_recorder
         if self.phase is Phase.DETAILS and ended is not None:
             self._move_on(ended, engine)
@@ -452,8 +448,7 @@ class PlanController:
         rates = probe_link(engine)
         if rates is None:
             self.phase = Phase.GAVE_UP
-            if self._agree is not None:
-                self._agreed(None)  # all ranks wait for an answer
+            self._agreed(None)  # all ranks wait for an answer
             raise PlanError(
                 "the store has no room for a single megabyte: give it a larger host_limit, or another store="
             )
@@ -476,18 +471,13 @@ class PlanController:
         profile = profile_of(times, details, self._names, inputs)
         if profile is not None:
             profile = with_host(profile, profile.host)
-        if self._agree is None:
-            return profile
         return self._agreed(profile)
 
     def _agreed(self, profile: Profile | None) -> Profile | None:
         """Slowest profile of all ranks; None if a rank has no profile. All ranks wait until every rank has called."""
-        assert self._agree is not None
-        answers = self._agree(RankAnswer(profile, self.budget_bytes))
-        budgets = [answer.budget_bytes for answer in answers if answer.budget_bytes is not None]
-        self._agreed_bytes = min(budgets, default=None)
-        found = [answer.profile for answer in answers if answer.profile is not None]
-        return agreed_profile(found) if len(found) == len(answers) else None
+        if self._ranks is not None:
+            profile, self._agreed_bytes = self._ranks.agreed(profile, self.budget_bytes)
+        return profile
 
     @property
     def budget_bytes(self) -> int | None:

@@ -1,40 +1,140 @@
-"""Agreement of ranks on one plan, and the refusal of pipelines, for which no agreement is possible.
+"""Agreement of ranks on one plan and on its corrections, and the refusal of pipelines, where ranks cannot agree.
+
+Note [Ranks]
+~~~~~~~~~~~~
+1. Ranks meet between two steps, at steps that follow from nothing but earlier meetings: the step after an agreement on
+   profiles, then each 4th step while plans are on trial, later ever more rarely. Between meetings no rank changes its
+   plan.
+2. At a meeting every rank brings a summary of fixed size, and takes the worst of every number over all ranks away, by
+   one reduction. Every rank draws the same conclusion from the same numbers by the same code as a single rank
+   (Note [PlanTuner]). Nothing else may decide: no clock, no figure of one rank, no answer that came early.
+3. An optimizer step ends a step, because ranks may run different numbers of forwards in a step. Without an optimizer of
+   torch each forward counts as a step, and every rank must run the same number.
+4. Profiles of equal structure are merged by a reduction of their numbers. Ranks whose structures differ send theirs.
 
 A pipeline schedule with point-to-point communication never lets all ranks meet: a stage waits inside forward for the
 output of another stage. A budget for a stage is therefore an error before the first step (see Note [Ranks meet]).
 """
 
-import functools
 import gc
+import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ebbtide._control.speed_scale import Speeds
+from ebbtide._control.trial import Observation
 from ebbtide._errors import ConfigError
 from ebbtide._planner.simulate import with_host
-from ebbtide._profiling.merge_ranks import slowest
+from ebbtide._profiling.merge_ranks import merged_by, slowest, structure_of
 from ebbtide._profiling.profile import Profile
-from ebbtide._utils.distributed import gather, group_size
+from ebbtide._utils.distributed import gather, group_size, largest
 from ebbtide._utils.torch_private import callers, modules_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+FIRST_MEETING = 4  # a warm-up, two measured steps, and the step that begins with the meeting
+
 # Schedules with point-to-point communication: prefix of the module, prefix of the function.
 _SCHEDULES = {"torch.distributed.pipelining.": "", "megatron.core.pipeline_parallel.": "forward_backward_pipelining"}
 
 
-class RankAnswer(NamedTuple):
-    """Reply of one rank to the question for a profile; `profile` is None if the rank has no profile."""
+class Condition(NamedTuple):
+    """A rank before a step.
 
-    profile: Profile | None
-    budget_bytes: int | None
+    Attributes:
+        grown_bytes: allocated before the step beyond the profile's bytes.
+        peak_bytes: the device's peak, of evaluations too; 0: unknown.
+        ran_out: the device ran out of memory.
+        is_asked: the user asks for another plan.
+    """
+
+    grown_bytes: int = 0
+    peak_bytes: int = 0
+    ran_out: bool = False
+    is_asked: bool = False
 
 
-Agree = Callable[[RankAnswer], list[RankAnswer]]
-"""Exchanges the answers of all ranks. Every rank has to call the function."""
+class Summary(NamedTuple):
+    """The part of a rank in a meeting."""
+
+    observation: Observation
+    condition: Condition
+    speeds: Speeds
+
+
+_SMALLER_IS_WORSE = ("is_complete", "timed", "out", "back")
+
+
+class Ranks:
+    """The ranks that follow one plan, and the steps at which they meet.
+
+    Args:
+        group: process group; None: all ranks of the job.
+        what: what the ranks agree on, for messages.
+    """
+
+    def __init__(self, group: "ProcessGroup | None", what: str) -> None:
+        self._group = group
+        self._what = what
+        self.step = 0
+        """Number of the current step; of the current forward while no optimizer has stepped."""
+        self._counts_forwards = True
+        self._meeting = FIRST_MEETING
+
+    def forward_begins(self, have_stepped: bool) -> bool:
+        """Whether all ranks meet before this forward. `have_stepped`: an optimizer has, since the last call."""
+        if have_stepped and self._counts_forwards:
+            self._counts_forwards, self.step, self._meeting = False, 1, FIRST_MEETING
+        if have_stepped or self._counts_forwards:
+            self.step += 1
+            return self.step == self._meeting
+        return False
+
+    def meet_after(self, steps: int) -> None:
+        """Meet again so many steps after the current step."""
+        self._meeting = self.step + steps
+
+    @property
+    def meet_next(self) -> bool:
+        """Whether the current step is the last one before a meeting."""
+        return self.step + 1 >= self._meeting
+
+    def agreed(self, own: Profile | None, budget_bytes: int | None) -> tuple[Profile | None, int | None]:
+        """The slowest profile and the smallest budget of all ranks; no profile if some rank has none. Raises
+        PlanError."""
+        base_bytes, structure = (-inf, (0, 0)) if own is None else (own.base_bytes, structure_of(own))
+        least_bytes = inf if budget_bytes is None else budget_bytes
+        numbers = [float(own is None), -least_bytes, base_bytes, *structure, *(-part for part in structure)]
+        lacks, negative, base_bytes, *structures = self._largest(numbers)
+        least = None if negative == -inf else int(-negative)
+        if own is None or lacks:
+            return None, least
+        are_alike = structures[:2] == [-part for part in structures[2:]]
+        if not are_alike:
+            return agreed_profile(self._gather(own)), least
+        merged = merged_by(self._largest, own, int(base_bytes))
+        return with_host(merged, merged.host), least
+
+    def worst(self, own: Summary) -> Summary:
+        """The worst of every number over all ranks."""
+        parts: list[Any] = list(own)
+        signs = [-1.0 if name in _SMALLER_IS_WORSE else 1.0 for part in parts for name in part._fields]
+        values = [value for part in parts for value in part]
+        found = self._largest(list(map(operator.mul, signs, values)))
+        worst = (type(value)(sign * number) for value, sign, number in zip(values, signs, found, strict=True))
+        return Summary(*(type(part)(*islice(worst, len(part))) for part in parts))
+
+    def _largest(self, numbers: Sequence[float]) -> list[float]:
+        return largest(numbers, self._group, self._what)
+
+    def _gather(self, own: Profile) -> list[Profile]:
+        return gather(own, self._group, self._what)
 
 
 def agreed_profile(profiles: Sequence[Profile]) -> Profile:
@@ -43,9 +143,9 @@ def agreed_profile(profiles: Sequence[Profile]) -> Profile:
     return with_host(merged, merged.host)
 
 
-def agreement(group: "ProcessGroup | None", what: str) -> Agree | None:
-    """Exchange of answers on `what` among the ranks of `group`; None for a single rank."""
-    return None if group_size(group) == 1 else functools.partial(gather, group=group, what=what)
+def ranks_of(group: "ProcessGroup | None", what: str) -> Ranks | None:
+    """The ranks of `group`, to agree on `what`; None for a single rank."""
+    return None if group_size(group) == 1 else Ranks(group, what)
 
 
 def refuse_pipeline(module: torch.nn.Module) -> None:

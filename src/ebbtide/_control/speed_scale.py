@@ -6,7 +6,7 @@ Note [Speed scales]
    pause, and fall at the limit of power. The measured steps come early, and the CPU is kept ahead by idle time of the
    device: the following kernels run on a cool device, up to 7 % faster in forward, and by less in backward. Forward and
    backward therefore have a scale each. A CPU core is half as fast while another thread shares the core.
-2. A deviation below REPLAN_AT is no reason to plan again, but predictions use the scales.
+2. A deviation below `THRESHOLDS.off` is no reason to plan again, but predictions use the scales.
 3. The duration of a step is the sum of compute and waiting for the CPU. A region queued entirely before compute arrived
    (`RegionEntry.was_queued_ahead`) has a duration of compute alone: the compute scale comes from these regions. The
    remaining time of the other regions is waiting for the CPU, without further assumptions.
@@ -58,6 +58,27 @@ class ComputeScale(NamedTuple):
 
     forward: float
     backward: float
+
+
+class Speeds(NamedTuple):
+    """Measured over profiled figures.
+
+    Attributes:
+        cpu: time of the CPU.
+        forward, backward: time of compute, as of `ComputeScale`; 0: unknown.
+        out, back: rates of the link.
+    """
+
+    cpu: float = 1.0
+    forward: float = 0.0
+    backward: float = 0.0
+    out: float = 1.0
+    back: float = 1.0
+
+    @property
+    def compute(self) -> ComputeScale | None:
+        """None if unknown."""
+        return ComputeScale(self.forward, self.backward) if self.forward > 0 else None
 
 
 class _ForwardLaunch(NamedTuple):
@@ -193,12 +214,14 @@ class LinkRates:
         before, self._waited_s = self._waited_s, self._total_waited_s()
         return self._waited_s[0] - before[0], self._waited_s[1] - before[1]
 
-    def refitted(self, link: Link) -> Link:
-        """`link` at the rates of the copies since the last call. Few copies, or equal rates, change nothing."""
-        before, self._copied = self._copied, self._total_copied()
-        out = _rate_since(self._copied[0], before[0], link.out) / link.out
-        back = _rate_since(self._copied[1], before[1], link.back) / link.back
-        return link.times(out, back)
+    def ratios(self, link: Link) -> tuple[float, float]:
+        """Rates of the copies since `restart` over the rates of `link`, out and back. Few copies, or equal rates: 1."""
+        now, before = self._total_copied(), self._copied
+        return _ratio_since(now[0], before[0], link.out), _ratio_since(now[1], before[1], link.back)
+
+    def restart(self) -> None:
+        """Forget the copies so far: a profile has their rates."""
+        self._copied = self._total_copied()
 
     def _total_waited_s(self) -> tuple[float, float]:
         self._recorder.drain()
@@ -209,9 +232,9 @@ class LinkRates:
         return dataclasses.replace(stats.out_sample), dataclasses.replace(stats.in_sample)
 
 
-def _rate_since(now: CopyTiming, before: CopyTiming, known: float) -> float:
+def _ratio_since(now: CopyTiming, before: CopyTiming, known: float) -> float:
     nbytes, seconds = now.nbytes - before.nbytes, now.seconds - before.seconds
     if nbytes < _LEAST_COPIED or seconds <= 0:
-        return known
-    rate = nbytes / seconds
-    return known if abs(rate / known - 1) < _SAME_RATE else rate
+        return 1.0
+    ratio = nbytes / seconds / known
+    return 1.0 if abs(ratio - 1) < _SAME_RATE else ratio

@@ -9,12 +9,14 @@ Note [Trials]
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
 3. Disturbances make steps slower and never faster: the median of the measured steps tells a wrong prediction, and the
    fastest steps tell which of two plans is faster.
+4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 """
 
 import enum
 import math
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ebbtide._plans import Plan
 
@@ -29,7 +31,7 @@ class Thresholds:
     corrections: int = 2  # law 13
     margin: float = 0.1  # of the budget above the memory from before the step: errors of first predictions, up to 9 %
     kept_margin: float = 0.5  # of what a measured peak shows to be unnecessary: plans of another kind err otherwise
-    baseline_steps: int = 2  # timed steps of an earlier plan, where solving leaves time for few
+    baseline_steps: int = 2  # timed steps of a plan to compare with, where solving leaves time for few
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
     off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
@@ -41,6 +43,8 @@ class Thresholds:
     furthest: float = 5.0  # largest change of a refit: beyond, the steps are of something else
     least_compute: float = 0.2  # of a step that only waits compute cannot be judged
     look_every: int = 16  # forwards between two looks at the device's peak
+    meet_every: int = 4  # steps between two meetings of ranks, while plans are on trial: a solver works for seconds
+    rarest: int = 256  # steps between two meetings of ranks with a frozen plan, at most: each one waits for the device
 
 
 THRESHOLDS = Thresholds()
@@ -52,8 +56,30 @@ class TrialVerdict(enum.Enum):
     WAIT = "the trial goes on"
     OVER = "the peak is over the budget"
     CORRECT = "steps or peaks are other than predicted"
-    COMPARE = "the fallback looks faster"
+    COMPARE = "another plan looks faster"
     STAY = "the plan stays"
+
+
+class Observation(NamedTuple):
+    """The figures of a trial that verdicts read.
+
+    Attributes:
+        is_complete: there are enough steps for a verdict, or there never will be.
+        timed: steps with a duration, of those that count.
+        typical_s: median of the last steps; 0: unknown.
+        fastest_s: fastest of the last steps; 0: unknown.
+        stall_s: stall of a typical step.
+        peak_bytes: largest peak; 0: unknown.
+        spread_bytes: how far the peaks of steps with a known order are apart: routing and packing change them.
+    """
+
+    is_complete: bool = False
+    timed: int = 0
+    typical_s: float = 0.0
+    fastest_s: float = 0.0
+    stall_s: float = 0.0
+    peak_bytes: int = 0
+    spread_bytes: int = 0
 
 
 class Trial:
@@ -61,35 +87,22 @@ class Trial:
 
     Attributes:
         plan: the plan.
-        fallback: the plan to compare with if steps are slow; None: none fits, or the comparison has been made.
-        baseline: the fastest earlier trial, of the fallback or of an earlier plan; None: none was timed.
-        fallback_s: seconds of the fallback, as predicted; infinite if the fallback has run, or there is none.
-        is_fallback: whether the plan is the fallback.
+        is_fallback: whether the plan is a fallback.
+        is_as_measured: the step time of `plan.predicted` was measured.
         begun: forwards so far.
         steps: steps finished so far.
         is_frozen: the verdict is given.
-        is_as_measured: the step time of `plan.predicted` was measured.
+        agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        fallback: Plan | None,
-        *,
-        baseline: "Trial | None" = None,
-        fallback_s: float = math.inf,
-        is_fallback: bool = False,
-        is_as_measured: bool = False,
-    ) -> None:
+    def __init__(self, plan: Plan, *, is_fallback: bool = False, is_as_measured: bool = False) -> None:
         self.plan = plan
-        self.baseline = baseline
-        self.fallback = None if fallback is None or fallback.regions == plan.regions else fallback
-        self.fallback_s = math.inf if self.fallback is None else fallback_s
         self.is_fallback = is_fallback
+        self.is_as_measured = is_as_measured
         self.begun = 0
         self.steps = 0
         self.is_frozen = False
-        self.is_as_measured = is_as_measured
+        self.agreed: Observation | None = None
         self._times: list[float] = []
         self._stalls: list[float] = []
         self._peaks: list[int] = []
@@ -115,57 +128,45 @@ class Trial:
         self._peaks.append(nbytes)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether there are enough steps for a verdict, or there never will be."""
-        return len(self._times) >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest
+    def own(self) -> Observation:
+        """The observation of this rank alone."""
+        settled = self._peaks[THRESHOLDS.learning_steps :]
+        return Observation(
+            is_complete=len(self._times) >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest,
+            timed=len(self._times),
+            typical_s=statistics.median(self._times) if self._times else 0.0,
+            fastest_s=min(self._times, default=0.0),
+            stall_s=statistics.median(self._stalls) if self._stalls else 0.0,
+            peak_bytes=max(self._peaks, default=0),
+            spread_bytes=max(settled) - min(settled) if settled else 0,
+        )
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether enough steps were timed to compare a later plan with."""
-        return len(self._times) >= THRESHOLDS.baseline_steps
+    def seen(self) -> Observation:
+        """The observation that decides."""
+        return self.own if self.agreed is None else self.agreed
 
     @property
     def is_timed(self) -> bool:
-        """Whether enough steps were timed."""
-        return len(self._times) >= THRESHOLDS.measured_steps
+        """Whether enough steps were timed to compare with the prediction."""
+        return self.seen.timed >= THRESHOLDS.measured_steps
 
-    @property
-    def typical_s(self) -> float:
-        """Median of the last steps; 0: unknown."""
-        return statistics.median(self._times) if self._times else 0.0
-
-    @property
-    def fastest_s(self) -> float:
-        """0: unknown."""
-        return min(self._times, default=0.0)
-
-    @property
-    def stall_s(self) -> float:
-        """Stall of a typical step."""
-        return statistics.median(self._stalls) if self._stalls else 0.0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest peak seen; 0: unknown."""
-        return max(self._peaks, default=0)
-
-    @property
-    def spread_bytes(self) -> int:
-        """How far the peaks of steps with a known order are apart: routing and packing change them."""
-        settled = self._peaks[THRESHOLDS.learning_steps :]
-        return max(settled) - min(settled) if settled else 0
+    def is_measured(self, limit_bytes: int | None) -> bool:
+        """Whether another plan may be compared with the steps of this plan, which stayed within the budget."""
+        is_within = limit_bytes is None or 0 < self.seen.peak_bytes <= limit_bytes
+        return is_within and self.seen.timed >= THRESHOLDS.baseline_steps
 
     @property
     def is_off(self) -> bool:
         """Whether the typical step deviates from the prediction."""
         predicted_s = 0.0 if self.plan.predicted is None else self.plan.predicted.step_s
-        return self.is_timed and predicted_s > 0 and abs(self.typical_s / predicted_s - 1) > THRESHOLDS.off
+        return self.is_timed and predicted_s > 0 and abs(self.seen.typical_s / predicted_s - 1) > THRESHOLDS.off
 
-    def compute_ratio(self, step_s: float, host_wait_s: float) -> float:
-        """Measured over predicted time of compute, in a step of `step_s` with `host_wait_s` of waiting for the CPU."""
-        predicted = self.plan.predicted
+    def compute_ratio(self, host_wait_s: float) -> float:
+        """Measured over predicted time of compute, if the typical step waits for the CPU for `host_wait_s`."""
+        predicted, step_s = self.plan.predicted, self.seen.typical_s
         assert predicted is not None
-        compute_s = step_s - self.stall_s - host_wait_s
+        compute_s = step_s - self.seen.stall_s - host_wait_s
         if compute_s < THRESHOLDS.least_compute * step_s:
             return 1.0
         waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
@@ -177,40 +178,41 @@ class Trial:
         predicted = self.plan.predicted
         if predicted is None or self.is_as_measured or not self.is_timed:
             return 1.0
-        return self.compute_ratio(self.typical_s, predicted.host_wait_s)
+        return self.compute_ratio(predicted.host_wait_s)
 
 
 def verdict(
-    trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool, slowdown: float = THRESHOLDS.slower
+    trial: Trial,
+    limit_bytes: int | None,
+    margin_bytes: int,
+    may_correct: bool,
+    known_s: float = math.inf,
+    slowdown: float = THRESHOLDS.slower,
 ) -> TrialVerdict:
     """The verdict on a plan.
 
     Args:
         trial: the plan and its steps.
-        limit_bytes: the budget; None: none, and `trial.fallback` keeps everything.
+        limit_bytes: the budget; None: none.
         margin_bytes: part of the budget that the plan left free on purpose.
         may_correct: whether corrections are left.
-        slowdown: by how much, as a share, a step may be slower than the fallback's.
+        known_s: seconds of the fastest other plan: measured, or of the fallback as predicted; infinite if unknown.
+        slowdown: by how much, as a share, a step may be slower than `known_s`.
     """
+    peak_bytes = trial.seen.peak_bytes
     if trial.is_frozen:
         return TrialVerdict.WAIT
-    if limit_bytes is not None and trial.peak_bytes > limit_bytes:
+    if limit_bytes is not None and peak_bytes > limit_bytes:
         return TrialVerdict.OVER
-    if not trial.is_complete or (limit_bytes is not None and trial.peak_bytes == 0):
+    if not trial.seen.is_complete or (limit_bytes is not None and peak_bytes == 0):
         return TrialVerdict.WAIT
     is_to_correct = limit_bytes is not None and trial.is_off and may_correct
-    if _looks_slow(trial, slowdown) and not is_to_correct:
+    if trial.is_timed and trial.seen.typical_s > known_s * (1 + slowdown) and not is_to_correct:
         return TrialVerdict.COMPARE
     has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
-    if may_correct and not trial.is_as_measured and (has_room or (trial.is_off and limit_bytes is not None)):
+    if may_correct and not trial.is_as_measured and (has_room or is_to_correct):
         return TrialVerdict.CORRECT
     return TrialVerdict.STAY
-
-
-def _looks_slow(trial: Trial, slowdown: float) -> bool:
-    """Whether the steps take longer than the baseline's, or than the fallback's as predicted."""
-    known_s = math.inf if trial.baseline is None else trial.baseline.typical_s
-    return trial.is_timed and trial.typical_s > min(known_s, trial.fallback_s) * (1 + slowdown)
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:
@@ -222,14 +224,14 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
     """The margin of the next plan, by the measured peaks of this plan; never negative: the error of another plan may be
     another. Unmeasured peaks leave the margin.
     """
-    predicted = trial.plan.predicted
-    if predicted is None or trial.peak_bytes == 0:
+    predicted, seen = trial.plan.predicted, trial.seen
+    if predicted is None or seen.peak_bytes == 0:
         return margin_bytes
-    error_bytes = trial.peak_bytes - predicted.peak_bytes
-    over_bytes = trial.peak_bytes - limit_bytes
+    error_bytes = seen.peak_bytes - predicted.peak_bytes
+    over_bytes = seen.peak_bytes - limit_bytes
     if over_bytes > 0:
         return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
-    needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + trial.spread_bytes
+    needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
     return needed_bytes + int(THRESHOLDS.kept_margin * max(0, margin_bytes - needed_bytes))
 
 

@@ -5,32 +5,48 @@ Note [PlanTuner]
 1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
    one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
    plan of a larger size or, within a budget, by the recipes with the smallest peak; without one by the plan before.
-2. A plan is on trial for its first steps (Note [Trials]). After a correction the profile is refitted: the link gets the
-   rates of measured copies, the CPU the time of forward if compute waits for the CPU, and compute the time of regions
-   without such waiting (speed_scale.py), or else the step without stalls. Compute must not be blamed for a slow CPU.
-3. The fallback comes first: within a budget recomputation of the fewest regions that fit, which is found in a moment,
-   without one keeping everything. The fallback runs, and is measured, while the solver works: also while it works on a
-   correction of a slower plan, so that the two are compared within a minute. A plan whose steps are slower gives way to
-   the fallback; without a budget to a plan that moves less before. Where the fallback has not run for long enough, it
-   runs for a trial when the plan looks slow.
-4. After two corrections the plan is frozen. What wakes it: a peak over the budget, memory from before the step that has
-   grown (the state of an optimizer, gradients that accumulate), running out of memory, another batch size, `replan`.
-   A plan over the budget runs no further step: the recipes with the smallest peak take over until the answer is there.
-5. The durations of steps are compared with predictions without waiting for a step: the CPU may be steps ahead of the
-   device, so several monitors are in flight. Overlapping steps (two forwards, then backward) are not compared.
+2. A plan is on trial for its first steps (Note [Trials]). A verdict on the observed steps follows: keep, correct,
+   compare or freeze. A single rank judges its own steps before each step. Several ranks judge the worst of their
+   observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose answers
+   are awaited at the next meeting.
+3. A correction refits the profile: the link gets the rates of measured copies, the CPU the time of forward if compute
+   waits for the CPU, and compute the time of regions without such waiting (speed_scale.py), or else the step without
+   stalls. Compute must not be blamed for a slow CPU.
+4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
+   without a budget keeping everything. The fallback runs, and is measured, while the solver works. If a plan looks
+   slower than an unmeasured fallback, the fallback runs for a trial. While a slow plan is corrected, the fastest
+   earlier plan runs.
+5. After two corrections, or earlier if nothing is left to correct, the plan is frozen: within a budget the fastest of
+   all plans measured within the budget, whatever was predicted. Without a budget the plan stays unless the steps are
+   too slow: the next plan moves less, and the last resort is keeping everything.
+6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
+   optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
+   runs no further step: the recipes with the smallest peak take over until the answer is there.
 """
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from ebbtide._control.speed_scale import ComputeScale, FinishedStep, LinkRates, SpeedScales
-from ebbtide._control.trial import THRESHOLDS, Trial, TrialVerdict, bounded, first_margin, margin_after, verdict
+from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
+from ebbtide._control.observer import StepObserver
+from ebbtide._control.ranks import Condition, Ranks, Summary
+from ebbtide._control.speed_scale import ComputeScale, LinkRates, Speeds
+from ebbtide._control.trial import (
+    THRESHOLDS,
+    Observation,
+    Trial,
+    TrialVerdict,
+    bounded,
+    first_margin,
+    margin_after,
+    verdict,
+)
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, add_note
@@ -38,16 +54,14 @@ from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
 from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
-from ebbtide._plans import Plan, RegionPlan
+from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
-from ebbtide._profiling.step_events import InFlightStep, StepMonitor
+from ebbtide._profiling.step_events import StepMonitor
 from ebbtide._utils.logs import logger_of
 from ebbtide._utils.sizes import format_bytes
 
 _log = logger_of(__name__)
 
-_MOST_IN_FLIGHT = 64
-_BUCKETS_PER_OCTAVE = 8
 _WAITS_FOR_CPU = 0.01  # of a step: the real waiting time is unknown
 _UNMEASURED = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention
 
@@ -59,66 +73,21 @@ class PlanTarget(Protocol):
 
 
 @dataclasses.dataclass
-class _BatchSize:
-    """One bucket of batch sizes.
+class _Asked:
+    """A question to the solver, and the answer to come.
 
     Attributes:
-        tokens: the largest batch of the bucket.
-        profile: source of the plan, before scaling to the size.
-        margin_bytes: part of the budget left free.
-        trial: the plan; None until the first answer.
-        wanted: why another plan is wanted; "" if none is.
-        version: counts the changes of what is wanted.
-        target: the part of the largest slowdown that is planned for.
-        baseline: the fastest trial so far, at first of the fallback.
-        has_fallback: whether the fallback has been asked for.
-        fallback_s: the fastest predicted seconds of the fallback so far.
-        has_answer: whether there has been a plan.
-        rival: trial of the plan that a comparison is about, while the fallback runs.
-        corrections: so far.
-        corrected: regions of the plans that were corrected.
-        smallest_bytes: the smallest budget, as of the last answer.
-        solving_s: seconds that the last answer took.
-        is_used: whether a step has followed a plan.
+        is_due: the answer is taken up as soon as it is there. Among several ranks only after all of them have waited
+            for theirs: some have it early.
+        is_void: something else is wanted by now.
     """
 
-    tokens: int
-    profile: Profile
-    margin_bytes: int = 0
-    trial: Trial | None = None
-    wanted: str = ""
-    version: int = 0
-    target: float = THRESHOLDS.target
-    baseline: Trial | None = None
-    has_fallback: bool = False
-    fallback_s: float = math.inf
-    has_answer: bool = False
-    rival: Trial | None = None
-    corrections: int = 0
-    corrected: list[Mapping[str, RegionPlan]] = dataclasses.field(default_factory=list[Mapping[str, RegionPlan]])
-    smallest_bytes: int = 0
-    solving_s: float = 0.0
-    is_used: bool = False
-    scales: SpeedScales = dataclasses.field(default_factory=SpeedScales)
-
-
-class _PlannedStep(NamedTuple):
-    """A step in flight. `share`: batch size over the planned batch size."""
-
-    step: InFlightStep[StepMonitor]
-    size: _BatchSize
-    trial: Trial
-    share: float
-
-
-class _Asked(NamedTuple):
-    """A question to the solver, and the answer to come."""
-
-    size: _BatchSize
+    size: BatchSize
     why: str
-    version: int
     question: Question
     answer: "Future[Answer]"
+    is_due: bool
+    is_void: bool = False
 
 
 class PlanTuner:
@@ -134,8 +103,8 @@ class PlanTuner:
         max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         first: plan of the measured steps. Without a goal everything is kept, otherwise the peak is the smallest.
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
-        is_shared: all ranks share one plan for all batch sizes. The plan never changes, because the measurements of one
-            rank are unknown to the other ranks.
+        ranks: the ranks that share one plan for all batch sizes; None: this rank alone.
+        own_tokens: with `ranks`, the batch size that this rank has measured.
     """
 
     def __init__(
@@ -150,7 +119,8 @@ class PlanTuner:
         max_slowdown: float | None,
         first: Plan,
         replans_on_oom: bool,
-        is_shared: bool,
+        ranks: Ranks | None = None,
+        own_tokens: int = 0,
     ) -> None:
         self._handle = handle
         self._profile = profile
@@ -160,23 +130,26 @@ class PlanTuner:
         self._max_slowdown = MAX_SLOWDOWN if max_slowdown is None else max_slowdown
         self._first = first
         self._replans_on_oom = replans_on_oom
-        self._is_shared = is_shared
-        self._in_flight: list[_PlannedStep] = []
+        self._ranks = ranks
+        self._own_tokens = own_tokens
+        self._meeting_interval = 0
+        self._ran_out = False  # since the last meeting
+        self._is_asked = False  # the same, by the user
         self._asked: _Asked | None = None
         self._oom_bytes = 0  # taken off the budget of all sizes, for good
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
-        self._is_unobserved = False  # the step before
         self._was_cpu_refitted = False
-        self._failed_allocations = 0 if engine is None else engine.device.failed_allocations()
         self._link_rates = LinkRates(recorder)
+        self._observer = StepObserver(self._link_rates, None if engine is None else engine.device)
+        self._agreed_speeds = Speeds()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
-        self._sizes: dict[int, _BatchSize] = {}
+        self._sizes: dict[int, BatchSize] = {}
         self._size = self._new_size(profile.tokens)
         if self._only_moves and self.limit_bytes is None:
-            self._size.trial = self._size.baseline = Trial(first, None, is_fallback=True)
+            self._size.trial = Trial(first, is_fallback=True)
         self._ask_next()
-        if not self._size.has_answer:
+        if self._size.answer is None:
             self._apply()
 
     # -- figures ---------------------------------------------------------------------------------------------------
@@ -184,29 +157,29 @@ class PlanTuner:
     @property
     def has_plan(self) -> bool:
         """Whether the first answer is there."""
-        return any(size.has_answer for size in self._sizes.values())
+        return any(size.answer is not None for size in self._sizes.values())
 
     @property
     def has_stopped_plan(self) -> bool:
         """Whether a plan was stopped, and the recipes with the smallest peak run until there is another."""
-        return self._size.has_answer and self._size.trial is None
+        return self._size.answer is not None and self._size.trial is None
 
     @property
     def profile(self) -> Profile:
         """Source of the plans, at the measured speed of compute and CPU for the current batch size (see Note [Speed
         scales])."""
         size = self._size
-        if self._is_shared or size.trial is None or size.profile is not self._profile:
+        if self._ranks is not None or size.trial is None or size.profile is not self._profile:
             return self._profile  # equal on all ranks; or the last steps were compared with another profile
-        cpu, compute = self._cpu_scale(size, size.trial), self._compute_scale(size, size.trial)
+        speeds = self._own_speeds(size, size.trial)
+        cpu, compute = speeds.cpu, speeds.compute
         if compute is None:
             waits = size.profile.host is not None and _waits_for_cpu(size.trial.plan)
             scale = 1.0 if waits else size.trial.compute_scale
             compute = ComputeScale(scale, scale)
         if cpu == compute.forward == compute.backward == 1.0:
             return self._profile
-        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
-        return refitted if cpu != 1.0 else self._with_launch_ahead(refitted)
+        return self._at_speed(cpu, compute, is_cpu_refitted=cpu != 1.0 or self._was_cpu_refitted)
 
     @property
     def tokens(self) -> int:
@@ -222,7 +195,7 @@ class PlanTuner:
     def measured(self) -> tuple[float, int]:
         """Median seconds of the last steps of the active plan, and measured peak in bytes; 0: unknown."""
         trial = self._size.trial
-        return (0.0, 0) if trial is None else (trial.typical_s, trial.peak_bytes)
+        return (0.0, 0) if trial is None else (trial.own.typical_s, trial.own.peak_bytes)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -238,134 +211,150 @@ class PlanTuner:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def step_begins(self, engine: Engine, tokens: int, is_verified: bool = False) -> StepMonitor | None:
+    def step_begins(
+        self, engine: Engine, tokens: int, is_verified: bool = False, meets: bool = False
+    ) -> StepMonitor | None:
         """Apply the plan of the batch size before a forward, and return the monitor of the step; None without a plan.
-        The duration of a verified step is ignored. Raises PlanError if no plan fits the budget."""
-        if self._is_unobserved or any(each.step.ended is None for each in self._in_flight):
-            self._check_failed_allocations(engine)
-        self._read_finished()
+        The duration of a verified step is ignored. `meets`: all ranks meet before this forward. Raises PlanError if no
+        plan fits the budget."""
+        if self._observer.ran_out(engine.device):  # no exception of backward passes through ebbtide
+            warnings.warn(self._oom_text(engine), EbbtideWarning, stacklevel=2)
+            self._has_run_out()
+        observed = self._observer.read_finished()
         bucket = self._bucket(tokens)
         size = self._sizes.get(bucket) or self._new_size(bucket)
         has_changed, self._size = size is not self._size, size
-        self._take_answer()
-        self._ask_next()
+        if self._ranks is None:
+            self._decide(observed, self._condition(engine))
+        elif meets:
+            self._meet(self._ranks, engine)
         if has_changed:
             self._apply()
-        self._look_at_memory(engine)
         trial = size.trial
         if trial is None:
             return None
-        if size.has_answer and not size.is_used:
+        if size.answer is not None and not size.is_used:
             size.is_used = True
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
-            self._log_plan(f"plan in force{other}", size, trial.plan)
+            self._log_plan(f"plan in force{other}", trial.plan, size.answer.seconds)
         trial.begun += 1
-        self._is_unobserved = trial.is_frozen and trial.plan.keeps_all and trial.begun % THRESHOLDS.look_every > 0
-        if self._is_unobserved:
-            return None  # the model rests: no hook tells of backward
-        needs_peak = not (self._is_shared or self.limit_bytes is None or trial.is_frozen)
-        monitor = StepMonitor(engine.device, reads_peak=needs_peak)
-        monitor.is_alone = not is_verified
-        for each in self._in_flight:
-            other_step = each.step.pending
-            if other_step is not None:
-                monitor.is_alone = other_step.is_alone = False
-        share = tokens / size.tokens if tokens > 0 and size.tokens > 0 else 1.0
-        self._in_flight.append(_PlannedStep(InFlightStep(monitor), size, trial, share))
-        return monitor
+        if trial.is_frozen and trial.plan.keeps_all and not self._looks_soon(trial):
+            self._observer.rest()
+            return None
+        planned_tokens = size.tokens if self._ranks is None else self._own_tokens
+        share = tokens / planned_tokens if tokens > 0 and planned_tokens > 0 else 1.0
+        reads_peak = self.limit_bytes is not None and not trial.is_frozen
+        return self._observer.step_begins(engine.device, size, share, reads_peak, is_verified)
+
+    def _looks_soon(self, trial: Trial) -> bool:
+        """Whether memory is looked at before the next step."""
+        return trial.begun % THRESHOLDS.look_every == 0 if self._ranks is None else self._ranks.meet_next
+
+    def _decide(self, observed: Collection[BatchSize], condition: Condition) -> None:
+        """Judge the plans with new observations, take up an answer, and look at the memory."""
+        for each in observed:
+            self._judge(each)
+        self._take_answer()
+        self._ask_next()
+        self._look_at_memory(condition)
+
+    def _meet(self, ranks: Ranks, engine: Engine) -> None:
+        """Decide as all ranks do, by the worst of their observations. An answer is awaited, whoever has it already."""
+        size, trial = self._size, self._size.trial
+        own = Observation() if trial is None else trial.own
+        speeds = Speeds() if trial is None else self._own_speeds(size, trial)
+        worst = ranks.worst(Summary(own, self._condition(engine), speeds))
+        self._await_answer()
+        self._ran_out = self._is_asked = False
+        if trial is not None:
+            trial.agreed, self._agreed_speeds = worst.observation, worst.speeds
+        if worst.condition.is_asked:
+            self._replan()
+        if worst.condition.ran_out:
+            self._plan_after_oom()
+        self._decide([size], worst.condition)
+        trial = size.trial
+        is_settled = trial is not None and trial.is_frozen and not size.wanted
+        interval = max(THRESHOLDS.look_every, 2 * self._meeting_interval) if is_settled else THRESHOLDS.meet_every
+        self._meeting_interval = min(interval, THRESHOLDS.rarest)
+        ranks.meet_after(self._meeting_interval)
 
     def wait(self) -> None:
         """Wait for the plan of the current batch size. Raises PlanError if no plan fits the budget."""
         while self._asked is not None and self._size.wanted:
-            self._asked.answer.exception()
+            self._await_answer()
             self._take_answer()
             self._ask_next()
 
+    def _await_answer(self) -> None:
+        if self._asked is not None:
+            self._asked.answer.exception()
+            self._asked.is_due = True
+
     def replan(self) -> None:
-        """Plan again for every batch size, with all corrections left."""
+        """Plan again for every batch size, with all corrections left; among several ranks when they meet next."""
+        if self._ranks is None:
+            self._replan()
+        else:
+            self._is_asked = True
+
+    def _replan(self) -> None:
         self._profile = self.profile
         for size in self._sizes.values():
-            size.corrections, size.rival = 0, None
-            size.corrected.clear()
+            size.corrections, size.tried = 0, []
             self._mark(size, "asked for", stops_plan=False)
         self._ask_next()
 
     def _bucket(self, tokens: int) -> int:
         """Planned batch size: at least `tokens`, and one of a few sizes in an octave."""
         measured = self._measured_tokens
-        if tokens <= 0 or measured <= 0 or self._is_shared:
+        if tokens <= 0 or measured <= 0 or self._ranks is not None:
             return self._size.tokens  # unknown size; or all ranks share one plan for all batch sizes
         return bucket_of(tokens, measured)
 
-    def _read_finished(self) -> None:
-        """Compare all steps that have passed with the predictions."""
-        finished: list[tuple[_PlannedStep, StepMonitor]] = []
-        left: list[_PlannedStep] = []
-        for each in self._in_flight:
-            monitor = each.step.ended
-            if monitor is not None and monitor.reads_peak and each.trial is each.size.trial:
-                each.trial.add_peak(monitor.peak_bytes)  # known before the device has finished the step
-                monitor.reads_peak = False
-                self._judge(each.size, each.trial)
-            if monitor is not None and monitor.is_readable:
-                finished.append((each, monitor))
-            elif monitor is not None or each.step.pending is not None:
-                left.append(each)  # all other graphs were dropped
-        self._in_flight = left[-_MOST_IN_FLIGHT:]
-        if not finished:
-            return
-        # Stalls are known in total only: a step gets a share by duration.
-        took_s = max(sum(monitor.seconds() for _, monitor in finished), 1e-9)
-        forward, backward = (waited_s / took_s for waited_s in self._link_rates.waited_s())
-        for each, monitor in finished:
-            trial = each.trial
-            if trial is not each.size.trial:
-                continue  # the plan was replaced
-            if monitor.is_alone:
-                seconds = monitor.seconds() / each.share
-                trial.add_step(seconds, seconds * min(1.0, forward + backward))
-                if monitor.launch_times is not None and trial.steps > THRESHOLDS.learning_steps:
-                    stalls_s = monitor.seconds() * forward, monitor.seconds() * backward
-                    each.size.scales.add_step(FinishedStep(monitor.launch_times, each.share, *stalls_s))
-            else:
-                trial.count_step()
-            self._judge(each.size, trial)
-
     # -- verdicts --------------------------------------------------------------------------------------------------
 
-    def _judge(self, size: _BatchSize, trial: Trial) -> None:
+    def _judge(self, size: BatchSize) -> None:
+        trial, limit_bytes = size.trial, self.limit_bytes
+        if trial is None:
+            return
         may_correct = size.corrections < THRESHOLDS.corrections
-        found = verdict(trial, self.limit_bytes, size.margin_bytes, may_correct, self._slowdown)
-        if self._is_shared or (size.wanted and size.has_answer and found is not TrialVerdict.OVER):
+        others_s = [each.seen.typical_s for each in self._others(size)]
+        known_s = min([*others_s, self._untried_s(size)])
+        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct, known_s, self._slowdown)
+        if found is TrialVerdict.OVER:
+            self._leave_more_free(size, trial)
+        elif size.wanted or size.answer is None:
             return
-        if found is TrialVerdict.OVER and size.rival is not None:
-            self._end_comparison(size, size.rival, f"the fallback had a peak of {format_bytes(trial.peak_bytes)}")
-        elif found is TrialVerdict.OVER:
-            self._leave_more_free(size, trial.peak_bytes)
-        elif not size.has_answer:
-            return
-        elif size.rival is not None and trial.is_complete:
-            self._compare(size, trial, size.rival)
         elif found is TrialVerdict.CORRECT:
             self._correct(size, trial)
-        elif found is TrialVerdict.COMPARE:
-            self._doubt(size, trial)
+        elif found is TrialVerdict.COMPARE and self._untried_s(size) < min([trial.seen.typical_s, *others_s]):
+            assert size.fallback is not None
+            self._follow(size, Trial(size.fallback, is_fallback=True), f"compared, {_took(trial)}")
+        elif found is TrialVerdict.COMPARE or (found is TrialVerdict.STAY and trial.is_fallback):
+            self._choose(size)
         elif found is TrialVerdict.STAY:
-            self._freeze(trial)
+            self._freeze(size, trial) if limit_bytes is None else self._choose(size)
 
-    def _doubt(self, size: _BatchSize, trial: Trial) -> None:
-        """The plan looks slow: compare with the fastest earlier plan, or try the fallback if that has not run."""
-        baseline, fallback = trial.baseline, trial.fallback
-        best = trial if baseline is None or baseline.typical_s >= trial.typical_s else baseline
-        if fallback is not None and trial.fallback_s < best.typical_s:
-            size.rival = best
-            self._follow(size, Trial(fallback, None, is_fallback=True), f"compared, {_took(trial)}")
-            return
-        assert baseline is not None
-        size.rival = trial
-        self._compare(size, baseline, trial)
+    @property
+    def _slowdown(self) -> float:
+        """By how much a step may be slower than the fastest other plan's."""
+        return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
-    def _correct(self, size: _BatchSize, trial: Trial) -> None:
+    def _others(self, size: BatchSize) -> list[Trial]:
+        """Earlier plans to compare with. Without a budget fast is no goal: keeping everything counts, if it fits."""
+        measured = size.measured(self.limit_bytes)
+        if self.limit_bytes is None:
+            return [each for each in measured if each.is_fallback and self._may_keep_all]
+        return measured
+
+    def _untried_s(self, size: BatchSize) -> float:
+        """Predicted seconds of the fallback; infinite if the fallback was measured, or there is none."""
+        assert size.trial is not None
+        was_tried = size.trial.is_fallback or any(each.is_fallback for each in self._others(size))
+        return math.inf if was_tried or size.fallback is None else size.fallback_s
+
+    def _correct(self, size: BatchSize, trial: Trial) -> None:
         """Ask for a plan by what was measured: times, and the peak within a budget."""
         size.corrections += 1
         reasons: list[str] = []
@@ -376,92 +365,114 @@ class PlanTuner:
         if limit_bytes is not None:
             margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
             if margin_bytes != size.margin_bytes:
-                reasons.append(f"the peak was {format_bytes(trial.peak_bytes)}")
+                reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
             size.margin_bytes = margin_bytes
-        size.corrected.append(trial.plan.regions)
-        faster = trial.baseline
-        if faster is not None and faster.is_baseline and trial.is_timed and faster.typical_s < trial.typical_s:
-            self._follow(size, faster, f"waits for a correction, {_took(trial)}")  # and is measured once more
+        fastest = min((trial, *self._others(size)), key=lambda each: each.seen.typical_s)
+        if fastest is not trial and trial.is_timed:
+            self._follow(size, fastest, f"waits for a correction, {_took(trial)}")  # and is measured once more
         self._want(size, " and ".join(reasons))
 
-    def _leave_more_free(self, size: _BatchSize, peak_bytes: int) -> None:
+    def _leave_more_free(self, size: BatchSize, trial: Trial) -> None:
         """A peak over the budget. If no plan is smaller, the plan stays."""
-        trial, limit_bytes = size.trial, self.limit_bytes
-        assert trial is not None
+        limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
         assert limit_bytes is not None
-        predicted = trial.plan.predicted
-        if size.has_answer and (predicted is None or predicted.peak_bytes <= size.smallest_bytes):
+        is_least = size.answer is not None and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
+        within = self._others(size)
+        if within and size.answer is not None and not size.wanted and (trial.is_fallback or is_least):
+            self._choose(size)
+            return
+        if is_least:
             self._warn_of_peak(peak_bytes, limit_bytes)
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
-        size.has_fallback = size.has_answer  # the fallback for less is another
-        self._want(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
+        size.asks_fallback = size.answer is None  # for less: another one
+        self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
+        size.tried = within  # other than where memory has grown
+        self._ask_next()
 
-    def _compare(self, size: _BatchSize, fallback: Trial, slow: Trial) -> None:
-        """The fallback has run too: choose, or ask for a plan that moves less."""
-        slowdown = slow.fastest_s / fallback.fastest_s - 1 if fallback.is_baseline else 0.0
+    def _choose(self, size: BatchSize, *, may_correct: bool = True) -> None:
+        """Nothing is left to measure: freeze the best plan of all that ran, or without a budget ask for one that moves
+        less."""
+        trial, limit_bytes = size.trial, self.limit_bytes
+        if limit_bytes is None:
+            assert trial is not None
+            self._compare_with_keeping(size, trial, may_correct)
+            return
+        best = min(self._others(size), key=lambda each: each.seen.fastest_s, default=trial)
+        assert best is not None
+        if trial is not None and trial.is_measured(limit_bytes):
+            slowest_s = best.seen.fastest_s * (1 + THRESHOLDS.slower)
+            best = trial if trial.seen.fastest_s <= slowest_s else best
+        if best.is_fallback and size.fallback is not None and not size.has_run(size.fallback):
+            # The fallback by what is known now, for more of the budget. Its peak and its time are to be seen.
+            self._follow(size, Trial(size.fallback, is_fallback=True), "replaced, an earlier fallback was faster")
+        else:
+            self._freeze(size, best)
+
+    def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
+        """Without a budget: the last plan stays if its steps are not much slower than with everything kept."""
+        ran = (trial, *reversed(size.tried))
+        kept = next((each for each in ran if each.is_fallback), None)
+        slow = next((each for each in ran if not each.is_fallback), trial)
+        slowdown = 0.0
+        if kept is not None and kept.is_measured(None) and self._may_keep_all:
+            slowdown = slow.seen.fastest_s / kept.seen.fastest_s - 1
         if slowdown <= self._slowdown:
-            self._end_comparison(size, slow, "no other was faster")
-        elif self.limit_bytes is None and size.corrections < THRESHOLDS.corrections:
+            self._freeze(size, slow, "no other was faster")
+        elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
-            assert size.trial is not None
-            self._refit(size, size.trial)
+            self._refit(size, trial)
             size.target *= THRESHOLDS.target * self._slowdown / slowdown
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
-            self._end_comparison(size, fallback, "an earlier plan was faster")
+            assert kept is not None
+            self._freeze(size, kept, "keeping everything was faster")
 
-    @property
-    def _slowdown(self) -> float:
-        """By how much a step may be slower than the fallback's."""
-        return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
+    def _freeze(self, size: BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
+        """Have `best` run for good."""
+        if best is size.trial:
+            peak = f", peak {format_bytes(best.seen.peak_bytes)}" if best.seen.peak_bytes else ""
+            _log.info("plan frozen: steps of %.1f ms%s", best.seen.typical_s * 1e3, peak)
+        else:
+            newest = size.fallback
+            if best.is_fallback and newest is not None and run_alike(newest, best.plan):
+                best.plan = newest  # predicted by the profile of now
+            else:
+                best.plan, best.is_as_measured = _as_measured(best.plan, best), True
+            self._follow(size, best, f"frozen, {why}")
+        best.is_frozen = True
+        size.tried = []
 
-    def _end_comparison(self, size: _BatchSize, winner: Trial, why: str) -> None:
-        rival, size.rival = size.rival, None
-        if winner.is_fallback and winner is not size.trial and rival is not None and rival.fallback is not None:
-            # The fallback by what is known now: for more of the budget, and with a prediction. Its peak is to be seen.
-            self._follow(size, Trial(rival.fallback, None, is_fallback=True), f"replaced, {why}")
-            return
-        stays = Trial(_as_measured(winner.plan, winner), None, is_as_measured=True)
-        self._follow(size, stays, f"frozen, {why}")
-        stays.is_frozen = True
-
-    def _freeze(self, trial: Trial) -> None:
-        trial.is_frozen = True
-        peak = f", peak {format_bytes(trial.peak_bytes)}" if trial.peak_bytes else ""
-        _log.info("plan frozen: steps of %.1f ms%s", trial.typical_s * 1e3, peak)
-
-    def _follow(self, size: _BatchSize, trial: Trial, what: str) -> None:
-        size.trial = trial
-        size.scales.clear()
-        self._log_plan(f"plan {what}", size, trial.plan)
+    def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
+        size.follow(trial)
+        self._log_plan(f"plan {what}", trial.plan, solving_s)
         if size is self._size:
             self._apply()
 
     # -- questions and answers -------------------------------------------------------------------------------------
 
-    def _new_size(self, tokens: int) -> _BatchSize:
-        size = self._sizes[tokens] = _BatchSize(tokens, self._profile, wanted="first")
+    def _new_size(self, tokens: int) -> BatchSize:
+        size = self._sizes[tokens] = BatchSize(tokens, self._profile, wanted="first")
         limit_bytes = self.limit_bytes
         if limit_bytes is not None:
+            size.asks_fallback = not self._waits
             known = [each.margin_bytes for each in self._sizes.values()]
             size.margin_bytes = max(first_margin(limit_bytes, self._profile.base_bytes), *known)
         return size
 
-    def _want(self, size: _BatchSize, why: str, *, stops_plan: bool = False) -> None:
-        self._mark(size, why, stops_plan)
+    def _want(self, size: BatchSize, why: str) -> None:
+        self._mark(size, why, stops_plan=False)
         self._ask_next()
 
-    def _mark(self, size: _BatchSize, why: str, stops_plan: bool) -> None:
+    def _mark(self, size: BatchSize, why: str, stops_plan: bool) -> None:
         """Note that another plan is wanted. Answers to earlier questions are void."""
         size.profile, size.wanted = self._profile, why
-        size.version += 1
+        if self._asked is not None and self._asked.size is size:
+            self._asked.is_void = True
         if stops_plan and size.trial is not None:
             size.trial.is_frozen = True
-            size.trial = size.rival = size.baseline = None  # earlier plans fitted other memory
-            size.corrected.clear()
-            size.fallback_s = math.inf
+            size.trial, size.tried, size.fallback_s = None, [], math.inf  # earlier plans fitted other memory
             if size is self._size:
                 self._apply()
 
@@ -483,83 +494,64 @@ class PlanTuner:
             limit_bytes if must_fit else None,
             max_slowdown=size.target * self._max_slowdown,
             only_moves=self._only_moves and limit_bytes is None,
-            only_fallback=limit_bytes is not None and not self._waits and not size.has_fallback,
+            only_fallback=size.asks_fallback,
         )
         answer = solve_here(question) if self._waits else solve_elsewhere(question)
-        self._asked = _Asked(size, size.wanted, size.version, question, answer)
+        self._asked = _Asked(size, size.wanted, question, answer, is_due=self._waits or self._ranks is None)
         self._take_answer()
 
     def _take_answer(self) -> None:
         """Take the answer up, if there is one. Raises PlanError."""
         asked = self._asked
-        if asked is None or not asked.answer.done():
+        if asked is None or not (asked.is_due and asked.answer.done()):
             return
-        self._asked, size, why = None, asked.size, asked.why
-        if size.version != asked.version:
-            return  # asked anew meanwhile
+        self._asked, size = None, asked.size
+        if asked.is_void:
+            return
         answer = asked.answer.result()
         if asked.question.only_fallback:
             self._take_fallback(size, answer.plan)
         else:
             assert answer.plan is not None
             size.wanted = ""
-            self._take(size, why, answer, answer.plan)
+            self._take(size, asked.why, answer, answer.plan)
 
-    def _take_fallback(self, size: _BatchSize, plan: Plan | None) -> None:
+    def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
-        size.has_fallback = True
+        size.asks_fallback = False
         if plan is not None and size.trial is None:
-            size.trial = size.baseline = Trial(plan, None, is_fallback=True)
+            size.trial = Trial(plan, is_fallback=True)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
                 self._apply()
         self._ask_next()
 
-    def _take(self, size: _BatchSize, why: str, answer: Answer, plan: Plan) -> None:
-        limit_bytes, slow = self.limit_bytes, size.rival
-        size.smallest_bytes, size.solving_s, size.rival = answer.smallest_bytes, answer.seconds, None
-        if limit_bytes is not None and answer.smallest_bytes > limit_bytes:
+    def _take(self, size: BatchSize, why: str, answer: Answer, plan: Plan) -> None:
+        limit_bytes, fallback = self.limit_bytes, answer.fallback
+        was_first, size.answer = size.answer is None, answer
+        is_too_large = limit_bytes is not None and answer.smallest_bytes > limit_bytes
+        if limit_bytes is not None and is_too_large:
             self._warn_too_large(size, limit_bytes)
-        has_answer, size.has_answer = size.has_answer, True
-        if has_answer and size.trial is not None and size.trial.plan.regions == plan.regions and slow is None:
-            self._freeze(size.trial)  # the answer has not changed
-            return
-        if slow is not None and slow.plan.regions == plan.regions:
-            size.rival = slow
-            fallback = slow.baseline if slow.baseline is not None else size.trial
-            assert fallback is not None
-            self._end_comparison(size, fallback, "no other plan is fast enough")
-            return
-        if size.trial is not None and plan.regions in size.corrected:  # a faster plan runs meanwhile
-            found = answer.fallback if size.trial.is_fallback and answer.fallback is not None else size.trial.plan
-            self._follow(size, Trial(found, None, is_fallback=size.trial.is_fallback), "stays, no other is faster")
-            return
-        fallback = answer.fallback if limit_bytes is not None or self._fits(size, answer.fallback) else None
-        size.baseline = self._fastest([size.baseline, size.trial])
+        if limit_bytes is None and not self._fits(size, fallback):
+            fallback = None
+        size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame compute for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
-        has_run = fallback is None or (size.baseline is not None and size.baseline.is_fallback)
-        fallback_s = math.inf if has_run else size.fallback_s
-        trial = Trial(plan, fallback, baseline=size.baseline, fallback_s=fallback_s)
-        trial.is_frozen = limit_bytes is not None and answer.smallest_bytes > limit_bytes
-        if size.is_used:
-            self._follow(size, trial, f"corrected, {why}")
+        if size.has_run(plan) and not was_first:
+            self._choose(size, may_correct=False)
             return
-        size.trial = trial
-        size.scales.clear()
-        if size is self._size:
-            self._apply()
+        trial = Trial(plan)
+        if size.is_used:
+            self._follow(size, trial, f"corrected, {why}", answer.seconds)
+        else:
+            size.follow(trial)
+            if size is self._size:
+                self._apply()
+        trial.is_frozen = is_too_large
 
-    def _fastest(self, trials: Sequence[Trial | None]) -> Trial | None:
-        """The fastest of the timed trials. Without a budget fast is no goal: keeping everything counts, if it fits."""
-        timed = [trial for trial in trials if trial is not None and trial.is_baseline]
-        if self.limit_bytes is None:
-            timed = [trial for trial in timed if trial.is_fallback and self._may_keep_all]
-        return min(timed, key=lambda trial: trial.typical_s, default=None)
-
-    def _fits(self, size: _BatchSize, fallback: Plan | None) -> bool:
+    def _fits(self, size: BatchSize, fallback: Plan | None) -> bool:
         """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""
         if fallback is None or fallback.predicted is None or not self._may_keep_all:
             return False
@@ -577,84 +569,85 @@ class PlanTuner:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)
 
-    def _log_plan(self, what: str, size: _BatchSize, plan: Plan) -> None:
+    def _log_plan(self, what: str, plan: Plan, solving_s: float) -> None:
         limit_bytes = self.limit_bytes
         budget = "no budget" if limit_bytes is None else f"budget {format_bytes(limit_bytes)}"
         recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
         does = f"{recomputed} of {len(plan.regions)} regions recompute"
         does = "everything stays on the device" if plan.keeps_all else does
-        solved = f"; solving took {size.solving_s:.1f} s" if size.solving_s else ""
-        size.solving_s = 0.0
+        solved = f"; solving took {solving_s:.1f} s" if solving_s else ""
         _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
 
     # -- refits ----------------------------------------------------------------------------------------------------
 
-    def _refit(self, size: _BatchSize, trial: Trial) -> None:
+    def _refit(self, size: BatchSize, trial: Trial) -> None:
         """Refit link, CPU and compute of the profile to measured speeds. Without a change by regions, whole steps give
         the speed of compute."""
-        cpu, compute = self._cpu_scale(size, trial), self._compute_scale(size, trial)
+        speeds = self._own_speeds(size, trial) if self._ranks is None else self._agreed_speeds
+        cpu, compute = speeds.cpu, speeds.compute
         if compute is None or all(math.isclose(each, 1.0, rel_tol=1e-6) for each in (cpu, *compute)):
             ratio = self._ratio_by_steps(size, trial, cpu)
             compute = ComputeScale(ratio, ratio)
-        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
-        refitted = dataclasses.replace(refitted, link=self._link_rates.refitted(self._profile.link))
+        self._profile = dataclasses.replace(self._profile, link=self._profile.link.times(speeds.out, speeds.back))
+        self._link_rates.restart()
         self._was_cpu_refitted = cpu != 1.0
-        self._profile = self._with_launch_ahead(refitted)
+        self._profile = self._at_speed(cpu, compute, self._was_cpu_refitted)
 
-    def _ratio_by_steps(self, size: _BatchSize, trial: Trial, cpu: float) -> float:
+    def _at_speed(self, cpu: float, compute: ComputeScale, is_cpu_refitted: bool) -> Profile:
+        """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
+        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
+        return refitted if is_cpu_refitted else simulate.with_host(refitted, refitted.host)
+
+    def _own_speeds(self, size: BatchSize, trial: Trial) -> Speeds:
+        """Of compute by regions in which compute does not wait for the CPU."""
+        profile = size.profile.scaled(size.tokens)
+        compute = size.scales.of_compute(profile, trial.plan)
+        forward, backward = (0.0, 0.0) if compute is None else map(bounded, compute)
+        cpu = bounded(size.scales.of_cpu(profile, trial.plan))
+        return Speeds(cpu, forward, backward, *self._link_rates.ratios(self._profile.link))
+
+    def _ratio_by_steps(self, size: BatchSize, trial: Trial, cpu: float) -> float:
         """Measured over predicted time of compute, if compute waits for the CPU as long as predicted at scale `cpu`."""
         predicted = trial.plan.predicted
         assert predicted is not None
         host_wait_s = predicted.host_wait_s
         if cpu != 1.0:
-            host_wait_s = simulate.host_wait_s(_with_cpu_times(self._scaled(size), cpu), trial.plan)
-        return trial.compute_ratio(trial.typical_s, host_wait_s)
-
-    def _with_launch_ahead(self, profile: Profile) -> Profile:
-        """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
-        return profile if self._was_cpu_refitted else simulate.with_host(profile, profile.host)
-
-    def _cpu_scale(self, size: _BatchSize, trial: Trial) -> float:
-        return bounded(size.scales.of_cpu(self._scaled(size), trial.plan))
-
-    def _compute_scale(self, size: _BatchSize, trial: Trial) -> ComputeScale | None:
-        """By regions in which compute does not wait for the CPU; None if unknown."""
-        scale = size.scales.of_compute(self._scaled(size), trial.plan)
-        return None if scale is None else ComputeScale(bounded(scale.forward), bounded(scale.backward))
-
-    def _scaled(self, size: _BatchSize) -> Profile:
-        return size.profile.scaled(size.tokens)
+            slowed = _with_cpu_times(size.profile.scaled(size.tokens), cpu)
+            host_wait_s = simulate.host_wait_s(slowed, trial.plan)
+        return trial.compute_ratio(host_wait_s)
 
     def never_recompute(self, names: Collection[str]) -> None:
-        """Plan without recomputing `names`: regions with a recomputation that differed from forward. Ranks never change
-        a plan: the saved tensors of the regions are offloaded."""
-        if not names or self._is_shared:
+        """Plan without recomputing `names`: regions with a recomputation that differed from forward. Several ranks plan
+        on as if they could: the saved tensors of the regions are offloaded."""
+        if not names or self._ranks is not None:
             return
         regions = [dataclasses.replace(r, recompute_s=0.0) if r.name in names else r for r in self._profile.regions]
         if tuple(regions) == self._profile.regions:
             return
         self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
         for size in self._sizes.values():
-            size.rival = size.baseline = None  # may recompute them
-            size.corrected.clear()
-            size.fallback_s, size.has_fallback = math.inf, size.has_answer
+            size.tried, size.fallback_s = [], math.inf  # may recompute them
+            size.asks_fallback = not self._waits and self.limit_bytes is not None and size.answer is None
             self._mark(size, f"{', '.join(names)} cannot recompute", stops_plan=False)
         self._ask_next()
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _look_at_memory(self, engine: Engine) -> None:
+    def _condition(self, engine: Engine) -> Condition:
         """Memory from before the step may grow (the state of an optimizer, gradients that accumulate), and the peak may
         (a longer evaluation): the device's statistics show both, unless somebody resets them."""
-        size, limit_bytes = self._size, self.limit_bytes
-        if limit_bytes is None or self._is_shared or size.trial is None or not engine.device.tracks_peak:
-            return
-        if self._is_unobserved:
-            return  # backward of the step before may be still to come
-        if any(each.step.pending is not None for each in self._in_flight):
-            return
+        can_tell = self.limit_bytes is not None and self._size.trial is not None and engine.device.tracks_peak
+        if not can_tell or self._observer.may_be_in_backward:
+            return Condition(ran_out=self._ran_out, is_asked=self._is_asked)
         memory = engine.device.memory()
         grown_bytes = memory.allocated_bytes - self._profile.base_bytes
+        return Condition(grown_bytes, memory.peak_bytes, self._ran_out, self._is_asked)
+
+    def _look_at_memory(self, condition: Condition) -> None:
+        size, trial, limit_bytes = self._size, self._size.trial, self.limit_bytes
+        if limit_bytes is None or trial is None:
+            return
+        grown_bytes = condition.grown_bytes
         if grown_bytes > max(size.margin_bytes, THRESHOLDS.room * limit_bytes):
             self._profile = self._profile.with_reserved(grown_bytes)
             for each in self._sizes.values():
@@ -662,8 +655,9 @@ class PlanTuner:
             self._ask_next()
             return
         may_shrink = size.smallest_bytes <= limit_bytes
-        trial, is_over = size.trial, may_shrink and memory.peak_bytes > limit_bytes >= size.trial.peak_bytes
-        if is_over and trial.is_frozen and not size.wanted and trial.begun % THRESHOLDS.look_every == 0:
+        is_over = may_shrink and condition.peak_bytes > limit_bytes >= trial.seen.peak_bytes
+        is_due = self._ranks is not None or trial.begun % THRESHOLDS.look_every == 0
+        if is_over and is_due and trial.is_frozen and not size.wanted:
             trial.look_again()  # at the peak of steps alone: an evaluation may be the cause
 
     def _warn_of_peak(self, peak_bytes: int, limit_bytes: int) -> None:
@@ -676,7 +670,7 @@ class PlanTuner:
                 stacklevel=2,
             )
 
-    def _warn_too_large(self, size: _BatchSize, limit_bytes: int) -> None:
+    def _warn_too_large(self, size: BatchSize, limit_bytes: int) -> None:
         warnings.warn(
             f"a batch with {size.tokens} tokens does not fit the budget of {format_bytes(limit_bytes)}: the plan with "
             f"the smallest peak is used, with a peak of {format_bytes(size.smallest_bytes)}",
@@ -686,32 +680,28 @@ class PlanTuner:
 
     def forward_failed(self, error: BaseException | None, engine: Engine | None) -> None:
         """An exception leaves forward. A note about the plan is added to an out-of-memory error."""
-        self._in_flight.clear()
-        if engine is not None:
-            self._failed_allocations = engine.device.failed_allocations()
+        self._observer.forward_failed(None if engine is None else engine.device)
         if isinstance(error, torch.OutOfMemoryError):
             add_note(error, self._oom_text(engine))
-            self._plan_after_oom()
+            self._has_run_out()
 
-    def _check_failed_allocations(self, engine: Engine) -> None:
-        """A backward that did not end may have run out of memory: no exception passes through ebbtide."""
-        failures = engine.device.failed_allocations()
-        if failures > self._failed_allocations:
-            warnings.warn(self._oom_text(engine), EbbtideWarning, stacklevel=2)
+    def _has_run_out(self) -> None:
+        if self._ranks is None:
             self._plan_after_oom()
-        self._failed_allocations = failures
+        else:
+            self._ran_out = True
 
     def _plan_after_oom(self) -> None:
         size, limit_bytes = self._size, self.limit_bytes
         trial = size.trial
-        if self._is_shared or trial is None or trial.plan.predicted is None:
+        if trial is None or trial.plan.predicted is None:
             return
         if limit_bytes is None:
-            self._may_keep_all, why = False, "keeping everything ran out of memory"
-            if size.rival is not None:
-                self._end_comparison(size, size.rival, why)
+            self._may_keep_all = False
+            if trial.is_fallback and any(not each.is_fallback for each in size.tried):
+                self._choose(size)
             elif trial.plan.keeps_all:
-                self._want(size, why)
+                self._want(size, "keeping everything ran out of memory")
                 self.wait()
         elif self._replans_on_oom:
             budget_bytes = limit_bytes - size.margin_bytes
@@ -727,25 +717,18 @@ class PlanTuner:
         measured_bytes = 0 if engine is None else engine.device.memory().peak_bytes
         trial = self._size.trial
         predicted = None if trial is None else trial.plan.predicted
-        what_next = "the next steps use a smaller plan" if self._replans_on_oom else "or write on_oom='replan'"
-        if self._is_shared:
-            what_next = "a plan shared by ranks never changes"
+        when = "the next steps use" if self._ranks is None else "from their next meeting on all ranks use"
+        what_next = f"{when} a smaller plan" if self._replans_on_oom else "or write on_oom='replan'"
         return out_of_memory(
             self.budget_bytes, predicted, measured_bytes, THRESHOLDS.oom, self._size.smallest_bytes, what_next
         )
-
-
-def bucket_of(tokens: int, measured: int = 1) -> int:
-    """The smallest bucket of at least `tokens`. An octave has eight buckets, counted from `measured`."""
-    steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
-    return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
 
 
 def _as_measured(plan: Plan, trial: Trial) -> Plan:
     """`plan`, with the measured step time of `trial` as the prediction."""
     if plan.predicted is None or not trial.is_timed:
         return plan
-    return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.typical_s))
+    return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.seen.typical_s))
 
 
 def _waits_for_cpu(plan: Plan) -> bool:
@@ -753,7 +736,7 @@ def _waits_for_cpu(plan: Plan) -> bool:
 
 
 def _took(trial: Trial) -> str:
-    return f"the last steps took {trial.typical_s * 1e3:.1f} ms"
+    return f"the last steps took {trial.seen.typical_s * 1e3:.1f} ms"
 
 
 def _with_cpu_times(profile: Profile, ratio: float) -> Profile:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from ebbtide._config import OffloadConfig
+from ebbtide._control.batch_size import bucket_of
 from ebbtide._control.controller import PlanController
-from ebbtide._control.tuner import bucket_of
 from ebbtide._engine.context import HookContext, RegionCall
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines

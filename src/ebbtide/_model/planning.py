@@ -10,7 +10,7 @@ import torch
 
 from ebbtide._config import Budget, as_names
 from ebbtide._control.controller import PlanController
-from ebbtide._control.ranks import agreement, refuse_pipeline
+from ebbtide._control.ranks import ranks_of, refuse_pipeline
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
 from ebbtide._model.recipe_probe import probe_recipes
@@ -86,20 +86,20 @@ class Planning:
                 "these, or leave regions= out"
             )
         # Where no region recomputes, each rank may move tensors as it likes.
-        agree = agreement(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
+        ranks = ranks_of(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
         controller = PlanController(
             attachment, tuple(regions), attachment.context, goal.budget, AnyExpensiveOp(), known,
             max_slowdown=goal.max_slowdown,
-            replans_on_oom=self.replans_on_oom, agree=agree, on_profile=profiles.keep, always_recompute=looks_again,
+            replans_on_oom=self.replans_on_oom, ranks=ranks, on_profile=profiles.keep, always_recompute=looks_again,
             nested=() if named else tuple(attachment.norm),
             probe_recipes=functools.partial(probe_recipes, attachment.engines, attachment.context.serves),
         )  # fmt: skip
         controller.start()
         attachment.controller, attachment.plan_step = controller, self.step_begins
-        self.may_have_peers = goal.may_recompute and agree is None and group is None
+        self.may_have_peers = goal.may_recompute and ranks is None and group is None
         if known is not None:
             profiles.keep(known)
-        else:
+        if controller.counts_steps:
             attachment.optimizers.start()
 
     @property
@@ -119,7 +119,7 @@ class Planning:
 
     def step_begins(self, tokens: int, verifies: bool) -> tuple[StepRecorder | None, bool]:
         """Set the plan of the forward about to begin. Returns a recorder, and whether to verify the forward."""
-        is_measuring = False
+        is_measuring = counts_steps = False
         try:
             if self.may_be_stage:
                 refuse_pipeline(self.attachment.module)
@@ -128,9 +128,9 @@ class Planning:
                 self.start()  # the process group was made after `offload`: all ranks come by in the same forward
             assert self.controller is not None
             recorder = self.controller.step_begins(tokens, verifies)
-            is_measuring = self.controller.is_measuring
+            is_measuring, counts_steps = self.controller.is_measuring, self.controller.counts_steps
         finally:
-            if not is_measuring:  # look for optimizers only until there is a profile, or an error instead
+            if not counts_steps:  # a single rank looks for optimizers until there is a profile, or an error instead
                 self.attachment.optimizers.stop()
         if is_measuring:  # verification would hold up a timed forward
             verifies = self.controller.is_warming_up and self.attachment.config.verify != 0

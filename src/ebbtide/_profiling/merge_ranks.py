@@ -1,15 +1,82 @@
-"""One profile for all ranks of a job, so that all ranks follow one plan. Pure."""
+"""One profile for all ranks of a job, so that all ranks follow one plan. Pure.
+
+As a rule, profiles of ranks differ in their numbers alone: equal structures merge by one reduction of the numbers
+(`merged_by`), with the result that `slowest` has for whole profiles.
+"""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from ebbtide._errors import PlanError
-from ebbtide._profiling.profile import ExpensiveOp, Host, Outside, PostRegionPoint, Profile, RegionProfile
+from ebbtide._profiling.profile import (
+    ExpensiveOp,
+    Host,
+    Outside,
+    PostRegionPoint,
+    Profile,
+    RegionProfile,
+    changed,
+)
 
 Row = TypeVar("Row")
+
+_SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
+_ALIKE = ("index", "tensor_index", "downstream", "users")
+_MEASURED = ("recompute_s", "moved_work_bytes")  # 0: not measured
+
+
+def structure_of(profile: Profile) -> tuple[int, int]:
+    """A digest of the profile without its numbers; `merged_by` merges profiles with equal digests."""
+
+    parts: list[Any] = [list(profile.base)]
+
+    def add(name: str, value: Any) -> Any:
+        if not _is_number(name, value):
+            parts.append(value if name != "base" else None)
+        else:
+            parts.append(value > 0 if name in _MEASURED else type(value).__name__)
+        return value
+
+    changed(profile, add)
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:6], "big"), int.from_bytes(digest[6:12], "big")
+
+
+def merged_by(largest: Callable[[Sequence[float]], Sequence[float]], own: Profile, base_bytes: int) -> Profile:
+    """`slowest` of the profiles of all ranks, if their structures are equal.
+
+    Args:
+        largest: returns the largest of each number over all ranks.
+        own: profile of this rank.
+        base_bytes: largest of all ranks, known beforehand: ranks with fewer bytes name no parts.
+    """
+    numbers = [float(value) if own.base_bytes == base_bytes else -inf for value in own.base.values()]
+
+    def add(name: str, value: Any) -> Any:
+        if _is_number(name, value):
+            numbers.append(-value if name in _SMALLEST else value)
+        return value
+
+    regions = tuple(dataclasses.replace(r, backward_work_bytes=_short_lived_bytes(r)) for r in own.regions)
+    short_lived = changed(dataclasses.replace(own, regions=regions), add)
+    found = iter(largest(numbers))
+    base = {name: int(next(found)) for name in own.base}
+
+    def merged(name: str, value: Any) -> Any:
+        return type(value)(next(found) * (-1 if name in _SMALLEST else 1)) if _is_number(name, value) else value
+
+    profile: Profile = changed(short_lived, merged)
+    regions = tuple(_with_backward_work(region, region.backward_work_bytes) for region in profile.regions)
+    return dataclasses.replace(profile, base=base, regions=regions)
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and name not in _ALIKE
 
 
 def slowest(profiles: Sequence[Profile]) -> Profile:
@@ -54,15 +121,23 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         inputs=_merged((tensor for region in regions for tensor in region.inputs), "index"),
         expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
     )
-    # Short-lived memory of one rank must not vanish under saved tensors of another rank.
-    short_lived = max(each.backward_work_bytes - each.saved_bytes + each.unused_bytes for each in regions)
     was_seen = all(region.moved_work_bytes > 0 for region in regions)
-    return dataclasses.replace(
+    merged = dataclasses.replace(
         merged,
-        backward_work_bytes=merged.saved_bytes - merged.unused_bytes + short_lived,
         moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
         recompute_s=merged.recompute_s if all(region.recompute_s > 0 for region in regions) else 0.0,  # 0: not measured
     )
+    return _with_backward_work(merged, max(map(_short_lived_bytes, regions)))
+
+
+def _short_lived_bytes(region: RegionProfile) -> int:
+    """Memory of one rank that must not vanish under saved tensors of another rank; negative if the peak comes late."""
+    return region.backward_work_bytes - region.saved_bytes + region.unused_bytes
+
+
+def _with_backward_work(region: RegionProfile, short_lived_bytes: int) -> RegionProfile:
+    nbytes = region.saved_bytes - region.unused_bytes + short_lived_bytes
+    return dataclasses.replace(region, backward_work_bytes=nbytes)
 
 
 def _agreed(own: RegionProfile, regions: Sequence[RegionProfile]) -> Iterator[ExpensiveOp]:

@@ -218,7 +218,7 @@ class Host:
 
     def times(self, ratio: float) -> "Host":
         """All launch times multiplied by `ratio`; the launch-ahead stays."""
-        return _changed(self, lambda name, value: value if name == "ops" or "ahead" in name else value * ratio)
+        return changed(self, lambda name, value: value if name == "ops" or "ahead" in name else value * ratio)
 
     @property
     def seconds(self) -> float:
@@ -332,7 +332,7 @@ class Profile:
                 return max(1, round(value * k))  # 0 would mean that the memory is shared
             return value * k if name.endswith("_s") else value
 
-        regions, outside = _changed((self.regions, self.outside), scaled)
+        regions, outside = changed((self.regions, self.outside), scaled)
         return dataclasses.replace(self, regions=regions, outside=outside, tokens=tokens)
 
     def with_reserved(self, nbytes: int) -> "Profile":
@@ -353,8 +353,8 @@ class Profile:
             # Times of expensive calls too, as of the recomputation that the calls are a part of.
             return value * (forward if name in ("before_s", "after_s", "forward_s", "at_s") else backward)
 
-        regions = tuple(dataclasses.replace(_changed(r, refitted), inputs=r.inputs) for r in self.regions)
-        return dataclasses.replace(self, regions=regions, outside=_changed(self.outside, refitted))
+        regions = tuple(dataclasses.replace(changed(r, refitted), inputs=r.inputs) for r in self.regions)
+        return dataclasses.replace(self, regions=regions, outside=changed(self.outside, refitted))
 
     def __str__(self) -> str:
         lines = [(region.name, *_cells(region)) for region in self.regions]
@@ -425,11 +425,12 @@ def _cells(region: RegionProfile) -> tuple[str, ...]:
     return str(len(region.saved_tensors)), *map(format_bytes, sums)
 
 
-def _changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A row, or a tuple of rows, with `change(name, value)` for every field. `name`: of the field that is a tuple."""
+def changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A row, or a tuple of rows, with `change(name, value)` for every field, in order. `name`: of the field with
+    the tuple."""
     if isinstance(value, tuple):
-        return tuple(_changed(item, change, name) for item in cast("tuple[Any, ...]", value))
+        return tuple(changed(item, change, name) for item in cast("tuple[Any, ...]", value))
     if not dataclasses.is_dataclass(value):
         return change(name, value)
     values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return dataclasses.replace(cast("Any", value), **{name: _changed(v, change, name) for name, v in values.items()})
+    return dataclasses.replace(cast("Any", value), **{name: changed(v, change, name) for name, v in values.items()})

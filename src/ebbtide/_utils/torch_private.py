@@ -158,6 +158,12 @@ def store_of(group: "torch.distributed.ProcessGroup | None") -> Any:
     return store if isinstance(base, kinds) else None
 
 
+def collective_device(group: "torch.distributed.ProcessGroup | None") -> torch.device:
+    """Return the device of tensors for a collective of `group`: the CPU if the group can reduce there."""
+    distributed: Any = torch.distributed.distributed_c10d
+    return torch.device(distributed._get_object_coll_device(group))
+
+
 class OperatorMode(TorchDispatchMode):
     """Dispatch mode that handles higher-order operators and leaves compiled code inside of the mode compiled.
 

@@ -77,7 +77,10 @@ class RegionTimes(StepParts):
         return self._seconds(events)
 
     def _seconds(self, events: Sequence[StepEvent]) -> float:
-        """From the first of consecutive events to the last, without spinning, which only measured steps have."""
+        """From the first of consecutive events to the last, without spinning, which only measured steps have. 0 without
+        events: a backward inside of forward begins before forward ends."""
+        if not events:
+            return 0.0
         spun_s = sum(self._between(a, b) for a, b in pairwise(events) if a.kind is StepEventKind.SPIN_BEGAN)
         return max(0.0, self._between(events[0], events[-1]) - spun_s)
 

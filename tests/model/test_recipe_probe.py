@@ -24,8 +24,8 @@ def handle():
 
 def test_every_recipe_has_a_cost(handle):
     costs = probed(handle)
-    assert min(costs) >= 0  # differences of noisy steps
-    assert max(costs) > 0
+    assert costs.prepare_s > 0  # by one clock within one step; all the rest are differences of noisy steps
+    assert min(costs) >= 0
 
 
 def test_a_probe_leaves_no_trace(handle):

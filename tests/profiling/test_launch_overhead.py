@@ -21,7 +21,7 @@ from ebbtide._profiling.region_times import RegionTimes
 from ebbtide._types import Memory
 
 WIDE = 10**12
-COSTS = RecipeCosts(save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5)
+COSTS = RecipeCosts(prepare_s=1e-4, save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5)
 KEPT = Recipe("recompute", inputs="keep")
 HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
 
@@ -85,7 +85,7 @@ def test_cpu_times_are_read_by_the_cpu_clock():
     assert (host.before_s, host.after_s, host.backward_before_s) == pytest.approx((1 * MS, 1 * MS, 1 * MS))
     assert [times.ops for times in host.regions] == [7, 7]
     figures = host.frame_s, host.op_s, host.saved_output_s, host.moved_s
-    assert figures == pytest.approx((0.0, 5e-6, 3e-5, 2e-5))  # no preparation was seen
+    assert figures == pytest.approx((1e-4, 5e-6, 3e-5, 2e-5))  # no preparation was seen
 
 
 def test_a_synchronous_device_has_no_cpu_to_wait_for():
@@ -111,9 +111,16 @@ def test_a_forward_without_a_graph_is_cheaper_than_keeping():
     assert host.frame_s == 0.0 < without.frame_s  # 10 ms for the graph are more than what prepares it
 
 
+def test_cpu_time_of_recipes_scales_with_the_preparation():
+    """A host that is twice as slow is so with operators, outputs and parcels too."""
+    quick, slow = (host_of(step_of_one(100, 50, 20, prepared_ms=ms), ("a",), [region("a")], (7,)) for ms in (0.5, 1.0))
+    for name in ("frame_s", "op_s", "saved_output_s", "moved_s"):
+        assert getattr(slow, name) == pytest.approx(2 * getattr(quick, name))
+
+
 def test_kept_regions_do_not_pay_for_saving_to_recompute():
-    """And recomputation pays once."""
-    costs = RecipeCosts(save_s=2 * MS, inspect_op_s=0.0, save_output_s=0.0, move_s=0.1 * MS)
+    """And recomputation pays once. Preparing took 10 times as long as in the probe, so saving does too."""
+    costs = RecipeCosts(prepare_s=0.5 * MS, save_s=0.2 * MS, inspect_op_s=0.0, save_output_s=0.0, move_s=0.1 * MS)
     regions = [region("a")]
     saved_s = len(regions[0].saved_tensors) * 2 * MS
     recorder = step_of_one(100, 90, 20, prepared_ms=6)

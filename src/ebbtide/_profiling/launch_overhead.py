@@ -5,9 +5,10 @@ Note [Launch overhead]
 1. CPU work of recipes, beyond the model's own code, matters if the CPU is hardly ahead of compute: many small kernels,
    and a loop that reads each loss. A selective recipe of a region may then take longer to queue than to run.
 2. The model's own CPU time is measured, and the preparation of recomputation as well. Further work of recipes is what
-   a small module shows (_model/recipe_probe.py). The device queues some thousand kernels, so a CPU far ahead is
-   blocked: most regions of a recorded backward take as much CPU time as compute time. The fastest of equal regions were
-   not blocked.
+   a small module shows (_model/recipe_probe.py), times the ratio of preparations: a small module finds the caches of a
+   core full of its own code, a model does not, and a core is half as fast while another thread shares the core. The
+   device queues some thousand kernels, so a CPU far ahead is blocked: most regions of a recorded backward take as much
+   CPU time as compute time. The fastest of equal regions were not blocked.
 3. The CPU is as far ahead of compute as recorded, and far enough that a step that keeps everything waits for nothing
    (launch-ahead). If the CPU is slower than compute over a step, the launch-ahead is used up at some point.
 """
@@ -29,12 +30,14 @@ class RecipeCosts(NamedTuple):
     """CPU seconds that recipes add to the code of a region, as measured with a small module.
 
     Attributes:
+        prepare_s: once where a region prepares for recomputation.
         save_s: for each tensor saved by a forward that will be recomputed.
         inspect_op_s: for each operator under a selective recipe.
         save_output_s: for each output that a selective recipe saves.
         move_s: for each parcel on the way out, and again on the way back.
     """
 
+    prepare_s: float
     save_s: float
     inspect_op_s: float
     save_output_s: float
@@ -55,11 +58,8 @@ def host_of(
     if costs is None:
         return None
     times = RegionTimes(recorder.events, names, lambda start, end: end.cpu_s - start.cpu_s)
-    moved_s = costs.move_s
-    seen = zip(times.prepared_s, regions, strict=True)
-    # Inputs leave meanwhile.
-    prepared = [max(0.0, seconds - moved_s * len(region.inputs)) for seconds, region in seen if seconds > 0]
-    prepared_s = statistics.median(prepared) if prepared else 0.0
+    costs = _scaled(costs, times.prepared_s, regions)
+    prepared_s, moved_s = costs.prepare_s, costs.move_s
     runs: list[HostTime] = []  # forward without preparation
     for k, region in enumerate(regions):
         # Backward prepares the next pass in backward, taken as equal to pass k.
@@ -130,3 +130,10 @@ def _launch_ahead_s(recorder: ProfilingRecorder) -> float:
         since_s = recorder.device.seconds_between(events[0].event, events[event.passed].event)
         ahead_s = max(ahead_s, event.at_s - events[0].at_s - since_s)
     return ahead_s
+
+
+def _scaled(costs: RecipeCosts, prepared_s: Sequence[float], regions: Sequence[RegionProfile]) -> RecipeCosts:
+    """Costs in the step, by the preparation of passes with offloaded inputs; as they are if no pass was prepared."""
+    seen = zip(prepared_s, regions, strict=True)
+    ratios = [s / max(costs.prepare_s + costs.move_s * len(region.inputs), 1e-9) for s, region in seen if s > 0]
+    return RecipeCosts(*(seconds * (statistics.median(ratios) if ratios else 1.0) for seconds in costs))

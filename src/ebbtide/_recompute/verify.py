@@ -100,7 +100,7 @@ class VerifiedFrame(Frame):
         # The graph owns the holders, and a holder owns the saved tensor of forward.
         self._forward_tensors: weakref.WeakKeyDictionary[Holder, Packed] = weakref.WeakKeyDictionary()
         self._movable: set[int] = set()
-        self._trials: weakref.WeakSet[Trial] = weakref.WeakSet()
+        self._trials: weakref.WeakSet[TrialRecomputation] = weakref.WeakSet()
         self._forward_hooks = hooks.for_call(hooks.region_call)
 
     def _input(self, t: torch.Tensor, pack_input: Pack) -> Any:
@@ -235,7 +235,7 @@ class VerifiedFrame(Frame):
     def _new_recomputation(self) -> Recomputation:
         if self._at_hand is None:
             return ComparedRecomputation(self)
-        trial = Trial(self)
+        trial = TrialRecomputation(self)
         self._trials.add(trial)
         return trial
 
@@ -289,7 +289,7 @@ class ComparedRecomputation(Recomputation):
         )
 
 
-class Trial(ComparedRecomputation):
+class TrialRecomputation(ComparedRecomputation):
     """A recomputation right after the forward, while the saved tensors of forward are there: keeps none of its own."""
 
     @hidden_from_compiler

@@ -77,10 +77,11 @@ class HandleRig(Rig):
         super().__init__(device, **(small | settings))
         self.handles: list[OffloadHandle] = []
 
-    def offload(self, module: torch.nn.Module, recipe=None, **config) -> OffloadHandle:
+    def offload(self, module: torch.nn.Module, recipe=None) -> OffloadHandle:
         """Everything may move, as with `ebbtide.offload`."""
-        context = HookContext(self.hook_context.limits, lambda _: True)
-        handle = OffloadHandle(module, OffloadConfig(**config), self.engines, context)
+        handle = OffloadHandle(
+            module, OffloadConfig(), self.engines, HookContext(self.hook_context.limits, lambda _: True)
+        )
         handle._install()
         handle.set_recipe(recipe)
         self.handles.append(handle)

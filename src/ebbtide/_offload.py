@@ -275,8 +275,8 @@ def offload(
             raise. The error is raised in either case.
         verify: Compare recomputation with forward once in so many forwards; 0: never. Verified are also the first
             forwards of each batch size and training mode. A region that differs is kept from then on, and its gradients
-            come from the tensors saved in forward; a verified forward runs each recomputed region twice. Default: a
-            planner verifies its first forward.
+            come from the tensors saved in forward; a verified forward moves all tensors of recomputed regions. Default:
+            a planner verifies its first forward.
         process_group: Ranks that agree on a plan within a budget, or share a profile file. Default: all ranks of the
             job. Write the ranks of data, sharded and tensor parallelism together, such as `mesh["dp"].get_group()`; all
             must run the same number of steps.

@@ -82,6 +82,23 @@ def follow(model, steps=8, rows=lambda k: ROWS):
     return phases
 
 
+class Slope(Stack):
+    """The loss has the gradient by the input in it: regions run backward inside of forward."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def test_a_backward_inside_of_forward_is_planned(monkeypatch):
+    monkeypatch.setitem(globals(), "Stack", Slope)
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    assert follow(model)[-1] is Phase.PLANNED
+    assert handle.plan.predicted is not None
+
+
 def a_large_budget():
     return psutil.Process().memory_info().rss + 2**34
 

@@ -255,10 +255,10 @@ class StatsRecorder:
         )
 
     def note_differed(self, region: str, why: str) -> None:
-        """The recomputation of a region differed from its forward, and backward reads the original saved tensors."""
+        """The recomputation of a region differed from its forward, and backward read the original saved tensors."""
         self._count_unable(
             Unable.DIFFERED,
-            f"{region} is kept from now on, and backward reads what its forward saved: {why} (warned once; see "
+            f"{region} is kept from now on, and backward has read what its forward saved: {why} (warned once; see "
             "stats().unable)",
         )
 

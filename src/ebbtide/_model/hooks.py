@@ -33,7 +33,7 @@ from ebbtide._recompute.ops import ExpensiveOps
 from ebbtide._recompute.prune import PruneCache
 from ebbtide._recompute.saved_outputs import SaveOutputsMode
 from ebbtide._recompute.state import RegionState
-from ebbtide._recompute.verify import VerifiedFrame
+from ebbtide._recompute.verify import Evidence
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder, Unable
 from ebbtide._utils.torch_private import constant_in_traces, hidden_from_compiler
 
@@ -398,7 +398,10 @@ class RegionHook(ModuleHook):
             recorded = contextlib.nullcontext() if recorder is None else recorder.running(region_call.region)
             return session.recording(pack_hook, outputs_mode, recorded)
 
-        frame = (VerifiedFrame if session.verifies else Frame)(self._name, call, hooks, around)
+        evidence = None
+        if session.verifies:
+            evidence = Evidence(hooks.for_call(region_call.context.new_call(region_call.region)))
+        frame = Frame(self._name, call, hooks, around, evidence)
         output = frame.run(args, kwargs, pack_input, outputs_mode, self._state)
         if frame.ends_early:
             region_call.context.recorder.note_unable(self._name, recipe.action, Unable.UNKNOWN_RNG)

@@ -1,5 +1,6 @@
 """Makes a profile of the events of two recorded steps. Reads passed events, and changes nothing."""
 
+import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -273,7 +274,12 @@ def _post_region_points(
     """Points after the last region, left at `left`, at which parcels on their way may be released, and the peak from
     each point on, over `known_bytes`."""
     seconds_between = recorder.device.seconds_between
-    places = [(seen.tensor, max(0.0, seconds_between(left.event, seen.event))) for seen in recorder.outside]
+    points = [PostRegionPoint(-1, 0.0, 0)]
     peaks = [*(seen.memory.peak_bytes for seen in recorder.outside), last_peak_bytes]
-    points = zip([(-1, 0.0), *places], peaks, strict=True)
-    return tuple(PostRegionPoint(*place, max(0, peak_bytes - known_bytes)) for place, peak_bytes in points)
+    for seen, peak_bytes in zip([None, *recorder.outside], peaks, strict=True):
+        # Numbers begin anew after a backward inside of forward: such a place is part of the place before.
+        if seen is not None and seen.tensor > points[-1].tensor_index:
+            points.append(PostRegionPoint(seen.tensor, max(0.0, seconds_between(left.event, seen.event)), 0))
+        nbytes = max(points[-1].peak_bytes, peak_bytes - known_bytes)
+        points[-1] = dataclasses.replace(points[-1], peak_bytes=nbytes)
+    return tuple(points)

@@ -3,13 +3,13 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ebbtide._engine.hooks import SavedTensorHooks
+from ebbtide._engine.hooks import Packed, SavedTensorHooks
 from ebbtide._engine.parcel import Ticket, check_unmodified, check_written
 from ebbtide._errors import ModuleError, RecomputeError
 from ebbtide._recompute.arguments import Arguments
@@ -18,9 +18,13 @@ from ebbtide._recompute.provenance import PrunedTensor
 from ebbtide._recompute.replay import ReplayOutputsMode
 from ebbtide._recompute.rng_autocast import AutocastRngState
 from ebbtide._recompute.saved_outputs import SaveOutputsMode, numbering_paused
+from ebbtide._recompute.side_effects import Snapshot
 from ebbtide._recompute.state import RegionState, version_of
+from ebbtide._recompute.verify import Evidence, is_rounding
 from ebbtide._types import RecomputeRecorder, Unable
+from ebbtide._utils.logs import logger_of
 from ebbtide._utils.torch_private import (
+    collective_count,
     dispatch_modes,
     graph_task_id,
     has_compiled_code,
@@ -31,6 +35,8 @@ from ebbtide._utils.torch_private import (
 )
 from ebbtide._utils.tracing import span
 
+_log = logger_of(__name__)
+
 Pack = Callable[[torch.Tensor], Any]
 Around = Callable[[Pack, bool], contextlib.AbstractContextManager[RecomputeRecorder | None]]
 """A context that an entry point puts around region code, from the active pack hook and whether backward recomputes.
@@ -40,13 +46,15 @@ The context returns a recorder of the recomputation, or None."""
 class Holder:
     """Autograd's object for a saved tensor of a region: a number, and the frame that can recompute the tensor."""
 
-    __slots__ = ("__weakref__", "frame", "number", "value", "version")
+    __slots__ = ("__weakref__", "copy", "frame", "number", "value", "version")
 
     def __init__(self, frame: "Frame", number: int) -> None:
         self.frame = frame
         self.number = number
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.copy: Packed | None = None
+        """The forward's saved tensor during verification; see Note [Verification]."""
 
 
 class Frame:
@@ -59,14 +67,24 @@ class Frame:
         call: the region's forward.
         hooks: unpack saved outputs and inputs.
         around: see `Around`.
+        evidence: of the forward's saved tensors, to verify the recomputation.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], hooks: SavedTensorHooks, around: Around) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        hooks: SavedTensorHooks,
+        around: Around,
+        evidence: Evidence | None = None,
+    ) -> None:
         self._name = name
         self._call = call
         self.hooks = hooks
         self._limits = hooks.region_call.limits
         self._around = around
+        self._evidence = evidence
+        self._reads_evidence = False  # after a difference: backward reads the forward's tensors
         self._holders: list[weakref.ref[Holder]] = []
         self._metadata: list[_Metadata] = []
         self._lock = threading.RLock()
@@ -100,15 +118,19 @@ class Frame:
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = list(map(version_of, tensors))
+        self._inputs = [self._input(t, pack_input) for t in tensors]
         # Prepared before the forward runs: region code may ask for gradients, and after an exception the tensors saved
         # so far may still be read.
         with numbering_paused():  # copies of buffers are not calls of the region around
             self._found = state.snapshot()
         self._devices = {*self._found.devices, *(t.device for t in tensors)}
-        self._is_captured = is_captured = self.hooks.is_captured(self._devices)
-        self._inputs = [self._input(t, pack_input) for t in tensors]
-        self._autocast_rng = self._surroundings()
+        is_captured = self.hooks.is_captured(self._devices)
+        if is_captured:
+            self._evidence = None  # a comparison waits for the device
+        generators = [*self._found.generators, *self._arguments.generators]
+        self._autocast_rng = AutocastRngState(self._devices, is_captured, generators)
         self._pack_input = pack_input
+        self._collectives = None if self._evidence is None else collective_count()
         self._outputs = None if save_mode is None else save_mode.outputs
         pair = saved_tensors_hooks(self.pack, unpack)
         refuse_rng = RefuseRngMode(self._name) if is_captured else contextlib.nullcontext()
@@ -126,10 +148,10 @@ class Frame:
             self._autocast_rng.close()
             if save_mode is not None:
                 save_mode.close(is_whole, self._metadata)
+        self._learn(tensors, versions)
         self._metadata = state.shared_metadata(self._metadata)
         if self._outputs is not None:
             self._outputs.drop_modified()
-        self._learn(tensors, versions)
         self._is_whole = True
         stats = self.hooks.region_call.context.recorder.stats
         stats.recomputed.add(self._dropped_bytes, len(self._holders) - len(self._downstream))
@@ -139,11 +161,6 @@ class Frame:
         number = self.hooks.region_call.next_index
         # An inference tensor cannot be packed. The owner keeps the tensor alive anyway.
         return _Input(t if t.is_inference() else pack_input(t), t.requires_grad, number)
-
-    def _surroundings(self) -> AutocastRngState:
-        """The surroundings of now, with the generators of the modules and among the arguments."""
-        generators = [*self._found.generators, *self._arguments.generators]
-        return AutocastRngState(self._devices, self._is_captured, generators)
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> "Holder | _SavedAsIs":
@@ -155,6 +172,9 @@ class Frame:
             self._state.unable = Unable.UNKNOWN_RNG
             return _SavedAsIs(self._pack_input(t), self.hooks)
         holder = Holder(self, len(self._holders))
+        if self._evidence is not None:
+            with numbering_paused():
+                holder.copy = self._evidence.take(holder.number, t)
         packed = None if self._save_mode is None else self._save_mode.pack_downstream(t, holder.number)
         if packed is None:
             self._dropped_bytes += t.numel() * t.element_size()
@@ -165,22 +185,35 @@ class Frame:
         return holder
 
     def _learn(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
-        """The forward has ended. Raises ModuleError for changes that rule out recomputation."""
-        with numbering_paused():
-            self._found.learn()
-        self._check_inputs(tensors, versions)
+        """Raises ModuleError for changes that rule out recomputation, unless the forward left evidence to read."""
+        why = self._why_unverified() if self._evidence is not None and not self._reads_evidence else ""
+        if why:
+            _log.info("%s: recomputation is not verified, %s", self._name, why)
+            self._drop_evidence()
+        try:
+            with numbering_paused():
+                self._found.learn()
+            self._check_inputs(tensors, versions)
+        except ModuleError as error:
+            if self._evidence is None:
+                raise
+            self._fall_back(error)
+
+    def _why_unverified(self) -> str:
+        assert self._evidence is not None
+        if not self._evidence.is_whole:
+            return "the store has no room for the saved tensors of forward"
+        now = collective_count()
+        return "ranks communicate inside" if now is None or now != self._collectives else ""
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         for t, version in zip(tensors, versions, strict=True):
             if version_of(t) != version:
-                raise self._changed_input(t)
-
-    def _changed_input(self, t: torch.Tensor) -> ModuleError:
-        return ModuleError(
-            f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(sizes_of(t))}), and "
-            "cannot be recomputed. Give the region the recipe 'keep' or 'offload', or clone the tensor before the "
-            "change"
-        )
+                raise ModuleError(
+                    f"{self._name} changes a tensor in place that was passed to it ({t.dtype} {tuple(sizes_of(t))}), "
+                    "and cannot be recomputed. Give the region the recipe 'keep' or 'offload', or clone the tensor "
+                    "before the change"
+                )
 
     # -- recomputation ---------------------------------------------------------------------------------------------
 
@@ -189,10 +222,11 @@ class Frame:
         value = holder.value
         if value is None:
             with self._lock:
-                if holder.value is None:
+                if holder.value is None and not self._reads_evidence:
                     self._recompute()
                 value = holder.value
-        assert value is not None
+        if value is None:
+            return self._forward_value(holder)
         if holder.number == self._ended_at:
             check_written(self._name)  # the kernel that writes the tensor has not run
         if self._recorder is not None:
@@ -207,10 +241,54 @@ class Frame:
             check_unmodified(value, holder.version, what, value.dtype, value.device, sizes_of(value))
         return value
 
+    def _recompute(self) -> None:
+        if self._evidence is None:
+            self._recompute_pruned()
+            return
+        try:
+            self._recompute_pruned()
+        except (_EarlyStopError, torch.OutOfMemoryError):
+            raise  # the stop of an outer region, or a reason outside of the region
+        except Exception as error:  # of any kind: backward can read the evidence
+            self._fall_back(error)
+        if not self._reads_evidence and graph_task_id() != -1 and not keeps_graph():
+            self._drop_evidence()  # no later backward recomputes
+
+    def _fall_back(self, error: Exception) -> None:
+        """Let backward read the forward's tensors, and never recompute the region again."""
+        self._reads_evidence = True
+        self._state.unable = Unable.DIFFERED
+        self.hooks.region_call.context.recorder.note_differed(self._name, str(error) or type(error).__name__)
+
+    def _forward_value(self, holder: Holder) -> torch.Tensor:
+        value = self._read_downstream(holder.number)
+        if value is not None:
+            return value
+        assert self._evidence is not None
+        assert holder.copy is not None
+        return self._evidence.read(holder.copy)
+
+    def _drop_evidence(self) -> None:
+        self._evidence = None
+        for holder in self._live_holders():
+            holder.copy = None
+
     def _live_holders(self) -> Iterator[Holder]:
         return (holder for ref in self._holders if (holder := ref()) is not None)
 
-    def _recompute(self) -> None:
+    def _check_evidence(self, recomputation: "Recomputation") -> None:
+        """Raises RecomputeError for a saved tensor with other bytes than in forward."""
+        assert self._evidence is not None
+        for number in self._evidence.differing():
+            holder, value = self._holders[number](), recomputation.value(number)
+            if holder is None or value is None or is_rounding(self._forward_value(holder), value):
+                continue
+            raise RecomputeError(
+                f"the recomputation of {self._name} saved other values than its forward, first in its saved tensor "
+                f"{number} ({_described(self._metadata[number])}){_ADVICE}"
+            )
+
+    def _recompute_pruned(self) -> None:
         """Recompute without the pruned calls; after a need for their outputs, once more with them."""
         if self._outputs is None:
             self._recompute_with(None)
@@ -233,14 +311,17 @@ class Frame:
         return True
 
     def _recompute_with(self, replay: ReplayOutputsMode | None) -> None:
-        recomputation = self._new_recomputation()
-        tensors = self._read_inputs()
+        recomputation = Recomputation(self)
+        self.hooks.expect(self._tickets(), self._devices, self._limits)
+        tensors = [packed_input.read(self.hooks) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
         pair = saved_tensors_hooks(recomputation.pack, recomputation.unpack)
+        snapshot = None if self._evidence is None else Snapshot(self._found.modules, (args, kwargs), tensors)
         if replay is not None:
             replay.tensor_count = recomputation.tensor_count
         with (
             span("ebbtide::recompute", self._name),
+            self._restored(snapshot),
             numbering_paused(),
             self._autocast_rng.restored(),
             self._found.restored(),
@@ -263,16 +344,8 @@ class Frame:
         if replay is not None:
             replay.reads.check(self._name)
         recomputation.check()
-        self._publish(recomputation)
-
-    def _new_recomputation(self) -> "Recomputation":
-        return Recomputation(self)
-
-    def _read_inputs(self) -> list[torch.Tensor]:
-        self.hooks.expect(self._tickets(), self._devices, self._limits)
-        return [packed_input.read(self.hooks) for packed_input in self._inputs]
-
-    def _publish(self, recomputation: "Recomputation") -> None:
+        if self._evidence is not None:
+            self._check_evidence(recomputation)
         recomputation.publish()
         if graph_task_id() != -1 and not keeps_graph():
             self._downstream.clear()  # the holders own the tensors from here
@@ -280,6 +353,21 @@ class Frame:
                 if not self._was_recomputed:
                     self._outputs.drop_unused()
                 self._was_recomputed = True
+
+    @contextlib.contextmanager
+    def _restored(self, snapshot: Snapshot | None) -> Generator[None, None, None]:
+        """Undo side effects of a verified recomputation. Raises RecomputeError for any that a state does not cover."""
+        changed: list[str] = []
+        try:
+            yield
+        finally:
+            if snapshot is not None:
+                changed = snapshot.put_back()
+        if changed:
+            raise RecomputeError(
+                f"the recomputation of {self._name} changed {', '.join(dict.fromkeys(changed))} once more. Make it a "
+                "buffer, or give the region the recipe 'keep' or 'offload'"
+            )
 
     def _read_downstream(self, number: int) -> torch.Tensor | None:
         """Saved tensor `number`, if held for being downstream of a pruned call."""
@@ -312,7 +400,7 @@ def _matches(recomputed: _Metadata, saved: _Metadata) -> bool:
     return not is_comparable or recomputed[3] == saved[3]
 
 
-def described(metadata: _Metadata) -> str:
+def _described(metadata: _Metadata) -> str:
     dtype, shape, device, origin, _ = metadata
     return f"{dtype} {tuple(shape)} on {device}" + (f" from {origin}" if origin else "")
 
@@ -325,10 +413,7 @@ class _Input(NamedTuple):
     number: int
 
     def read(self, hooks: SavedTensorHooks) -> torch.Tensor:
-        return self.detached(_read(self.packed, hooks))
-
-    def detached(self, t: torch.Tensor) -> torch.Tensor:
-        """`t`, the argument or a copy, as a recomputation gets the argument."""
+        t = _read(self.packed, hooks)
         if t.is_inference() or (t.is_leaf and t.requires_grad):
             return t  # the argument itself: a parameter
         return t.detach().requires_grad_(self.requires_grad)
@@ -357,6 +442,7 @@ class Recomputation:
         self._holders = frame._holders
         self._metadata = frame._metadata
         self._read_downstream = frame._read_downstream
+        self._evidence = frame._evidence
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.recorder: RecomputeRecorder | None = None
@@ -374,6 +460,9 @@ class Recomputation:
         if type(t) is PrunedTensor:
             raise t.reads.refuse(f"a saved tensor of {self._name}")
         alias = _alias(t)
+        if self._evidence is not None and holder is not None and held is None:
+            with numbering_paused():
+                self._evidence.compare(number, t)
         if self.recorder is not None:
             self.recorder.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)
@@ -395,9 +484,9 @@ class Recomputation:
     def tensor_count(self) -> int:
         return self.count
 
-    def holder(self, number: int) -> Holder | None:
-        """The live holder of saved tensor `number`."""
-        return self._holders[number]() if number < len(self._holders) else None
+    def value(self, number: int) -> torch.Tensor | None:
+        """The recomputed saved tensor `number`, if a holder lacks the value."""
+        return self._values[number][0] if number in self._values else None
 
     def check(self) -> None:
         """Raises RecomputeError if holders still lack a value."""
@@ -405,7 +494,7 @@ class Recomputation:
         if any(_lacks_value(self._holders[number]()) for number in self._wanted):
             raise RecomputeError(
                 f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} in its "
-                f"recomputation{ADVICE}"
+                f"recomputation{_ADVICE}"
             )
 
     def publish(self) -> None:
@@ -418,12 +507,12 @@ class Recomputation:
 
     def _mismatch(self, number: int, metadata: _Metadata) -> RecomputeError:
         return RecomputeError(
-            f"{self._name} saved {described(self._metadata[number])} in forward and {described(metadata)} as saved "
-            f"tensor {number} in its recomputation{ADVICE}"
+            f"{self._name} saved {_described(self._metadata[number])} in forward and {_described(metadata)} as saved "
+            f"tensor {number} in its recomputation{_ADVICE}"
         )
 
 
-ADVICE = (
+_ADVICE = (
     ": the region depends on something that has changed in between (a cache it appends to, an object, a global). A "
     "model of transformers keeps a cache unless model.config.use_cache = False. In other cases give the region the "
     "recipe 'keep' or 'offload'"

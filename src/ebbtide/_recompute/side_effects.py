@@ -3,26 +3,20 @@
 Note [Side effects]
 ~~~~~~~~~~~~~~~~~~~
 1. A region with a counter in a NumPy array, an object or a global counts once more in recomputation. Verification (see
-   Note [Verification]) puts plain data back afterwards and keeps a region with such changes, so every step equals plain
-   training. A cache refilled with equal data, or in another order, is no change, but is put back as well: equal tensors
-   of a trial have another graph.
+   Note [Verification]) puts plain data back afterwards and keeps a region with such changes, so every later step equals
+   plain training. A cache refilled with equal data, or in another order, is no change.
 2. Plain data are numbers, strings, enums, NumPy arrays, tensors, containers of plain data, and objects with plain
    attributes only. An attribute or global with any other content (modules, parameters, functions, handles) belongs to
    some machinery and stays untouched as a whole, like attributes whose names begin with two underscores.
-3. An opaque iterator cannot be put back: a region with one within reach is kept without a recomputation.
-4. The search covers attributes of the region's modules, globals and closures of the modules' forward functions and
-   forward hooks, and objects among the arguments. Containers among the arguments are rebuilt for each recomputation
-   anyway.
+3. The search covers attributes of the region's modules, globals named by the modules' forward functions, and objects
+   among the arguments. Containers among the arguments are rebuilt for each recomputation anyway.
 """
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from itertools import chain
-from operator import is_
-from types import CellType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -45,13 +39,9 @@ class Snapshot:
         modules: the modules of the region.
         arguments: args and kwargs of the region's call.
         known: tensors to leave out, the inputs of the call.
-
-    Attributes:
-        iterators: places of opaque iterators.
     """
 
     def __init__(self, modules: Sequence[Module], arguments: object, known: Iterable[torch.Tensor]) -> None:
-        self.iterators: list[str] = []
         self._known = {id(t) for t in known}
         self._seen: dict[int, object] = {}  # alive, for a dead object's id may be reused
         self._left_bytes = 64 * 1024**2  # for copies of tensors, while recomputation and backward need memory too
@@ -64,30 +54,15 @@ class Snapshot:
             for name in list(module.__dict__):
                 if name not in MODULE_ATTRIBUTES and not name.startswith("__"):
                     self._add_variable(f"{kind}.{name}", module.__dict__, name)
-            hooked = cast(Any, module)
-            for function in chain(
-                [type(module).forward], hooked._forward_pre_hooks.values(), hooked._forward_hooks.values()
-            ):
-                self._add_function(function)
+            function: Any = getattr(type(module).forward, "__func__", type(module).forward)
+            code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+            for name in () if code is None else code.co_names:
+                if name in names:
+                    self._add_variable(f"the global {name!r}", names, name)
 
     def put_back(self) -> list[str]:
         """Undo all changes since construction, and name them."""
         return [name for name, put_back in self._copies if not put_back()]
-
-    def _add_function(self, function: Any) -> None:
-        """Add what the code of `function` names, and the object that a method belongs to."""
-        if hasattr(function, "__self__"):
-            self._add(f"the object of {function.__name__}()", function.__self__)
-        function = getattr(function, "__func__", function)
-        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-        for name in () if code is None else code.co_names:
-            if name in names:
-                self._add_variable(f"the global {name!r}", names, name)
-        for name, cell in () if code is None else zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if cell != CellType():  # a variable without a value yet
-                label, value = f"the variable {name!r}", cell.cell_contents
-                if self._add(label, value):
-                    self._copies.append((label, partial(_put_back_cell, cell, value)))
 
     def _add_variable(self, label: str, variables: dict[str, Any], name: str) -> None:
         value = variables[name]
@@ -106,8 +81,6 @@ class Snapshot:
                 return False
             values = _values_in(item)
             if values is None:
-                if issubclass(cast("type[object]", type(item)), Iterator):
-                    self.iterators.append(label)
                 return False
             found.append(item)
             queue.extend((inner, depth + 1) for inner in values)
@@ -142,14 +115,8 @@ _PutBack: TypeAlias = Callable[[], bool]
 def _put_back_variable(variables: dict[str, Any], name: str, value: Any) -> bool:
     """Of a global, or an attribute of a module."""
     is_same = name in variables and _is_same(variables[name], value)
-    variables[name] = value
-    return is_same
-
-
-def _put_back_cell(cell: CellType, value: Any) -> bool:
-    """Of a variable of a function around."""
-    is_same = cell != CellType() and _is_same(cell.cell_contents, value)
-    cell.cell_contents = value
+    if not is_same:
+        variables[name] = value
     return is_same
 
 
@@ -170,13 +137,13 @@ def _put_back_tensor(t: torch.Tensor, version: int, copy: torch.Tensor | None, s
 
 def _put_back_contents(container: Any, items: tuple[Any, ...]) -> bool:
     """Of a container, or of the `__dict__` of an object."""
-    now = _ordered_items(container)
-    if len(now) == len(items) and all(map(is_, now, items)):
-        return True
-    is_same = _is_same(now, items)
-    if isinstance(container, dict):
-        is_same = _is_same(dict(cast("dict[Any, Any]", container).items()), _pairs(items))
-    refill(container, items)
+    is_same = _is_same(_ordered_items(container), items)
+    if not is_same and isinstance(container, dict):
+        now = dict(cast("dict[Any, Any]", container).items())
+        then = dict(zip(items[::2], items[1::2], strict=True))
+        is_same = now.keys() == then.keys() and all(_is_same(now[key], value) for key, value in then.items())
+    if not is_same:
+        refill(container, items)
     return is_same
 
 
@@ -221,10 +188,6 @@ def _ordered_items(contents: Any) -> tuple[Any, ...]:
     return tuple(sorted(items, key=id)) if isinstance(contents, set) else items
 
 
-def _pairs(items: tuple[Any, ...]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
-
-
 def _is_same(now: Any, then: Any, depth: int = 0) -> bool:
     """Whether both are one object, or equal data."""
     if now is then:
@@ -235,9 +198,6 @@ def _is_same(now: Any, then: Any, depth: int = 0) -> bool:
         mine, others = cast("Sequence[Any]", now), cast("Sequence[Any]", then)
         pairs = zip(mine, others, strict=False)
         return len(mine) == len(others) and all(_is_same(a, b, depth + 1) for a, b in pairs)
-    if isinstance(now, dict):
-        mine, others = cast("dict[Any, Any]", now), cast("dict[Any, Any]", then)
-        return mine.keys() == others.keys() and all(_is_same(mine[key], others[key], depth + 1) for key in mine)
     if isinstance(now, np.ndarray):
         found = cast("np.ndarray[Any, Any]", now)
         return found.shape == then.shape and found.tobytes() == then.tobytes()

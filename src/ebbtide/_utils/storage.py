@@ -30,20 +30,15 @@ def checksum_of(storage: torch.UntypedStorage, start: int = 0, nbytes: int | Non
     return torch.cat(parts)
 
 
-def in_memory_order(t: torch.Tensor) -> torch.Tensor:
-    """Return the elements of strided `t` in memory order, contiguous. A view with gaps is copied."""
+def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:
+    """Return `checksum_of` the elements of strided `t` in memory order. A view with gaps is copied first."""
     raw = t.detach()
     raw = raw.conj() if raw.is_conj() else raw
     raw = neg_view(raw) if raw.is_neg() else raw
     for dim, step in enumerate(raw.stride()):
         if step == 0 and raw.shape[dim] > 1:
             raw = raw.narrow(dim, 0, 1)  # all elements of an expanded dimension are one
-    return raw.permute(sorted(range(raw.dim()), key=lambda dim: -raw.stride(dim))).contiguous()
-
-
-def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:
-    """Return `checksum_of` the elements of strided `t` in memory order. A view with gaps is copied first."""
-    raw = in_memory_order(t)
+    raw = raw.permute(sorted(range(raw.dim()), key=lambda dim: -raw.stride(dim))).contiguous()
     item = raw.element_size()
     raw = raw if storage_offset(raw) * item % 8 == 0 else raw.clone()
     return checksum_of(raw.untyped_storage(), storage_offset(raw) * item, raw.numel() * item)

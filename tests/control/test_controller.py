@@ -47,6 +47,15 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
+class Slope(Stack):
+    """The loss has the gradient by the input in it: regions run backward inside of forward."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_process():
     yield
@@ -54,9 +63,9 @@ def _fresh_process():
     ebbtide.release_memory()
 
 
-def make(depth=3):
+def make(depth=3, kind=Stack):
     torch.manual_seed(0)
-    return Stack(depth)
+    return kind(depth)
 
 
 def batch(seed, rows=ROWS):
@@ -73,7 +82,7 @@ def step(model, seed, rows=ROWS):
 
 def follow(model, steps=8, rows=lambda k: ROWS):
     """Steps that equal the twin's, and the phase in which each began."""
-    twin = make(len(model.layers))
+    twin = make(len(model.layers), Slope if isinstance(model, Slope) else Stack)
     phases = []
     handle = model.__dict__["_ebbtide_handle"]
     for k in range(steps):
@@ -82,18 +91,8 @@ def follow(model, steps=8, rows=lambda k: ROWS):
     return phases
 
 
-class Slope(Stack):
-    """The loss has the gradient by the input in it: regions run backward inside of forward."""
-
-    def forward(self, x):
-        loss = super().forward(x)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().sum()
-
-
-def test_a_backward_inside_of_forward_is_planned(monkeypatch):
-    monkeypatch.setitem(globals(), "Stack", Slope)
-    model = make()
+def test_a_backward_inside_of_forward_is_planned():
+    model = make(kind=Slope)
     handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
     assert follow(model)[-1] is Phase.PLANNED
     assert handle.plan.predicted is not None

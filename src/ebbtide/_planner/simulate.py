@@ -514,7 +514,7 @@ def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:
 def with_host(profile: Profile, host: Host | None) -> Profile:
     """The profile with a host far enough ahead that a step with everything kept never waits for launches.
 
-    In a step that is recorded the host takes up to half as long again as in later steps.
+    The host is slower in a recorded step than in later steps, and without the lead a plan would pay for the difference.
     """
     if host is None:
         return dataclasses.replace(profile, host=None)

@@ -24,8 +24,8 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,39 +70,51 @@ class _ModuleSnapshot(NamedTuple):
         return name not in MODULE_ATTRIBUTES and name not in self.parameters and name not in self.module._parameters
 
 
-_MODULE_ATTRIBUTES = len(MODULE_ATTRIBUTES)
-
-
 class _Steady:
     """Snapshots of modules without contents, valid as long as `is_current`."""
 
     def __init__(self, snapshots: list[_ModuleSnapshot]) -> None:
         self.snapshots = snapshots
         self._modules = [snapshot.module for snapshot in snapshots]
-        self._opaque = [
-            (snapshot.module, name, cast("type[object]", type(snapshot.module.__dict__[name])))
+        kept = [
+            {name: value for name, value in snapshot.attributes.items() if name not in MODULE_ATTRIBUTES}
             for snapshot in snapshots
-            for name, value in snapshot.attributes.items()
+        ]
+        # Nothing holds an opaque object: another object of the type makes no difference.
+        self._opaque = [
+            (module, name, cast("type[object]", type(module.__dict__[name])))
+            for module, attributes in zip(self._modules, kept, strict=True)
+            for name, value in attributes.items()
             if value is _OPAQUE
         ]
-        self._seen = self._look()
+        # Two names at least: with a single name an itemgetter returns no tuple.
+        self._getters = [
+            itemgetter("_parameters", "_buffers", *(name for name, value in attributes.items() if value is not _OPAQUE))
+            for attributes in kept
+        ]
+        self._values, self._names, self._counts = self._look()
 
     def is_current(self) -> bool:
         """Whether all attributes are the same objects as before, and the parameters have the same names."""
-        # Nothing holds an opaque object: another one of its type may have its id, and makes no difference.
-        return self._look() == self._seen and all(
-            type(module.__dict__[name]) is kind for module, name, kind in self._opaque
-        )
+        try:
+            values, names, counts = self._look()
+            return (
+                counts == self._counts
+                and names == self._names
+                and all(map(is_, values, self._values))
+                and all(type(module.__dict__[name]) is kind for module, name, kind in self._opaque)
+            )
+        except KeyError:  # an attribute is gone
+            return False
 
-    def _look(self) -> tuple[list[int], list[str], list[str], list[int]]:
-        """Ids and names of attributes, names of parameters, and how many of each a module has: one pass in C for each,
-        at every forward."""
+    def _look(self) -> tuple[list[Any], list[str], list[int]]:
+        """Values of the attributes, names of the parameters, and how many of each a module has: one pass in C for each,
+        at every forward. Raises KeyError if an attribute is gone."""
         owned = [module.__dict__ for module in self._modules]
-        parameters = [attributes["_parameters"] for attributes in owned]
-        values = chain.from_iterable([islice(attributes.values(), _MODULE_ATTRIBUTES, None) for attributes in owned])
-        names = chain.from_iterable([islice(attributes, _MODULE_ATTRIBUTES, None) for attributes in owned])
+        values = [get(attributes) for get, attributes in zip(self._getters, owned, strict=True)]
+        parameters = [found[0] for found in values]
         counts = [*map(len, owned), *map(len, parameters)]
-        return list(map(id, values)), list(names), list(chain.from_iterable(parameters)), counts
+        return list(chain.from_iterable(values)), list(chain.from_iterable(parameters)), counts
 
 
 @dataclass
@@ -171,8 +183,7 @@ class Attributes:
 
     def _snapshot(self, module: Module, memo: dict[int, "_WeakTensor"]) -> _ModuleSnapshot:
         attributes, layout = _attributes_of(module, self._layouts)
-        has_usual_order = frozenset(islice(attributes, _MODULE_ATTRIBUTES)) == MODULE_ATTRIBUTES
-        has_contents = bool(layout.generators) or not has_usual_order
+        has_contents = bool(layout.generators)
         self.generators += map(attributes.__getitem__, layout.generators)
         for name in layout.nested:
             value = attributes[name]

@@ -9,7 +9,8 @@ Note [Generators]
    `get_states` and `set_states`.
 2. A copy of a process-wide state costs 20 us (Python, 625 integers) or 90 us (NumPy), and most regions use neither. The
    bytes of the generator object are compared instead, in 0.1 us; a change of the bytes causes a new copy. Regions
-   between two uses share a copy.
+   between two uses share a copy. The same holds for torch's default generators: the state of an accelerator's is a
+   seed and an offset.
 3. random.SystemRandom has no state, so its numbers cannot be repeated.
 """
 
@@ -218,7 +219,7 @@ _Seen = tuple[Any, ...]
 class _ProcessWide(abc.ABC):
     """A generator shared by all code of the process; see Note [Generators], 2."""
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.read = read
         self.write = write
         self._copy: tuple[_Seen, Any] = (), None
@@ -249,6 +250,19 @@ class _SeenState(RngState):
 
     def current(self) -> RngState:
         return self.generator.state()
+
+
+class DefaultGenerator(_ProcessWide):
+    """torch's default generator of a device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(generator.get_state, generator.set_state)
+        self.seed: Callable[[], int] = generator.initial_seed
+        self._offset = cast("Callable[[], int]", cast(Any, generator).get_offset)
+        self._is_seed_and_offset = generator.get_state().numel() == 16
+
+    def seen(self) -> _Seen:
+        return (self.seed(), self._offset()) if self._is_seed_and_offset else (bytes_of_tensor(self.read()),)
 
 
 class _Python(_ProcessWide):

@@ -1,12 +1,14 @@
 """The surroundings of a forward: random number generators, autocast, attention back ends, defaults, grad mode."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from ebbtide._recompute.generators import (
+    DefaultGenerator,
     HeldState,
     RngState,
     StateAccess,
@@ -43,12 +45,12 @@ class AutocastRngState:
             devices = [device for device in devices if device.type == "cpu"]
             held = [generator for generator in held if is_of_host(generator)]
         self._generators: list[RngState] = [
-            *(HeldState(_DEFAULT, device) for device in devices),
+            *map(_default_state, devices),
             *process_wide(with_trackers=not is_captured),
             *map(state_of, {id(generator): generator for generator in held}.values()),
         ]
         known = ((device, _default_generator(device)) for device in devices)
-        self._seeds = [(g.initial_seed, g.initial_seed(), device) for device, g in known if g is not None]
+        self._seeds = [(g.seed, g.seed(), device) for device, g in known if g is not None]
 
     def close(self) -> None:
         """End of forward: drop the generators that forward did not use."""
@@ -103,24 +105,29 @@ class _Autocast:
         return contextlib.nullcontext()
 
 
-_generators = {torch.device("cpu"): torch.default_generator}
+_generators = {torch.device("cpu"): DefaultGenerator(torch.default_generator)}
 
 
-def _default_generator(device: torch.device) -> torch.Generator | None:
+def _default_generator(device: torch.device) -> DefaultGenerator | None:
     """The default generator of `device`; None where torch does not expose the object."""
     found = _generators.get(device)
     if found is None:
         exposed = getattr(torch.get_device_module(device.type), "default_generators", ())
         index = cast("int | None", device.index)  # an operator may name a device without an index
         if index is not None and index < len(exposed):
-            found = _generators[device] = exposed[index]
+            found = _generators[device] = DefaultGenerator(exposed[index])
     return found
+
+
+def _default_state(device: torch.device) -> RngState:
+    generator = _default_generator(device)
+    return HeldState(_DEFAULT, device) if generator is None else generator.state()
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
     """The state of the default generator for operators on `device`."""
     generator = _default_generator(device)
-    return torch.get_device_module(device.type).get_rng_state(device) if generator is None else generator.get_state()
+    return torch.get_device_module(device.type).get_rng_state(device) if generator is None else generator.read()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
@@ -128,7 +135,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     if generator is None:
         torch.get_device_module(device.type).set_rng_state(state, device)
     else:
-        generator.set_state(state)
+        generator.write(state)
 
 
 _DEFAULT = StateAccess(rng_state, set_rng_state, bytes_of_tensor)
@@ -138,11 +145,16 @@ _DEFAULT = StateAccess(rng_state, set_rng_state, bytes_of_tensor)
 def _devices(used: Iterable[torch.device]) -> list[torch.device]:
     """The CPU, `used`, and the current accelerator if initialised."""
     devices = [torch.device("cpu"), *(device for device in used if device.type not in ("cpu", "meta"))]
-    if torch.accelerator.is_available():
-        kind = cast(torch.device, torch.accelerator.current_accelerator()).type
-        if torch.get_device_module(kind).is_initialized():
-            devices.append(torch.device(kind, torch.accelerator.current_device_index()))
+    kind = _accelerator()
+    if kind is not None and torch.get_device_module(kind).is_initialized():
+        devices.append(torch.device(kind, torch.accelerator.current_device_index()))
     return list(dict.fromkeys(devices))
+
+
+@functools.cache  # every question for availability goes to the driver
+def _accelerator() -> str | None:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return None if current is None else current.type
 
 
 _AttentionBackEnds: TypeAlias = tuple[tuple[bool, ...], tuple[int, ...]]

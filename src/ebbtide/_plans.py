@@ -54,6 +54,9 @@ class Recipe:
             argument or return a view of an argument.
         sites: for offload: indices of the region's saved tensors that move; None: all. For selective: indices of the
             expensive calls whose outputs are saved; None: all.
+        derive: for keep and offload: indices of the region's saved tensors to drop where the operator that made them
+            can compute them again from other saved tensors: activation functions, products, norms, casts, matrix
+            products. Backward computes each of them when it is read. None or True: all.
         prune: for selective: members of `sites` whose outputs are replaced by the saved tensors computed from them.
             Example: attention's rotated q and k are saved, and the projections before the rotation are not.
             Recomputation skips the operators in between where possible.
@@ -68,6 +71,7 @@ class Recipe:
     ops: tuple[OpChoice, ...] = ("attention", "matmul")
     sites: tuple[int, ...] | None = None
     prune: tuple[int, ...] = ()
+    derive: tuple[int, ...] | None = ()
 
     def __post_init__(self) -> None:
         for option, kind in (("action", Action), ("inputs", Place), ("outputs", Place)):
@@ -84,15 +88,17 @@ class Recipe:
             if getattr(self, option) != getattr(Recipe, option):
                 found = f"{option}={getattr(self, option)!r}"
                 raise ConfigError(f"{found} means nothing to the recipe {self.action!r}: omit it")
+        derive: Any = self.derive
+        chosen = {True: None, False: ()}[derive] if isinstance(derive, bool) else derive
+        object.__setattr__(self, "derive", None if chosen is None else _indices("derive", chosen))
+        if self.derives and self.recomputes:
+            raise ConfigError(
+                f"derive={self.derive!r} means nothing to the recipe {self.action!r}, which recomputes: omit it"
+            )
         if self.sites is not None:
             if self.action not in ("offload", "selective"):
                 raise ConfigError(f"sites= belongs to an 'offload' or 'selective' recipe: {self.action!r} has none")
-            sites = _listed("sites", self.sites)
-            if not all(map(_is_count, sites)):
-                raise ConfigError(
-                    f"sites={self.sites!r}: expected the indices of saved tensors in the region, such as (0, 3)"
-                )
-            object.__setattr__(self, "sites", sites)
+            object.__setattr__(self, "sites", _indices("sites", self.sites))
         object.__setattr__(self, "prune", _listed("prune", self.prune))
         if self.prune and (self.action != "selective" or not set(self.prune) <= set(self.sites or ())):
             raise ConfigError(
@@ -111,13 +117,23 @@ class Recipe:
         """Whether backward runs the region's forward once more."""
         return self.action in ("recompute", "selective")
 
+    @property
+    def derives(self) -> bool:
+        """Whether some saved tensors may be dropped, and computed from others."""
+        return self.derive != ()
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all saved tensors stay on the device."""
+        return self.action == "keep" and not self.derives
+
     def __str__(self) -> str:
         if self.action == "recompute":
             return f"recompute, inputs {_past(self.inputs)}"
         if self.action == "selective":
             ops = ", ".join(op if isinstance(op, str) else getattr(op, "__name__", "a predicate") for op in self.ops)
             return f"selective ({ops}) {_past(self.outputs)}, inputs {_past(self.inputs)}"
-        return self.action
+        return f"{self.action}, derive" if self.derives else self.action
 
 
 _BEYOND = "Recipe's `beyond` is deprecated and will be removed in the next release: write `prune`"
@@ -275,7 +291,7 @@ class Plan:
     def keeps_all(self) -> bool:
         """Whether all saved tensors stay on the device."""
         outside = self.outside
-        return outside is not None and all(r.recipe.action == "keep" for r in (*self.regions.values(), outside))
+        return outside is not None and all(r.recipe.keeps_all for r in (*self.regions.values(), outside))
 
     def recipe_of(self, region: str | None) -> Recipe | None:
         """The recipe of the region of this name, if the plan has one."""
@@ -375,6 +391,13 @@ def _listed(option: str, found: Any) -> tuple[Any, ...]:
     raise ConfigError(f"{option}={found!r}: expected a list or a tuple")
 
 
+def _indices(option: str, found: Any) -> tuple[int, ...]:
+    listed = _listed(option, found)
+    if not all(map(_is_count, listed)):
+        raise ConfigError(f"{option}={found!r}: expected the indices of saved tensors in the region, such as (0, 3)")
+    return listed
+
+
 def _words(words: tuple[str, ...]) -> str:
     return ", ".join(map(repr, words))
 
@@ -409,10 +432,11 @@ def headline(plan: Plan) -> str:
 def short_recipe(recipe: Recipe) -> str:
     """The action, and how many tensors or outputs are chosen."""
     if recipe.sites is None:
-        return recipe.action
+        return str(recipe) if recipe.derives else recipe.action
     count = len(recipe.sites)
     what = "output" if recipe.action == "selective" else "tensor"
-    return f"{recipe.action}, {count} {what}{'' if count == 1 else 's'}"
+    more = ", derive" if recipe.derives else ""
+    return f"{recipe.action}, {count} {what}{'' if count == 1 else 's'}{more}"
 
 
 def places(recipe: Recipe) -> str:

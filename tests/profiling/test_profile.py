@@ -68,11 +68,21 @@ def test_a_file_with_the_old_names_of_fields_is_read(name, tmp_path):
     old = json.loads(path.read_text())
     read = Profile.load(path)
     assert old["format"] == 4
-    assert leaves(dataclasses.asdict(read)) == leaves(old)
+    assert leaves(without(dataclasses.asdict(read), ADDED)) == leaves(old)
     read.save(tmp_path / "profile.json")
     new = json.loads((tmp_path / "profile.json").read_text())
     assert not set(OLD_KEYS) & (names_in(new) - set(new["made_for"]))
     assert Profile.load(tmp_path / "profile.json") == read
+
+
+ADDED = {"derive_s", "derive_ops", "derive_work_bytes", "derived_from", "saved", "derived_op_s", "hook_s"}
+"""Fields of today that no old file has."""
+
+
+def without(data, names):
+    if isinstance(data, dict):
+        return {name: without(value, names) for name, value in data.items() if name not in names}
+    return [without(each, names) for each in data] if isinstance(data, list | tuple) else data
 
 
 def names_in(data):

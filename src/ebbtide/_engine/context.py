@@ -4,7 +4,7 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -66,14 +66,20 @@ class RegionCall:
         points: release points still to come, in order of index.
         sites: numbers of the saved tensors that travel; None: all that may.
         recomputes: the region is recomputed in backward.
+        derives: numbers of the saved tensors that are dropped if they can be derived, True for all; see derive.py.
+        noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
+        first_node: autograd's number of the first node of the call, where tensors are derived.
     """
 
     __slots__ = (
         "_all_points",
         "_numbers",
         "context",
+        "derives",
+        "first_node",
         "limits",
         "next_index",
+        "noticed",
         "number",
         "points",
         "recomputes",
@@ -90,6 +96,9 @@ class RegionCall:
         self._all_points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.recomputes = False
+        self.derives: frozenset[int] | bool = frozenset()
+        self.noticed: Collection[int] | None = None
+        self.first_node = 0
         self._numbers = numbers
         self.number = numbers.take()
 
@@ -119,7 +128,9 @@ class RegionCall:
     def restart(self) -> "RegionCall":
         """A new call of the region, with the same plan from the first saved tensor on."""
         call = RegionCall(self.context, self._numbers)
-        call.limits, call.sites, call.recomputes = self.limits, self.sites, self.recomputes
+        call.limits, call.sites = self.limits, self.sites
+        call.recomputes, call.noticed = self.recomputes, self.noticed
+        call.derives, call.first_node = self.derives, self.first_node
         call.points = call._all_points = self._all_points
         return call
 
@@ -134,12 +145,17 @@ class HookContext:
     Attributes:
         may_serve: whether saved tensors on a device may be offloaded; called once for each device.
         buffers: `_cdata` of the storages of the module's buffers, which the module keeps alive.
+        epsilons: of the norms of the model.
+        derived: derivations whose result was equal to a saved tensor: by index, geometry and signature, the same for
+            equal regions.
     """
 
     limits: Limits
     may_serve: Callable[[torch.device], bool]
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     buffers: set[int] = field(default_factory=set[int])
+    epsilons: Sequence[float] = ()
+    derived: set[Hashable] = field(default_factory=set[Hashable])
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )

@@ -8,7 +8,7 @@ import torch
 from ebbtide._devices import device_for
 from ebbtide._engine.captures import CapturedEngine, engine_in_capture
 from ebbtide._engine.engine import Engine
-from ebbtide._types import Device, Reason, StoreFactory
+from ebbtide._types import Device, Reason, StoreFactory, Stream
 
 
 class Engines:
@@ -35,6 +35,10 @@ class Engines:
         """The engine for tensors saved on `device` now; the reason if the running capture cannot hold moves."""
         engine = self._engines.get(device) or self._make(device)
         return engine if engine.device.matches_capture() else self._in_capture(device, engine)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The calling thread's compute stream on `device`."""
+        return (self._engines.get(device) or self._make(device)).device.current_stream()
 
     def is_captured(self, device: torch.device) -> bool:
         """Whether work queued on `device` now is recorded by a graph capture."""

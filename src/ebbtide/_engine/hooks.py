@@ -1,5 +1,6 @@
 """The saved-tensor hooks: called by autograd for every saved tensor, and for every read of a saved tensor."""
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -7,16 +8,25 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._engine.context import Limits, RegionCall
+from ebbtide._engine.derive import Derivation, DerivedTicket, owner_of
+from ebbtide._engine.derive_rules import Deriver, KnownOperands, epsilons_for
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.parcel import Kept, Ticket, check_unmodified, check_written, keep, kept_tensor
 from ebbtide._engine.select import select, select_subclass
 from ebbtide._engine.stats import Count
+from ebbtide._engine.timetable import Site
 from ebbtide._plans import RegionPlan
 from ebbtide._types import Reason, StepRecorder
-from ebbtide._utils.torch_private import dispatch_modes, graph_task_id, hidden_from_compiler, without_dispatch
+from ebbtide._utils.torch_private import (
+    dispatch_modes,
+    graph_task_id,
+    hidden_from_compiler,
+    next_node,
+    without_dispatch,
+)
 from ebbtide._utils.tracing import is_tracing, span
 
-Packed: TypeAlias = "Kept | Ticket | Flattened"
+Packed: TypeAlias = "Kept | Ticket | DerivedTicket | Flattened"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -52,6 +62,7 @@ class SavedTensorHooks:
             exit.
         stays: why all saved tensors of the region stay on the device; None if they may travel.
         step_recorder: recorder of the step, if there is any.
+        has_lost_operands: a site that could be derived cannot be any more.
         lacks_room: a saved tensor that may travel has stayed for lack of room in the store.
         has_packed: whether any saved tensor has passed.
         kept: saved tensors kept so far, by reason, if anybody wants the counts.
@@ -62,14 +73,33 @@ class SavedTensorHooks:
         self.region_call = region_call
         self.stays: Reason | None = None
         self.step_recorder: StepRecorder | None = None
+        self.has_lost_operands = False
         self.lacks_room = False
         self.has_packed = False
         self.kept: dict[Reason, Count] | None = None
         self._was_read = False
+        self._operands = KnownOperands()
+        self._derivations: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[Derivation]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def for_call(self, region_call: RegionCall) -> "SavedTensorHooks":
         """New hooks for `region_call` over the same engines."""
         return SavedTensorHooks(self._engines, region_call)
+
+    def switch_to(self, region_call: RegionCall) -> None:
+        """From now on saved tensors belong to another region call."""
+        self.region_call = region_call
+        self._operands.clear()
+
+    def noticed(self) -> frozenset[int] | None:
+        """Numbers of the saved tensors of the present call that a plan names, or that derivations have asked for; None
+        if the plan names none."""
+        call = self.region_call
+        sites = frozenset[int]() if self.stays is Reason.RECIPE else call.sites
+        if sites is None or call.derives is True:
+            return None
+        return sites | call.derives | self._operands.used
 
     def hooks(self) -> saved_tensors_hooks:
         """The pair of hooks, as a context for autograd."""
@@ -79,6 +109,9 @@ class SavedTensorHooks:
         """Apply the plan of the region that the forward has entered."""
         recipe = plan.recipe
         self.region_call.set_points(plan.release, plan.prefetch_bytes)
+        self.region_call.derives = True if recipe.derive is None else frozenset(recipe.derive)
+        if recipe.derives:
+            self.region_call.first_node = next_node()
         if recipe.action == "keep":
             self.stays = Reason.RECIPE
         elif recipe.action == "offload":
@@ -89,6 +122,12 @@ class SavedTensorHooks:
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: a tensor that cannot travel is kept, and counted."""
         self.has_packed = True
+        call = self.region_call
+        if call.noticed is not None and not call.points and not self._was_read and type(t) in _PLAIN:
+            index = call.next_index
+            if index not in call.noticed:
+                call.next_index = index + 1
+                return keep(t, call.region)
         if type(t) in _PLAIN:
             return self._pack_plain(t, self.stays)
         return self._pack_subclass(t, self.stays)
@@ -109,6 +148,11 @@ class SavedTensorHooks:
             self.step_recorder.read(_region_of(packed))
         if type(packed) is tuple:
             return kept_tensor(packed)
+        if type(packed) is DerivedTicket:
+            if not dispatch_modes():
+                return self._read(packed)
+            with without_dispatch():
+                return self._read(packed)
         if type(packed) is Ticket:
             region = packed.parcel.site.region
             check_written(region)
@@ -137,18 +181,29 @@ class SavedTensorHooks:
 
     def unpack_part(self, part: object) -> object:
         """The tensor of a packed tensor; any other object unchanged. Foreign tuples must not be passed."""
-        return self.unpack(cast(Packed, part)) if isinstance(part, tuple | Ticket | Flattened) else part
+        return self.unpack(cast(Packed, part)) if isinstance(part, tuple | Ticket | DerivedTicket | Flattened) else part
 
     def _pack_subclass(self, t: torch.Tensor, stays: Reason | None) -> Packed:
         reason = select_subclass(t) or stays
         return self._flatten(t, stays) if reason is None else self._keep(t, reason)
 
-    def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket:
+    def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket | DerivedTicket:
         index = self._take_number(t)
         call = self.region_call
         if self.step_recorder is not None:
             self.step_recorder.saved(call.region, index, t)
-        reason = select(t, call.context) or stays
+        reason = select(t, call.context)
+        if not call.derives:
+            return self._keep_or_send(t, call, index, reason or stays)
+        may_derive = reason is None and stays in (None, Reason.RECIPE)
+        may_derive = may_derive and (call.derives is True or index in call.derives)
+        packed = self._derive(t, call, index) if may_derive else None
+        if packed is None:
+            packed = self._keep_or_send(t, call, index, reason or stays)
+        self._operands.add(t, packed, index)
+        return packed
+
+    def _keep_or_send(self, t: torch.Tensor, call: RegionCall, index: int, reason: Reason | None) -> Kept | Ticket:
         if reason is None and call.sites is not None and index not in call.sites:
             reason = Reason.RECIPE
         if reason is None:
@@ -165,7 +220,8 @@ class SavedTensorHooks:
         if self._was_read and graph_task_id() == -1:
             # A context may enclose a whole loop: after a backward, numbers start again.
             self._was_read = False
-            call = self.region_call = call.restart()
+            call = call.restart()
+            self.switch_to(call)
         index = call.next_index  # kept tensors count too: otherwise sites would shift when a tensor is kept
         call.next_index = index + 1
         if call.points and call.context.serves(t.device) and call.reaches_point(index):
@@ -186,6 +242,58 @@ class SavedTensorHooks:
             with without_dispatch():
                 return engine.pack(t, call, index)
         return engine.pack(t, call, index)
+
+    def _derive(self, t: torch.Tensor, call: RegionCall, index: int) -> DerivedTicket | None:
+        """A ticket without memory for `t`; None if no operator known to us can make `t` again."""
+        owner = owner_of(t)
+        if owner is None:
+            return None
+        with without_dispatch():
+            storage = owner.untyped_storage()
+            known = self._derivations.get(storage)
+            derivation = None if known is None else known()
+            if derivation is None:
+                derivation = self._derivation(owner, call.site(index), call)
+                if derivation is None:
+                    return None
+                self._derivations[storage] = weakref.ref(derivation)
+                call.context.recorder.stats.derived.add(derivation.nbytes)
+            return DerivedTicket(derivation, t, call.region)
+
+    def _derivation(self, owner: torch.Tensor, site: Site, call: RegionCall) -> Derivation | None:
+        deriver = Deriver(_is_ours, call.region, self._operands, call.first_node)
+        expression = deriver.derive(owner.grad_fn, site.epsilon)
+        signature = None if expression is None else expression.signature
+        self.has_lost_operands |= signature is None and site.derived is not None
+        if expression is None or signature is None or signature == site.not_derived:
+            return None
+        if signature == site.derived:
+            return Derivation(expression, owner, self._read)
+        if isinstance(self._engines.on(owner.device), Reason):
+            return None  # captured: nothing can be compared
+        context, epsilons = call.context, epsilons_for(signature, call.context.epsilons)
+        key = site.index, owner.size(), owner.stride(), owner.dtype, signature
+        if not epsilons and key in context.derived:
+            site.derived = signature
+            return Derivation(expression, owner, self._read)
+        for epsilon in epsilons or (0.0,):
+            expression = deriver.derive(owner.grad_fn, epsilon)
+            assert expression is not None
+            derivation = Derivation(expression, owner, self._read)
+            if derivation.equals(owner):
+                site.derived, site.epsilon = expression.signature, epsilon
+                context.derived.add(key)
+                return derivation
+        site.not_derived = expression.signature
+        return None
+
+    def _read(self, packed: "Kept | Ticket | DerivedTicket") -> torch.Tensor:
+        """The tensor behind an operand of a derivation, or behind a derived tensor."""
+        if isinstance(packed, tuple):
+            return kept_tensor(packed)
+        if isinstance(packed, DerivedTicket):
+            return packed.unpack(self._engines.current_stream(packed.device))
+        return packed.parcel.engine.unpack(packed)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
         call, nbytes = self.region_call, t.numel() * t.element_size()
@@ -213,9 +321,15 @@ class SavedTensorHooks:
         return t
 
 
+def _is_ours(_packed: object, unpack: object) -> bool:
+    return getattr(unpack, "__func__", None) is SavedTensorHooks.unpack
+
+
 def _region_of(packed: Packed) -> str:
     if type(packed) is tuple:
         return packed[2]
+    if type(packed) is DerivedTicket:
+        return packed.region
     return packed.parcel.site.region if isinstance(packed, Ticket) else cast(Flattened, packed).region
 
 

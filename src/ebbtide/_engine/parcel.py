@@ -126,7 +126,7 @@ class Ticket:
     `limits` belong to the region of the saved tensor. The parcel may have been made by an earlier region.
     """
 
-    __slots__ = ("counter", "geometry", "limits", "parcel", "token", "version")
+    __slots__ = ("__weakref__", "counter", "geometry", "limits", "parcel", "token", "version")
 
     def __init__(
         self, token: "LifetimeToken", geometry: Geometry, counter: torch.Tensor, version: int, limits: Limits

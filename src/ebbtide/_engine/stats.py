@@ -79,6 +79,7 @@ class Stats:
         freed_nothing: parcels whose device storage was still alive when backward needed the parcel.
         failed: parcels that stayed on the device because the store could not write them.
         recomputed: saved tensors that kept no memory in forward because the region is recomputed in backward.
+        derived: saved tensors dropped, and computed again from other saved tensors.
         dropped: outputs of compute-intensive operators that were not saved because saving was useless a step before.
         unable: calls of a region that could not be prepared for recomputation, by reason; tensors saved in the call
             were kept or moved as without a recipe.
@@ -104,6 +105,7 @@ class Stats:
     freed_nothing: Count = field(default_factory=Count)
     failed: Count = field(default_factory=Count)
     recomputed: Count = field(default_factory=Count)
+    derived: Count = field(default_factory=Count)
     dropped: Count = field(default_factory=Count)
     unable: dict[Unable, int] = field(default_factory=dict[Unable, int])
     stall_forward_s: float = 0.0
@@ -192,7 +194,7 @@ class Stats:
 TOTALS = frozenset(f"ebbtide/{name}" for name in Stats()._totals())
 """Metrics that grow from step to step; all the rest describe the present."""
 
-_USES = ("parcels", "recomputed")  # counts that grow in a forward that moves or recomputes
+_USES = ("parcels", "recomputed", "derived")  # counts that grow in a forward that moves or recomputes
 _COUNTS = [f.name for f in fields(Stats) if f.type in (Count, CopyTiming)]
 
 

@@ -21,7 +21,7 @@ from ebbtide._model.batches import tokens_of
 from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
-from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
+from ebbtide._model.regions import find_epsilons, find_named, find_norm, find_planned, find_regions
 from ebbtide._model.session import Kept, Session, UnableRegions
 from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
@@ -31,6 +31,8 @@ from ebbtide._recompute.verify import Schedule
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder
 from ebbtide._utils import env
 from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of, top_pack_hook
+
+_LOOK_EVERY = 16  # forwards: models seldom replace their buffers, and a look takes as long as some hundred operators
 
 
 class Attachment:
@@ -44,6 +46,7 @@ class Attachment:
         self.config = config
         self.engines = engines
         self.context = context
+        context.epsilons = find_epsilons(module)
         self.blocks = find_regions(module)
         self.norm = find_norm(module, self.blocks)
         self.regions = dict(self.blocks)
@@ -66,6 +69,7 @@ class Attachment:
         self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
+        self._forwards = 0
         self._was_entered = False
         self._has_warned = False
 
@@ -248,7 +252,9 @@ class Attachment:
         session.close()
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
-        self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
+        self._forwards += 1
+        if self._forwards % _LOOK_EVERY == 1:
+            self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
         if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:
             self._warn_if_nothing_moved(session.plan)
 
@@ -328,8 +334,8 @@ class Attachment:
             self.context.register_weights(parameters_of(self.module))
 
     def _note_buffers(self) -> None:
-        """Look up the storages of buffers: moving a saved buffer frees no memory. A buffer replaced before the next
-        forward is moved, or an activation in the old place kept: wasteful, never wrong."""
+        """Look up the storages of buffers: moving a saved buffer frees no memory. Before the next look a new buffer is
+        moved, or an activation in the place of an old buffer kept: wasteful, never wrong."""
         self._knows_buffers = True
         self.context.buffers = {
             b.untyped_storage()._cdata

@@ -230,28 +230,35 @@ class RegionHook(ModuleHook):
         region = self._region_of(session.plan)
         if region is not None and hooks.step_recorder is not None:
             hooks.step_recorder.entered(region)
-        if self._kept is not None and self._kept.plan is session.plan and session.pause():
-            session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, self._kept))
+        known = self._kept if self._kept is not None and self._kept.plan is session.plan else None
+        if known is not None and not known.noticed and session.pause():
+            session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, known, rests=True))
             hooks.stays = Reason.RECIPE
             return
         enclosing = Enclosing(hooks.region_call, hooks.stays, region, was_paused=session.is_paused)
         session.resume()  # if called by a region at rest, without being a part of the region
         if region is not None:
             window_bytes = hooks.region_call.limits.window_bytes
-            hooks.region_call = hooks.region_call.context.new_call(region)
+            hooks.switch_to(hooks.region_call.context.new_call(region))
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
-        if self._may_rest(session):
-            enclosing = enclosing._replace(is_counted=True, kept_around=hooks.kept)
-            hooks.kept = {}
+        if self._keeps_alike(session):
+            if known is not None and not session.is_watched:
+                enclosing = enclosing._replace(kept=known)
+                hooks.region_call.noticed = known.noticed
+            else:
+                enclosing = enclosing._replace(is_counted=True, kept_around=hooks.kept)
+                hooks.kept = {}
         session.enclosing.append(enclosing)
 
-    def _may_rest(self, session: Session) -> bool:
-        """Whether to count what the forward about to run keeps, for later forwards at rest."""
+    def _keeps_alike(self, session: Session) -> bool:
+        """Whether the plan keeps the same tensors in each forward: counted once, later forwards need not look."""
         recipe = session.plan.recipe_of(self._region)
-        is_kept = self.is_alone and self._choice is False and recipe is not None and recipe.action == "keep"
+        is_planned = self.is_alone and self._choice is False and recipe is not None and not recipe.recomputes
+        if is_planned and recipe is not None and recipe.keeps_all and session.hooks.region_call.points:
+            return False  # somebody has to reach the release points
         receives = torch.is_grad_enabled() and session.receives_saved_tensors()
-        return is_kept and receives and not session.hooks.region_call.points
+        return is_planned and receives and session.hooks.noticed() is not None
 
     def leave(self, is_complete: bool) -> None:
         session = self._owner.session()
@@ -260,20 +267,24 @@ class RegionHook(ModuleHook):
         hooks = session.hooks
         around = session.enclosing.pop()
         region = around.region
-        if around.kept is not None:
+        if around.kept is not None and is_complete and torch.is_grad_enabled():
+            around.kept.repeat(around.region_call.context.recorder)
+            add_counts(around.kept.counts, hooks.kept)
+        if around.rests:
             hooks.stays = around.stays
             session.resume()
-            if is_complete and torch.is_grad_enabled():
-                around.kept.repeat(around.region_call.context.recorder)
-                add_counts(around.kept.counts, hooks.kept)
         else:
+            noticed = hooks.noticed()
             if around.is_counted:
                 kept = hooks.kept or {}
-                self._kept = Kept(session.plan, kept) if is_complete else None
+                self._kept = Kept(session.plan, kept, noticed) if is_complete and noticed is not None else None
                 hooks.kept = around.kept_around
                 add_counts(kept, hooks.kept)
+            if hooks.has_lost_operands:
+                self._kept, hooks.has_lost_operands = None, False
             window_bytes = hooks.region_call.limits.window_bytes
-            hooks.region_call, hooks.stays = around.region_call, around.stays
+            hooks.switch_to(around.region_call)
+            hooks.stays = around.stays
             hooks.region_call.keep_window(window_bytes)
             if around.was_paused:
                 session.pause()

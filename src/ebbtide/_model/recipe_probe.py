@@ -21,6 +21,8 @@ _ROUNDS = 4  # the fastest counts: caches are empty in the first
 
 _KEEP = Recipe("keep")
 _MOVE = Recipe("offload")
+_HOOK = Recipe("offload", sites=(999,))  # none of them
+_DERIVE = Recipe("keep", derive=True)
 _RECOMPUTE = Recipe("recompute", inputs="keep")
 _INSPECT = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",), sites=())
 _SAVE = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",))
@@ -38,18 +40,21 @@ def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engi
         attachment = Attachment(model, config, engines, HookContext(Limits(0, 2**20, 1), serves))
         attachment.install()
         try:
-            moved, kept, recomputed, inspected, saved = (
-                _run(attachment, recipe) for recipe in (_MOVE, _KEEP, _RECOMPUTE, _INSPECT, _SAVE)
+            moved, kept, hooked, derived, recomputed, inspected, saved = (
+                _run(attachment, recipe) for recipe in (_MOVE, _KEEP, _HOOK, _DERIVE, _RECOMPUTE, _INSPECT, _SAVE)
             )
         finally:
             attachment.remove()
-    parcels = attachment.context.recorder.stats.parcels.count / _ROUNDS
+    stats = attachment.context.recorder.stats
+    parcels, derivations = stats.parcels.count / _ROUNDS, stats.derived.count / _ROUNDS
     return RecipeCosts(
         prepare_s=recomputed.prepared_s,
         save_s=max(0.0, recomputed.forward_s - recomputed.prepared_s - kept.forward_s) / _Region.saves,
         inspect_op_s=max(0.0, inspected.forward_s - recomputed.forward_s) / _OPERATORS,
         save_output_s=max(0.0, saved.forward_s - inspected.forward_s) / _PRODUCTS,
-        move_s=max(0.0, moved.step_s - kept.step_s) * _REGIONS / (2 * max(1.0, parcels)),
+        move_s=max(0.0, moved.step_s - hooked.step_s) * _REGIONS / (2 * max(1.0, parcels)),
+        derive_s=max(0.0, derived.step_s - hooked.step_s) * _REGIONS / (2 * max(1.0, derivations)),
+        hook_s=max(0.0, hooked.step_s - kept.step_s) / (2 * _Region.saves),
     )
 
 

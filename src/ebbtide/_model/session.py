@@ -35,8 +35,9 @@ class Enclosing(NamedTuple):
 
     Attributes:
         region: name of the module if the module is a region, with a region call of its own.
-        kept: counts of a module at rest; None for a module not at rest.
-        is_counted: kept tensors of the module are counted, for forwards at rest.
+        kept: counts of an earlier forward, which hold for this one too; None if tensors are counted one by one.
+        rests: our hooks are off.
+        is_counted: kept tensors of the module are counted, for later forwards.
         kept_around: counts of the forward around; None if nothing is counted around.
         was_paused: the module is called by a region at rest, without being a part of the region.
     """
@@ -45,6 +46,7 @@ class Enclosing(NamedTuple):
     stays: Reason | None
     region: str | None
     kept: "Kept | None" = None
+    rests: bool = False
     is_counted: bool = False
     kept_around: "Counts | None" = None
     was_paused: bool = False
@@ -54,10 +56,15 @@ Counts: TypeAlias = dict[Reason, Count]
 
 
 class Kept(NamedTuple):
-    """Counts of the tensors kept by a forward under `plan`."""
+    """Counts of the tensors kept by a forward under `plan`.
+
+    Attributes:
+        noticed: numbers of the saved tensors that later forwards look at: all others stay.
+    """
 
     plan: Plan
     counts: Counts
+    noticed: frozenset[int] = frozenset()
 
     def repeat(self, recorder: StatsRecorder) -> None:
         """Count a further forward with equal counts."""
@@ -109,12 +116,17 @@ class Session:
         is_ours = self.is_paused or top_pack_hook() is self.pack_hook
         return is_ours and torch.is_grad_enabled() == self.is_recording
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether the observer of the step has to see every saved tensor."""
+        recorder = self.hooks.step_recorder
+        return recorder is not None and recorder.sees_saved_tensors
+
     def pause(self) -> bool:
         """Take `pushed` off until `resume`, unless saved tensors have to pass. Returns whether the pair is off now."""
-        recorder = self.hooks.step_recorder
         # The observer of a step learns of backward from tensors passed to hooks: the first tensor has to pass.
-        is_watched = recorder is not None and (recorder.sees_saved_tensors or not self.hooks.has_packed)
-        if is_watched or not self.packs_directly or top_pack_hook() is not self.pack_hook:
+        has_passed = self.hooks.step_recorder is None or self.hooks.has_packed
+        if self.is_watched or not has_passed or not self.packs_directly or top_pack_hook() is not self.pack_hook:
             return False
         assert self.pushed is not None
         self.pushed.__exit__()
@@ -137,6 +149,7 @@ class Session:
 
     def close(self) -> None:
         """The forward has ended, or an exception has left the middle of it."""
+        self.hooks.switch_to(self.hooks.region_call)
         if self.pushed is not None and not self.is_paused:
             self.pushed.__exit__()
 

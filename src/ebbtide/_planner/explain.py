@@ -15,7 +15,7 @@ _FULL = 0.8  # of forward: a busier link counts as full
 
 def explanations(profile: Profile, options: Sequence[Option], outcome: Outcome, has_budget: bool) -> list[str]:
     """Why each region got its recipe, in order of forward."""
-    if all(option.recipe.action == "keep" for option in options):
+    if all(option.recipe.keeps_all for option in options):
         cause = "the budget has room for all" if has_budget else "moving anything would make the step slower"
         return [f"{format_bytes(option.kept_bytes)} stay: {cause}" for option in options]
     tail = outcome.tail_bytes(options)
@@ -23,7 +23,7 @@ def explanations(profile: Profile, options: Sequence[Option], outcome: Outcome, 
     is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
     room = "the budget has room" if has_budget else "further moves would make the step slower"
     cause = "the link is full with parcels of other regions" if is_full else room
-    last_freeing = max(number for number, option in enumerate(options) if option.recipe.action != "keep")
+    last_freeing = max(number for number, option in enumerate(options) if not option.recipe.keeps_all)
     return [
         _late(option, stays)
         or _kept(option, "late, needed at once in backward" if number > last_freeing else cause)
@@ -39,7 +39,7 @@ def _late(option: Option, stays_bytes: int) -> str:
 
 
 def _kept(option: Option, cause: str) -> str:
-    return f"{format_bytes(option.kept_bytes)} stay: {cause}" if option.recipe.action == "keep" else ""
+    return f"{format_bytes(option.kept_bytes)} stay: {cause}" if option.recipe.keeps_all else ""
 
 
 def _freed(profile: Profile, number: int, option: Option, is_full: bool) -> str:

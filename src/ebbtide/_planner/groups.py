@@ -178,7 +178,10 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
 
 def _shape(region: RegionProfile) -> tuple[object, ...]:
     ops = tuple((row.index, row.op, row.downstream, row.users) for row in region.expensive_ops)
-    tensors, inputs = (tuple((row.index, row.shares) for row in rows) for rows in (region.saved_tensors, region.inputs))
+    tensors, inputs = (
+        tuple((row.index, row.shares, row.derive_s > 0) for row in rows)
+        for rows in (region.saved_tensors, region.inputs)
+    )
     return tensors, inputs, ops
 
 

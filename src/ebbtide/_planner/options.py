@@ -38,6 +38,7 @@ class Option:
         is_recompute_batch: whether backward needs all parcels at its begin.
         saved_outputs: number of expensive calls whose outputs recomputation reuses.
         pruned_ops: number of further operators that recomputation skips.
+        derived_ops: number of operators that derive saved tensors.
     """
 
     recipe: Recipe
@@ -48,6 +49,7 @@ class Option:
     is_recompute_batch: bool
     saved_outputs: int = 0
     pruned_ops: int = 0
+    derived_ops: int = 0
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -55,29 +57,51 @@ class Option:
 
 
 _MARKS = (0.25, 0.5, 0.75)
+_DERIVE_STEPS = 6  # recipes that derive little to all
 _FINE_MARKS = tuple(step / 32 for step in range(1, 32))
 
 
 def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
     """All options worth considering, without recomputation if `only_moves`. The first keeps everything."""
-    options = [_of_tensors(region, Recipe("keep"), ()), *_offloaded(region, _MARKS)]
+    options = [_of_tensors(region, Recipe("keep"), (), ())]
+    for derived in _derived(region):
+        if derived:
+            options.append(_of_tensors(region, Recipe("keep", derive=_with_sharing(region, derived)), (), derived))
+        options += _offloaded(region, derived, _MARKS)
     if not only_moves and region.recompute_s > 0:
         options += [*_recomputed(region), *_selective(region)]
     return tuple(_without_dominated(options))
 
 
-def fine_offloads_of(region: RegionProfile) -> list[Option]:
-    """Offload options in small steps, from little to all, to fill the rest of the link."""
-    return sorted(_offloaded(region, _FINE_MARKS), key=lambda option: option.moved_bytes)
+def fine_offloads_of(region: RegionProfile, recipe: Recipe) -> list[Option]:
+    """Offload options in small steps, from little to all, to fill the rest of the link. `recipe`: what to derive."""
+    derived = [tensor for tensor in region.saved_tensors if _derives(recipe, tensor)]
+    return sorted(_offloaded(region, derived, _FINE_MARKS), key=lambda option: option.moved_bytes)
+
+
+def _derived(region: RegionProfile) -> Iterator[list[SavedTensor]]:
+    """Nothing; and the saved tensors that are cheapest to derive, from few to all."""
+    derivable = [tensor for tensor in region.saved_tensors if tensor.derive_s > 0 and tensor.nbytes > 0]
+    cheapest_first = sorted(derivable, key=lambda tensor: (tensor.derive_s / tensor.nbytes, tensor.index))
+    total = sum(tensor.nbytes for tensor in cheapest_first)
+    marks = [total * step / _DERIVE_STEPS for step in range(_DERIVE_STEPS + 1)]
+    taken: list[SavedTensor] = []
+    for tensor in cheapest_first:
+        if sum(each.nbytes for each in taken) >= marks[0]:
+            yield list(taken)
+            while sum(each.nbytes for each in taken) >= marks[0]:
+                marks.pop(0)
+        taken.append(tensor)
+    yield taken
 
 
 def option_for(region: RegionProfile, recipe: Recipe) -> Option:
     """The cost of any recipe in `region`."""
-    if recipe.action == "keep":
-        return _of_tensors(region, recipe, ())
-    if recipe.action == "offload":
-        moved = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0 and _takes(recipe, tensor)]
-        return _of_tensors(region, recipe, moved)
+    if not recipe.recomputes:
+        derived = [tensor for tensor in region.saved_tensors if _derives(recipe, tensor)]
+        movable = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0 and not _derives(recipe, tensor)]
+        moved = [tensor for tensor in movable if recipe.action == "offload" and _takes(recipe, tensor)]
+        return _of_tensors(region, recipe, moved, derived)
     chosen = [op for op in region.expensive_ops if _takes(recipe, op)] if recipe.action == "selective" else []
     return _recomputing(
         region, recipe, [_pruned(region, op) if op.index in recipe.prune else _outputs(op) for op in chosen]
@@ -88,9 +112,16 @@ def _takes(recipe: Recipe, row: SavedTensor | ExpensiveOp) -> bool:
     return recipe.sites is None or row.index in recipe.sites
 
 
-def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
-    """All saved tensors; and the largest tensors that make up the shares `at` of the bytes."""
-    movable = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0]
+def _derives(recipe: Recipe, tensor: SavedTensor) -> bool:
+    is_chosen = recipe.derive is None or tensor.index in recipe.derive
+    return is_chosen and tensor.derive_s > 0 and tensor.nbytes > 0
+
+
+def _offloaded(region: RegionProfile, derived: Sequence[SavedTensor], at: Sequence[float]) -> Iterator[Option]:
+    """All saved tensors but the derived; and the largest of them that make up the shares `at` of the bytes."""
+    no_moves = {tensor.index for tensor in derived}
+    movable = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0 and tensor.index not in no_moves]
+    derive = _with_sharing(region, derived) if derived else ()
     total = sum(tensor.nbytes for tensor in movable)
     largest_first = sorted(movable, key=lambda tensor: (-tensor.nbytes, tensor.at_s))
     taken: list[SavedTensor] = []
@@ -100,45 +131,72 @@ def _offloaded(region: RegionProfile, at: Sequence[float]) -> Iterator[Option]:
         if len(taken) < len(movable) and marks and sum(s.nbytes for s in taken) >= marks[0] * total:
             while marks and sum(s.nbytes for s in taken) >= marks[0] * total:
                 marks.pop(0)
-            sites = _with_sharing(region, {s.index for s in taken})
-            yield _of_tensors(region, Recipe("offload", sites=sites), taken)
+            recipe = Recipe("offload", sites=_with_sharing(region, taken), derive=derive)
+            yield _of_tensors(region, recipe, taken, derived)
     if movable:
         # Tensors without use in backward are not worth the link.
-        sites = _with_sharing(region, {s.index for s in movable}) if region.has_useless_moves else None
-        yield _of_tensors(region, Recipe("offload", sites=sites), movable)
+        sites = _with_sharing(region, movable) if region.has_useless_moves else None
+        yield _of_tensors(region, Recipe("offload", sites=sites, derive=derive), movable, derived)
 
 
-def _with_sharing(region: RegionProfile, sites: set[int]) -> tuple[int, ...]:
+def _with_sharing(region: RegionProfile, tensors: Sequence[SavedTensor]) -> tuple[int, ...]:
     """Add tensors with shared memory: a single tensor that stays would keep the memory on the device."""
+    sites = {tensor.index for tensor in tensors}
     sharing = {each.index for each in region.saved_tensors if each.shares in sites or each.is_of_another_region}
     return tuple(sorted(sites | sharing))
 
 
-def _of_tensors(region: RegionProfile, recipe: Recipe, moved: Sequence[SavedTensor]) -> Option:
-    moved_bytes = sum(tensor.nbytes for tensor in moved)
+def _of_tensors(
+    region: RegionProfile, recipe: Recipe, moved: Sequence[SavedTensor], derived: Sequence[SavedTensor]
+) -> Option:
+    freed_bytes = sum(tensor.nbytes for tensor in (*moved, *derived))
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
     parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
     return Option(
         recipe=recipe,
-        kept_bytes=region.saved_bytes + region.after_bytes - moved_bytes,
+        kept_bytes=region.saved_bytes + region.after_bytes - freed_bytes,
         moved=tuple(parcels),
-        recompute_s=0.0,
-        backward_work_bytes=_work_bytes(region, moved),
+        recompute_s=sum(tensor.derive_s for tensor in derived),
+        backward_work_bytes=_work_bytes(region, [*moved, *derived]) + _early_bytes(derived, moved),
         is_recompute_batch=False,
+        derived_ops=sum(tensor.derive_ops for tensor in derived),
     )
 
 
-def _work_bytes(region: RegionProfile, moved: Sequence[SavedTensor]) -> int:
-    """Without recomputation. Tensors that are back and not yet needed count as prefetched."""
+def _early_bytes(derived: Sequence[SavedTensor], moved: Sequence[SavedTensor]) -> int:
+    """Most bytes of tensors that are back, or derived, as operands before their own reader asks for them.
+
+    Backward reads in the reverse order of forward, about.
+    """
+    absent = {tensor.index: tensor for tensor in (*derived, *moved)}
+    can_derive = {tensor.index for tensor in derived}
+    early: set[int] = set()
+    most = 0
+    for index in sorted(can_derive, reverse=True):
+        early = {each for each in early if each < index}
+        asked = [index]
+        while asked:
+            tensor = absent[asked.pop()]
+            if tensor.index in can_derive:
+                new = absent.keys() & set(tensor.derived_from) - early
+                early |= new
+                asked += new
+        most = max(most, sum(absent[each].nbytes for each in early) + absent[index].derive_work_bytes)
+    return most
+
+
+def _work_bytes(region: RegionProfile, absent: Sequence[SavedTensor]) -> int:
+    """Without recomputation of the region, if `absent` are not on the device. Tensors that are back and not yet needed
+    count as prefetched."""
     short_lived = region.short_lived_bytes
-    if not moved:
+    if not absent:
         return short_lived
-    if region.moved_work_bytes > 0:
-        return region.moved_work_bytes  # includes tensors that stay
+    if region.moved_work_bytes > 0:  # includes tensors that stay, which are more than the absent if few are absent
+        return min(region.moved_work_bytes, short_lived + sum(tensor.nbytes for tensor in absent))
     # The largest tensor comes with its gradient. The region was measured with everything still on the device, so its
     # peak may have been at another time. (A node that needs two tensors at once needs more.)
-    return short_lived + 2 * max(tensor.nbytes for tensor in moved)
+    return short_lived + 2 * max(tensor.nbytes for tensor in absent)
 
 
 def _recomputed(region: RegionProfile) -> Iterator[Option]:
@@ -258,9 +316,11 @@ def _is_better(one: Option, other: Option) -> bool:
 
 def launch_overhead_s(option: Option, host: Host, region: HostTime) -> float:
     """CPU time that the option adds to the region's launches in forward, and again in backward."""
-    seconds = host.moved_s * len(option.moved)
+    seconds = host.moved_s * len(option.moved) + host.derived_op_s * option.derived_ops
     if option.recipe.recomputes:
         seconds += host.frame_s
+    elif not option.recipe.keeps_all:
+        seconds += host.hook_s * region.saved
     if option.saved_outputs:
         # A pruned operator costs about `op_s`, little in forward and twice in backward: measured in steps of a small
         # Llama bound by the host.
@@ -271,6 +331,10 @@ def launch_overhead_s(option: Option, host: Host, region: HostTime) -> float:
 def describe(option: Option, region: RegionProfile) -> str:
     """The effect of the option on the region, for people."""
     recipe = option.recipe
+    if recipe.derives:
+        moved = f", the link carries {format_bytes(option.moved_bytes)} more" if option.moved else ""
+        freed = format_bytes(region.saved_bytes + region.after_bytes - option.kept_bytes - option.moved_bytes)
+        return f"{freed} freed for {option.recompute_s * 1e3:.1f} ms of derivation{moved}"
     if recipe.action == "keep":
         return f"{format_bytes(option.kept_bytes)} stay: a move gains nothing, or the budget has room"
     if recipe.action == "offload":

@@ -298,7 +298,7 @@ class _Space:
         for unit in self._grouping.units:
             first = unit.calls[0]
             moved_bytes = best.assignment.options[first].moved_bytes
-            steps = fine_offloads_of(self._profile.regions[first])
+            steps = fine_offloads_of(self._profile.regions[first], best.assignment.options[first].recipe)
             for step in (step for step in steps if step.moved_bytes > moved_bytes):
                 simulated = self._with_step(best, unit, step)
                 failures = 0 if simulated is not best else failures + 1

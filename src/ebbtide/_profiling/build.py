@@ -2,10 +2,13 @@
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ebbtide._engine.derive import Expression
+from ebbtide._profiling.derive_probe import DeriveCost, key_of
 from ebbtide._profiling.launch_overhead import RecipeCosts, host_of
 from ebbtide._profiling.profile import (
     OUTSIDE,
@@ -18,7 +21,14 @@ from ebbtide._profiling.profile import (
     RegionProfile,
     SavedTensor,
 )
-from ebbtide._profiling.recorder import ProfilingRecorder, RegionRecord, SeenTensor, StepEvent, StepEventKind
+from ebbtide._profiling.recorder import (
+    Operand,
+    ProfilingRecorder,
+    RegionRecord,
+    SeenTensor,
+    StepEvent,
+    StepEventKind,
+)
 from ebbtide._profiling.region_times import RegionTimes, StepParts, by_forward
 from ebbtide._types import Device, StreamEvent
 
@@ -37,7 +47,14 @@ class ProfileInputs(NamedTuple):
     recipe_costs: RecipeCosts | None  # None on a device that computes synchronously
     graphs: int = 1  # forwards in flight at once
     overwritten: Collection[tuple[str, int]] = ()  # outputs that cannot be saved, by region and index
+    derivations: Mapping[Hashable, DeriveCost] = MappingProxyType({})  # by `key_of`
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
+
+
+def expressions_of(details: ProfilingRecorder) -> Iterator[Expression]:
+    """Derivations of the saved tensors of a detailed step."""
+    for record in (*details.records, *details.recomputed):
+        yield from (seen.expression for seen in record.saved_tensors if seen.expression is not None)
 
 
 def profile_of(
@@ -57,7 +74,7 @@ def profile_of(
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
     builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
-    ops = [0 if record is None else record.ops for record in recomputed]
+    sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
         made_for=dict(inputs.made_for),
         regions=regions,
@@ -77,7 +94,7 @@ def profile_of(
         tokens=inputs.tokens,
         device_bytes=inputs.device_bytes,
         graphs=inputs.graphs,
-        host=host_of(times, names, regions, ops, inputs.recipe_costs),
+        host=host_of(times, names, regions, sources, inputs.recipe_costs),
     )
 
 
@@ -139,7 +156,16 @@ class _ProfileBuilder(NamedTuple):
         at_s = self._between(record.began, seen.event)
         if stays and seen.shares == UNSHARED:
             return SavedTensor(seen.index, 0, at_s, OUTSIDE)
-        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares)
+        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen))
+
+    def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
+        """Fields of `SavedTensor` from `derive_s` on."""
+        found = None if seen.expression is None else self.inputs.derivations.get(key_of(seen.expression))
+        if found is None or seen.expression is None or seen.nbytes == 0:
+            return 0.0, 0, 0, ()
+        operators = seen.expression.operators()
+        operands = {o.tensor for each in operators for o in each.operands if type(o) is Operand}
+        return found.seconds, len(operators), found.work_bytes, tuple(sorted(operands - {-1}))
 
     def _expensive_op(self, seen: SeenTensor, record: RegionRecord) -> ExpensiveOp:
         at_s, op_s = self._between(record.began, seen.event), self._between(seen.before, seen.event)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ebbtide._profiling.profile import Host, HostTime, RegionProfile
-from ebbtide._profiling.recorder import ProfilingRecorder, StepEventKind
+from ebbtide._profiling.recorder import ProfilingRecorder, RegionRecord, StepEventKind
 from ebbtide._profiling.region_times import RegionTimes
 
 _MOST_RECOMPUTE = 1.5  # times forward
@@ -35,6 +35,8 @@ class RecipeCosts(NamedTuple):
         inspect_op_s: for each operator under a selective recipe.
         save_output_s: for each output that a selective recipe saves.
         move_s: for each parcel on the way out, and again on the way back.
+        derive_s: for each operator that derives a saved tensor, and again when it runs.
+        hook_s: for each saved tensor of a region that moves or derives some, in forward and in backward.
     """
 
     prepare_s: float
@@ -42,18 +44,20 @@ class RecipeCosts(NamedTuple):
     inspect_op_s: float
     save_output_s: float
     move_s: float
+    derive_s: float
+    hook_s: float
 
 
 def host_of(
     recorder: ProfilingRecorder,
     names: Collection[str],
     regions: Sequence[RegionProfile],
-    ops: Sequence[int],
+    details: Sequence[RegionRecord],
     costs: RecipeCosts | None,
 ) -> Host | None:
     """CPU times of the timed step; None on a device that computes synchronously, without `costs`.
 
-    `regions` and `ops` have a profile and a number of operators for each pass through one of the regions `names`.
+    `regions` and `details` have a profile and a detailed record for each pass through one of the regions `names`.
     """
     if costs is None:
         return None
@@ -65,7 +69,7 @@ def host_of(
         # Backward prepares the next pass in backward, taken as equal to pass k.
         own_s = prepared_s + moved_s * len(region.inputs) if times.prepared_s[k] > 0 else 0.0
         first_s, backward_s = times.forward_s[k] - times.prepared_s[k], max(0.0, times.backward_s[k] - own_s)
-        runs.append(HostTime(first_s, backward_s, times.recompute_s[k], ops[k]))
+        runs.append(HostTime(first_s, backward_s, times.recompute_s[k], details[k].ops, details[k].saves))
     runs = _smoothed(runs, regions)
     # The recorded forward saved its tensors for a recomputation. Where a region keeps, no hook of ours runs.
     saved = [costs.save_s * len(region.saved_tensors) if any(times.prepared_s) else 0.0 for region in regions]
@@ -87,6 +91,8 @@ def host_of(
         op_s=costs.inspect_op_s,
         saved_output_s=costs.save_output_s,
         moved_s=moved_s,
+        derived_op_s=costs.derive_s,
+        hook_s=costs.hook_s,
     )
 
 
@@ -114,7 +120,7 @@ def _unblocked(runs: Sequence[HostTime]) -> HostTime:
     first_s = _quantile(len(runs) // 4, [run.forward_s for run in runs])
     backward_s = min(2.5 * first_s, _quantile(1, [run.backward_s for run in runs]))
     recompute_s = min(_MOST_RECOMPUTE * first_s, _quantile(1, [run.recompute_s for run in runs]))
-    return HostTime(first_s, backward_s, recompute_s, runs[0].ops)
+    return HostTime(first_s, backward_s, recompute_s, runs[0].ops, runs[0].saved)
 
 
 def _quantile(rank: int, seconds: Sequence[float]) -> float:

@@ -20,14 +20,15 @@ from ebbtide._profiling.profile import (
     PostRegionPoint,
     Profile,
     RegionProfile,
+    SavedTensor,
     changed,
 )
 
 Row = TypeVar("Row")
 
 _SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
-_ALIKE = ("index", "tensor_index", "downstream", "users")
-_MEASURED = ("recompute_s", "moved_work_bytes")  # 0: not measured
+_ALIKE = ("index", "tensor_index", "downstream", "users", "derived_from", "derive_ops")
+_MEASURED = ("recompute_s", "moved_work_bytes", "derive_s")  # 0: not measured
 
 
 def structure_of(profile: Profile) -> tuple[int, int]:
@@ -117,7 +118,7 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
 def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
     merged = dataclasses.replace(
         _largest(regions),
-        saved_tensors=_merged((tensor for region in regions for tensor in region.saved_tensors), "index"),
+        saved_tensors=_merged(_derivable_everywhere(regions), "index"),
         inputs=_merged((tensor for region in regions for tensor in region.inputs), "index"),
         expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
     )
@@ -128,6 +129,13 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         recompute_s=merged.recompute_s if all(region.recompute_s > 0 for region in regions) else 0.0,  # 0: not measured
     )
     return _with_backward_work(merged, max(map(_short_lived_bytes, regions)))
+
+
+def _derivable_everywhere(regions: Sequence[RegionProfile]) -> Iterator[SavedTensor]:
+    """The saved tensors of all ranks. A tensor that some rank cannot derive is derived by none."""
+    kept = {tensor.index for region in regions for tensor in region.saved_tensors if tensor.derive_s == 0.0}
+    for tensor in (tensor for region in regions for tensor in region.saved_tensors):
+        yield dataclasses.replace(tensor, derive_s=0.0, derive_ops=0) if tensor.index in kept else tensor
 
 
 def _short_lived_bytes(region: RegionProfile) -> int:

@@ -1,6 +1,7 @@
 """Profiles as plain data: measurements of one training step, to and from JSON. Seconds and bytes."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,20 @@ class SavedTensor:
         shares: index of the saved tensor of this region with the same memory: both have to move to free any. OUTSIDE
             if a tensor saved outside of the regions keeps the memory alive: a move would free nothing. UNSHARED if no
             saved tensor of the region has the same memory.
+        derive_s: time to compute the tensor from other saved tensors (see `Recipe.derive`); 0 if impossible.
+        derive_ops: number of operators that do.
+        derive_work_bytes: results in between, allocated meanwhile.
+        derived_from: indices of the region's saved tensors among the operands.
     """
 
     index: int
     nbytes: int
     at_s: float
     shares: int = dataclasses.field(default=UNSHARED, metadata={"least": OUTSIDE})
+    derive_s: float = 0.0
+    derive_ops: int = 0
+    derive_work_bytes: int = 0
+    derived_from: tuple[int, ...] = ()
 
     @property
     def is_of_another_region(self) -> bool:
@@ -182,12 +191,14 @@ class HostTime:
 
     Attributes:
         ops: number of operators called.
+        saved: number of tensors saved, whether they may move or not.
     """
 
     forward_s: float
     backward_s: float
     recompute_s: float
     ops: int
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,6 +214,8 @@ class Host:
         op_s: added for each operator under a selective recipe, in forward and in recomputation.
         saved_output_s: added for each saved output, and again when recomputation reuses the output.
         moved_s: added for each parcel on the way out, and again on the way back.
+        derived_op_s: added for each operator that derives a saved tensor, and again when it runs.
+        hook_s: added for each saved tensor of a region that moves or derives some, in forward and in backward.
     """
 
     regions: tuple[HostTime, ...]
@@ -215,10 +228,13 @@ class Host:
     op_s: float
     saved_output_s: float
     moved_s: float
+    derived_op_s: float = 0.0
+    hook_s: float = 0.0
 
     def times(self, ratio: float) -> "Host":
         """All launch times multiplied by `ratio`; the launch-ahead stays."""
-        return changed(self, lambda name, value: value if name == "ops" or "ahead" in name else value * ratio)
+        is_time = re.compile(r"(?!.*ahead).*_s").fullmatch
+        return changed(self, lambda name, value: value * ratio if is_time(name) else value)
 
     @property
     def seconds(self) -> float:

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide._engine.context import HookContext
+from ebbtide._engine.derive import Expression, owner_of
+from ebbtide._engine.derive_rules import Deriver, KnownOperands
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
 from ebbtide._engine.select import why_never
@@ -36,7 +38,7 @@ from ebbtide._profiling.profile import OUTSIDE, UNSHARED
 from ebbtide._profiling.step_events import BackwardObserver
 from ebbtide._types import CallProvenance, Device, Memory, OpClasses, Reason, StorageTrace, StreamEvent
 from ebbtide._utils.storage import checksum_of
-from ebbtide._utils.torch_private import OperatorMode, graph_task_id, without_dispatch
+from ebbtide._utils.torch_private import OperatorMode, graph_task_id, next_node, without_dispatch
 
 
 class StepEventKind(enum.Enum):
@@ -110,6 +112,7 @@ class SeenTensor:
     shares: int = UNSHARED  # as `shares` of the profile's saved tensors
     input_index: int = -1  # of a recomputed tensor: the region's input with an equal storage
     origin: StorageTrace | None = None  # of a recomputed tensor: expensive calls that lead to the tensor
+    expression: Expression | None = None  # computes the tensor from others; with operands of type `Operand`
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -126,11 +129,31 @@ class RegionRecord:
     not_movable_bytes: int = 0
     common_bytes: int = 0  # inputs of earlier regions as well
     ops: int = 0
+    saves: int = 0  # saved tensors of any kind
     freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
     after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
+    first_node: int = 0  # of the pass, as autograd counts nodes
+    known: KnownOperands = field(default_factory=KnownOperands)
+    operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor from which a saved tensor is derived.
+
+    Attributes:
+        tensor: index of the region's saved tensor with the memory; -1 for any other tensor.
+        numbers: the tensor itself, if it holds whole numbers: they say what an operator reads.
+    """
+
+    tensor: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: torch.Tensor | None
 
 
 class _FirstUse(NamedTuple):
@@ -224,7 +247,7 @@ class ProfilingRecorder(BackwardObserver):
             if self.records:
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
                 self.records[-1].after_peak_bytes = max(after)
-            self.records.append(RegionRecord(region, self.events[-1].event))
+            self.records.append(RegionRecord(region, self.events[-1].event, first_node=next_node()))
             known = itertools.chain(self._saved_first, self._given_first)
             self._alive_at_entry = [(weakref.ref(storage), storage.nbytes()) for storage in known]
 
@@ -270,7 +293,7 @@ class ProfilingRecorder(BackwardObserver):
             self._spin(4.0 * self.cpu_region_s)
         self._get_ahead_of(StepEventKind.RECOMPUTE_BEGAN, _BACKWARD * self.cpu_region_s)
         self.add(StepEventKind.RECOMPUTE_BEGAN, region)
-        record = RegionRecord(region)
+        record = RegionRecord(region, first_node=next_node())
         self.recomputed.append(record)
         try:
             with self._mode(region, record):
@@ -291,6 +314,7 @@ class ProfilingRecorder(BackwardObserver):
             self.device.reset_peak_stats()
         elif self.records and self.records[-1].region == region:
             record = self.records[-1]
+            record.saves += 1
             # A region that will be recomputed saves its inputs only.
             is_input = self._recomputes and region not in self._kept
             self.add_tensor(record.inputs if is_input else record.saved_tensors, record, index, t)
@@ -322,6 +346,11 @@ class ProfilingRecorder(BackwardObserver):
         own = SeenTensor(index, nbytes, event, input_index=input_index, origin=_origin(record, t))
         seen.append(own)
         is_input = seen is record.inputs
+        if not is_input:
+            with without_dispatch():
+                own.expression = self._expression_of(record, t)
+                record.operands.append(self._operand(record, t))
+            record.known.add(t, record.operands[-1], index)
         first = (self._given_first if is_input else self._saved_first).setdefault(storage, _FirstUse(record, own, []))
         if first.seen is own:
             return
@@ -333,6 +362,22 @@ class ProfilingRecorder(BackwardObserver):
         if is_input:
             record.common_bytes += nbytes
             self._common.setdefault(weakref.ref(storage), nbytes)
+
+    def _expression_of(self, record: RegionRecord, t: torch.Tensor) -> Expression | None:
+        owner = owner_of(t)
+        if owner is None:
+            return None
+        found = Deriver(_is_operand, record.region, record.known, record.first_node).derive(owner.grad_fn, 1e-5)
+        return None if found is None else found.with_operands(lambda packed: self._operand(record, packed), {})
+
+    def _operand(self, record: RegionRecord, packed: Any) -> Operand:
+        if type(packed) is Operand:
+            return packed
+        t = cast("torch.Tensor", packed[0] if isinstance(packed, tuple) else packed)
+        first = self._saved_first.get(t.untyped_storage())
+        index = first.seen.index if first is not None and first.record is record else -1
+        has_numbers = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+        return Operand(index, t.size(), t.stride(), t.dtype, t.detach().clone() if has_numbers else None)
 
     def _count_after_bytes(self) -> None:
         """Memory saved outside of regions stays under every plan: a region with the same storage cannot offload it.
@@ -419,6 +464,7 @@ class _TensorRecorder:
 
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
         record = self._record
+        record.saves += 1
         if not is_dead:
             input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
             self._recorder.add_tensor(record.saved_tensors, record, index, t, input_index)
@@ -509,6 +555,11 @@ class _OverwriteCheck(OperatorMode):
             for index, storage, sums in alive:
                 if storage is not None:
                     self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
+
+
+def _is_operand(packed: object, _unpack: object) -> bool:
+    """Whether a packed tensor is on the device: kept, or saved by a recomputation."""
+    return isinstance(packed, tuple | torch.Tensor)
 
 
 def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:

@@ -50,6 +50,8 @@ def _sections(stats: Stats) -> Iterator[Section]:
     largest_first = sorted(stats.kept.items(), key=lambda kept: -kept[1].nbytes)
     kept = [_count(reason.value, count) for reason, count in largest_first]
     yield "saved tensors kept on the device", kept or [_count("none", Count())]
+    if stats.derived.count:
+        yield "not saved", [_count("derived from other saved tensors", stats.derived)]
     if stats.recomputed.count or stats.unable:
         recomputed = [
             _count("recomputed tensors", stats.recomputed),

@@ -1,9 +1,10 @@
 """Private and untyped functions of torch that ebbtide calls, all in one file. Tested with torch 2.11 to 2.15."""
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -54,6 +55,9 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: i
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 """Whether the backward running in this thread retains the graph."""
 
+next_node: Callable[[], int] = _autograd._get_sequence_nr
+"""Sequence number of the node that autograd makes next in this thread."""
+
 _current_node = cast("Callable[[], Any]", torch._C._current_autograd_node)
 
 
@@ -61,6 +65,23 @@ def current_node_name() -> str:
     """Return the class name of the autograd node running in this thread; "" outside of backward."""
     node = _current_node()
     return "" if node is None else type(node).__name__
+
+
+def saved_by(node: Any, attribute: str) -> tuple[Any, Callable[[Any], torch.Tensor] | None]:
+    """Return what autograd holds for a tensor saved by `node`, and the unpack hook of the tensor.
+
+    The tensor itself without a hook, otherwise the pack hook's result; None without a tensor, or after its release.
+
+    Args:
+        attribute: "_raw_saved_" and the name of the tensor.
+    """
+    saved = getattr(node, attribute)
+    return saved.data, saved.unpack_hook
+
+
+def output_of(node: Any, number: int = 0) -> Any:
+    """Return `dtype`, `device` and `shape` of output `number` of `node`."""
+    return node._input_metadata[number]  # of the gradient that the node receives
 
 
 def reads_random_slopes() -> bool:
@@ -268,6 +289,20 @@ def _autocast_kinds() -> Sequence[str]:
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
     return [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
+
+
+def without_autocast() -> contextlib.AbstractContextManager[object]:
+    """Context in which no operator casts its arguments."""
+    kinds = [kind for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)]
+    return _without_autocast(kinds) if kinds else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast(kinds: Sequence[str]) -> Generator[None, None, None]:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _autocast_depth() -> int:

@@ -1,0 +1,186 @@
+"""Saved tensors that are dropped, and computed again from other saved tensors when backward reads them.
+
+Note [Derived tensors]
+~~~~~~~~~~~~~~~~~~~~~~
+1. The autograd node that made a tensor often holds all operands: SiluBackward0 the input, MulBackward0 both factors,
+   AddmmBackward0 both matrices. The node's operator makes such a tensor again. No code of the model runs, no random
+   number is drawn, no module has to be in another state: the node says which operator ran, on what.
+2. A derivation refers to operands as our hooks packed them: kept, moved or derived in turn. The node stands behind the
+   tensor's reader in the graph and runs later in backward, so operands live no longer than without a derivation.
+3. An operand that a node has not saved is looked for at the node before: a cast or a sum saves nothing. Hooks of others
+   are never called: a tensor packed by anybody else is no operand.
+4. A site derives only behind a comparison: one of the site's tensors was equal, bit for bit, to the derived tensor. The
+   comparison decides about operands that no node holds, such as a frozen bias and the epsilon of a LayerNorm.
+5. A tensor changed in place before the save is no result of its node any more, and is saved. Memory that is still alive
+   when backward reads is used as it is.
+6. Tensors of one storage share a derivation. The first read computes and the end of the last ticket frees: several
+   nodes read the input of projections one after another.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+
+from ebbtide._engine.parcel import check_unmodified, version_alias
+from ebbtide._types import Stream
+from ebbtide._utils.storage import checksum_of
+from ebbtide._utils.torch_private import graph_task_id, keeps_graph, storage_offset, without_autocast
+
+Read: TypeAlias = Callable[[Any], torch.Tensor]
+"""Unpacks an operand."""
+
+Signature: TypeAlias = tuple[Any, ...]
+"""Classes of the nodes of an expression, and numbers that are not on the nodes: equal signatures compute alike."""
+
+
+class Expression:
+    """An operator and its operands: packed tensors, further expressions, and None.
+
+    Attributes:
+        origin: class of the node that the operator belongs to, or another mark.
+        settings: keyword arguments of the operator.
+        is_shared: several operators of an expression need the result.
+    """
+
+    __slots__ = ("is_shared", "operands", "operate", "origin", "settings")
+
+    def __init__(
+        self,
+        operate: Callable[..., torch.Tensor],
+        operands: Sequence[Any],
+        origin: Any,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.operate = operate
+        self.operands = operands
+        self.origin = origin
+        self.settings = settings
+        self.is_shared = False
+
+    @property
+    def signature(self) -> Signature:
+        return self.origin, *[each.signature for each in self.operands if type(each) is Expression]
+
+    def compute(self, read: Read, results: "dict[Expression, torch.Tensor] | None" = None) -> torch.Tensor:
+        """The result, on the current stream. `results`: of shared expressions."""
+        results = {} if results is None else results
+        if self in results:
+            return results[self]
+        operands = [
+            each if each is None else each.compute(read, results) if type(each) is Expression else read(each)
+            for each in self.operands
+        ]
+        result = self.operate(*operands, **self.settings)
+        if self.is_shared:
+            results[self] = result
+        return result
+
+    def with_operands(self, change: Callable[[Any], Any], done: "dict[Expression, Expression]") -> "Expression":
+        """The expression with `change(packed)` in place of each packed operand; shared expressions stay shared."""
+        if self not in done:
+            operands = [
+                each if each is None else each.with_operands(change, done) if type(each) is Expression else change(each)
+                for each in self.operands
+            ]
+            done[self] = Expression(self.operate, operands, self.origin, self.settings)
+            done[self].is_shared = self.is_shared
+        return done[self]
+
+    def operators(self) -> "set[Expression]":
+        """The expression, and all expressions that it needs."""
+        return {self, *(each for own in self.operands if type(own) is Expression for each in own.operators())}
+
+
+class Derivation:
+    """How to compute the memory of saved tensors again. All tensors of a storage share one.
+
+    Args:
+        expression: computes `owner`.
+        owner: the tensor that was made with the storage.
+        read: unpacks the operands.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_expression", "_read", "_size", "_source", "_stream", "_stride", "_value")
+
+    def __init__(self, expression: Expression, owner: torch.Tensor, read: Read) -> None:
+        self._expression = expression
+        self._source = weakref.ref(owner.untyped_storage())
+        self._size, self._stride, self._dtype = owner.size(), owner.stride(), owner.dtype
+        self._read = read
+        self._value: torch.Tensor | None = None
+        self._stream: Stream = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self._size) * self._dtype.itemsize
+
+    def value(self, stream: Stream) -> torch.Tensor:
+        """A tensor with the memory of the owner, valid on `stream`, the current stream."""
+        source = self._source()
+        if source is not None:
+            return torch.empty(0, dtype=self._dtype, device=source.device).set_(source, 0, self._size, self._stride)
+        if self._value is not None and self._stream == stream:
+            return self._value
+        value = self._compute()
+        if graph_task_id() != -1 and not keeps_graph():
+            self._value, self._stream = value, stream  # until the last ticket ends
+        return value
+
+    def equals(self, owner: torch.Tensor) -> bool:
+        """Whether the derived bytes are those of `owner`. Waits for the device."""
+        value = self._compute()
+        if value.dtype is not owner.dtype or value.device != owner.device:
+            return False
+        return bool((checksum_of(value.untyped_storage()) == checksum_of(owner.untyped_storage())).all())
+
+    def _compute(self) -> torch.Tensor:
+        """New memory with the layout of the owner."""
+        with torch.no_grad(), without_autocast():
+            value = self._expression.compute(self._read)
+            is_whole = value.untyped_storage().nbytes() == self.nbytes and not storage_offset(value)
+            if is_whole and value.size() == self._size and value.stride() == self._stride:
+                return value
+            # An operator chooses the layout of its result by the operands, which may be laid out otherwise now.
+            dense = torch.empty_strided(self._size, self._stride, dtype=value.dtype, device=value.device)
+            return dense.copy_(value)
+
+
+class DerivedTicket:
+    """Result of the pack hook for a derived tensor: geometry and the derivation."""
+
+    __slots__ = ("__weakref__", "_offset", "_size", "_stride", "counter", "derivation", "device", "region", "version")
+
+    def __init__(self, derivation: Derivation, t: torch.Tensor, region: str) -> None:
+        self.derivation = derivation
+        self.region = region
+        self.device = t.device
+        self.counter = version_alias(t)
+        self.version = t._version
+        self._size, self._stride, self._offset = t.size(), t.stride(), storage_offset(t)
+
+    def unpack(self, stream: Stream) -> torch.Tensor:
+        """The tensor as saved, valid on `stream`, the current stream, with the version counter of the saved tensor.
+
+        Raises ModifiedError.
+        """
+        counter = self.counter
+        if counter._version != self.version:
+            what = f"a tensor saved in {self.region or '<root>'}"
+            check_unmodified(counter, self.version, what, counter.dtype, counter.device, self._size)
+        counted = counter.detach()
+        counted.data = self.derivation.value(stream).as_strided(self._size, self._stride, self._offset)
+        return counted
+
+
+def owner_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that was made with the storage of `t`, unchanged since then; None if unknown."""
+    base = t._base
+    owner = t if base is None else base
+    if owner.grad_fn is None or owner.output_nr or owner._version or type(owner) is not torch.Tensor:
+        return None
+    is_whole = not storage_offset(owner) and owner.numel() * owner.element_size() == owner.untyped_storage().nbytes()
+    return owner if is_whole and not (t.is_conj() or t.is_neg()) else None

@@ -1,0 +1,89 @@
+"""Measures how long the device takes to derive saved tensors, between two steps."""
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ebbtide._engine.derive import Expression
+from ebbtide._profiling.recorder import Operand
+from ebbtide._types import Device
+from ebbtide._utils.torch_private import without_autocast, without_dispatch
+
+_RUNS = 3
+_DRAWN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def key_of(expression: Expression) -> Hashable:
+    """Equal for expressions that take equally long."""
+    return expression.signature, *((each.size, each.stride, each.dtype) for each in _operands(expression))
+
+
+class DeriveCost(NamedTuple):
+    """Cost of an expression.
+
+    Attributes:
+        seconds: on the device.
+        work_bytes: of results in between.
+    """
+
+    seconds: float
+    work_bytes: int
+
+
+def probe_derivations(device: Device, expressions: Iterable[Expression]) -> dict[Hashable, DeriveCost]:
+    """Costs of `expressions`, by `key_of`, without those that the device has no room for. Waits for the device.
+
+    Operands are random, drawn by a generator of their own.
+    """
+    distinct = {key_of(expression): expression for expression in expressions}
+    draw = torch.Generator(device.torch_device).manual_seed(0)
+    found: dict[Hashable, DeriveCost] = {}
+    with torch.no_grad(), without_autocast(), without_dispatch():
+        for key, expression in distinct.items():
+            with contextlib.suppress(torch.OutOfMemoryError):
+                found[key] = _cost(device, expression, draw)
+    return found
+
+
+def _operands(expression: Expression) -> list[Operand]:
+    found = (operand for each in expression.operators() for operand in each.operands if type(operand) is Operand)
+    return sorted(dict.fromkeys(found), key=lambda operand: (operand.tensor, *operand.size))
+
+
+def _cost(device: Device, expression: Expression, draw: torch.Generator) -> DeriveCost:
+    values = {operand: _random(operand, device.torch_device, draw) for operand in _operands(expression)}
+    work_bytes = _work_bytes(expression, values)  # the first run of an operator prepares
+    stream = device.current_stream()
+    began = device.record(stream)
+    for _ in range(_RUNS):
+        expression.compute(values.__getitem__)
+    ended = device.record(stream)
+    while not device.is_done(ended):
+        time.sleep(1e-4)
+    return DeriveCost(max(device.seconds_between(began, ended) / _RUNS, 1e-9), work_bytes)
+
+
+def _work_bytes(expression: Expression, values: Mapping[Operand, torch.Tensor]) -> int:
+    results: dict[Expression, torch.Tensor] = {}
+
+    def run(each: Expression) -> torch.Tensor:
+        if each not in results:
+            operands = [o if o is None else run(o) if type(o) is Expression else values[o] for o in each.operands]
+            results[each] = each.operate(*operands, **each.settings)
+        return results[each]
+
+    own = run(expression).untyped_storage()
+    given = {own, *(t.untyped_storage() for t in values.values())}
+    return sum(storage.nbytes() for storage in {t.untyped_storage() for t in results.values()} - given)
+
+
+def _random(operand: Operand, device: torch.device, draw: torch.Generator) -> torch.Tensor:
+    if operand.numbers is not None:
+        return operand.numbers
+    t = torch.empty_strided(operand.size, operand.stride, dtype=operand.dtype, device=device)
+    whole = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
+    whole.normal_(generator=draw) if t.dtype in _DRAWN else whole.zero_()
+    return t

@@ -22,7 +22,7 @@ from ebbtide._types import Memory
 
 WIDE = 10**12
 COSTS = RecipeCosts(
-    prepare_s=1e-4, save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5, derive_s=1e-5, hook_s=0.0
+    prepare_s=1e-4, save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5, derive_s=1e-5, op_s=1e-5, hook_s=0.0
 )
 KEPT = Recipe("recompute", inputs="keep")
 HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")
@@ -122,9 +122,7 @@ def test_cpu_time_of_recipes_scales_with_the_preparation():
 
 def test_kept_regions_do_not_pay_for_saving_to_recompute():
     """And recomputation pays once. Preparing took 10 times as long as in the probe, so saving does too."""
-    costs = RecipeCosts(
-        0.5 * MS, save_s=0.2 * MS, inspect_op_s=0.0, save_output_s=0.0, move_s=0.1 * MS, derive_s=0.0, hook_s=0.0
-    )
+    costs = COSTS._replace(prepare_s=0.5 * MS, save_s=0.2 * MS, inspect_op_s=0.0, save_output_s=0.0, move_s=0.1 * MS)
     regions = [region("a")]
     saved_s = len(regions[0].saved_tensors) * 2 * MS
     recorder = step_of_one(100, 90, 20, prepared_ms=6)

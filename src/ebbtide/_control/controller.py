@@ -29,7 +29,7 @@ from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
 from ebbtide._planner.simulate import with_host
 from ebbtide._plans import Plan, Recipe, RegionPlan
-from ebbtide._profiling.build import ProfileInputs, expressions_of, profile_of
+from ebbtide._profiling.build import ProfileInputs, derivable, profile_of
 from ebbtide._profiling.derive_probe import probe_derivations
 from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._profiling.link_probe import probe_link
@@ -466,7 +466,7 @@ class PlanController:
             time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
             recipe_costs=costs,
-            derivations=probe_derivations(engine.device, expressions_of(details)),
+            derivations=probe_derivations(engine.device, derivable(details)),
             graphs=max(times.graphs, details.graphs),
             overwritten=self._overwritten,
         )

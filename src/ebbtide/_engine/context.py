@@ -66,7 +66,7 @@ class RegionCall:
         points: release points still to come, in order of index.
         sites: numbers of the saved tensors that travel; None: all that may.
         recomputes: the region is recomputed in backward.
-        derives: numbers of the saved tensors that are dropped if they can be derived, True for all; see derive.py.
+        derives: numbers of the saved tensors that are dropped if they can be derived; None: all. See derive.py.
         noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
         first_node: autograd's number of the first node of the call, where tensors are derived.
     """
@@ -96,7 +96,7 @@ class RegionCall:
         self._all_points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.recomputes = False
-        self.derives: frozenset[int] | bool = frozenset()
+        self.derives: frozenset[int] | None = frozenset()
         self.noticed: Collection[int] | None = None
         self.first_node = 0
         self._numbers = numbers

@@ -28,47 +28,42 @@ import torch
 from ebbtide._engine.parcel import check_unmodified, version_alias
 from ebbtide._types import Stream
 from ebbtide._utils.storage import checksum_of
-from ebbtide._utils.torch_private import graph_task_id, keeps_graph, storage_offset, without_autocast
+from ebbtide._utils.torch_private import (
+    casts_arguments,
+    graph_task_id,
+    keeps_graph,
+    storage_offset,
+    without_autocast,
+)
 
 Read: TypeAlias = Callable[[Any], torch.Tensor]
 """Unpacks an operand."""
-
-Signature: TypeAlias = tuple[Any, ...]
-"""Classes of the nodes of an expression, and numbers that are not on the nodes: equal signatures compute alike."""
 
 
 class Expression:
     """An operator and its operands: packed tensors, further expressions, and None.
 
     Attributes:
-        origin: class of the node that the operator belongs to, or another mark.
         settings: keyword arguments of the operator.
         is_shared: several operators of an expression need the result.
     """
 
-    __slots__ = ("is_shared", "operands", "operate", "origin", "settings")
+    __slots__ = ("is_shared", "operands", "operate", "settings")
 
     def __init__(
         self,
         operate: Callable[..., torch.Tensor],
         operands: Sequence[Any],
-        origin: Any,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.operate = operate
         self.operands = operands
-        self.origin = origin
         self.settings = settings
         self.is_shared = False
 
-    @property
-    def signature(self) -> Signature:
-        return self.origin, *[each.signature for each in self.operands if type(each) is Expression]
-
-    def compute(self, read: Read, results: "dict[Expression, torch.Tensor] | None" = None) -> torch.Tensor:
+    def compute(self, read: Read, results: "dict[Expression, torch.Tensor]") -> torch.Tensor:
         """The result, on the current stream. `results`: of shared expressions."""
-        results = {} if results is None else results
-        if self in results:
+        if self.is_shared and self in results:
             return results[self]
         operands = [
             each if each is None else each.compute(read, results) if type(each) is Expression else read(each)
@@ -86,7 +81,7 @@ class Expression:
                 each if each is None else each.with_operands(change, done) if type(each) is Expression else change(each)
                 for each in self.operands
             ]
-            done[self] = Expression(self.operate, operands, self.origin, self.settings)
+            done[self] = Expression(self.operate, operands, self.settings)
             done[self].is_shared = self.is_shared
         return done[self]
 
@@ -102,13 +97,16 @@ class Derivation:
         expression: computes `owner`.
         owner: the tensor that was made with the storage.
         read: unpacks the operands.
+
+    Attributes:
+        source: the storage. If still alive when backward reads, nothing is computed.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_expression", "_read", "_size", "_source", "_stream", "_stride", "_value")
+    __slots__ = ("__weakref__", "_dtype", "_expression", "_read", "_size", "_stream", "_stride", "_value", "source")
 
     def __init__(self, expression: Expression, owner: torch.Tensor, read: Read) -> None:
         self._expression = expression
-        self._source = weakref.ref(owner.untyped_storage())
+        self.source = weakref.ref(owner.untyped_storage())
         self._size, self._stride, self._dtype = owner.size(), owner.stride(), owner.dtype
         self._read = read
         self._value: torch.Tensor | None = None
@@ -120,7 +118,7 @@ class Derivation:
 
     def value(self, stream: Stream) -> torch.Tensor:
         """A tensor with the memory of the owner, valid on `stream`, the current stream."""
-        source = self._source()
+        source = self.source()
         if source is not None:
             return torch.empty(0, dtype=self._dtype, device=source.device).set_(source, 0, self._size, self._stride)
         if self._value is not None and self._stream == stream:
@@ -139,14 +137,19 @@ class Derivation:
 
     def _compute(self) -> torch.Tensor:
         """New memory with the layout of the owner."""
-        with torch.no_grad(), without_autocast():
-            value = self._expression.compute(self._read)
-            is_whole = value.untyped_storage().nbytes() == self.nbytes and not storage_offset(value)
-            if is_whole and value.size() == self._size and value.stride() == self._stride:
-                return value
-            # An operator chooses the layout of its result by the operands, which may be laid out otherwise now.
-            dense = torch.empty_strided(self._size, self._stride, dtype=value.dtype, device=value.device)
-            return dense.copy_(value)
+        if torch.is_grad_enabled() or casts_arguments():
+            with torch.no_grad(), without_autocast():
+                return self._run()
+        return self._run()
+
+    def _run(self) -> torch.Tensor:
+        value = self._expression.compute(self._read, {})
+        is_alike = value.stride() == self._stride and value.size() == self._size
+        if is_alike and value.untyped_storage().nbytes() == self.nbytes:
+            return value
+        # An operator chooses the layout of its result by the operands, which may be laid out otherwise now.
+        dense = torch.empty_strided(self._size, self._stride, dtype=value.dtype, device=value.device)
+        return dense.copy_(value)
 
 
 class DerivedTicket:
@@ -171,8 +174,9 @@ class DerivedTicket:
         if counter._version != self.version:
             what = f"a tensor saved in {self.region or '<root>'}"
             check_unmodified(counter, self.version, what, counter.dtype, counter.device, self._size)
-        counted = counter.detach()
-        counted.data = self.derivation.value(stream).as_strided(self._size, self._stride, self._offset)
+        value, counted = self.derivation.value(stream), counter.detach()
+        is_owner = self._size == value.size() and self._stride == value.stride()
+        counted.data = value if is_owner else value.as_strided(self._size, self._stride, self._offset)
         return counted
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from ebbtide._engine.derive import Expression, Signature
+from ebbtide._engine.derive import Expression
 from ebbtide._engine.parcel import Kept, keep
 from ebbtide._utils.torch_private import output_of, saved_by
 
@@ -16,6 +16,10 @@ Op: TypeAlias = Callable[..., torch.Tensor]
 _USUAL = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)  # epsilons of norms: defaults of torch, transformers and diffusers
 _MOST_OPERATORS = 16  # of an expression: bounds the time of a look
 _RAW = "_raw_saved_"
+
+Signature: TypeAlias = tuple[Any, ...]
+"""Of an expression: the rules of its nodes in order, None for known operands, and the epsilon for a LayerNorm. Equal
+signatures compute alike."""
 
 Key: TypeAlias = tuple[int, int]
 """A tensor as the output of a node: the node's sequence number, and the number of the output."""
@@ -40,6 +44,7 @@ class Deriver:
         self._known = known
         self._first = first
         self._found: dict[Key, Any] = {}
+        self._signature: list[Any] = []
         self.epsilon = 0.0
 
     def derive(self, node: Any, epsilon: float) -> Expression | None:
@@ -48,26 +53,34 @@ class Deriver:
         `epsilon`: of LayerNorms, whose nodes do not tell.
         """
         self.epsilon = epsilon
-        self._found.clear()
+        self._found = {}
+        self._signature = []
         return self._expression_of(node, 0)
+
+    @property
+    def signature(self) -> Signature:
+        """Of the expression found last."""
+        return tuple(self._signature)
 
     def _expression_of(self, node: Any, number: int) -> Expression | None:
         rule = _RULES.get(type(node).__name__)
-        if rule is None or node._sequence_nr() < self._first or len(self._found) > _MOST_OPERATORS:
+        if rule is None or node._sequence_nr() < self._first or len(self._signature) == _MOST_OPERATORS:
             return None
+        self._signature.append(self.epsilon if rule is _layer_norm else rule)
         return rule(self, node, number)
 
     def _result_of(self, node: Any, number: int) -> Any:
         """Output `number` of `node`, packed, or an expression; None if neither is known."""
-        name, key = type(node).__name__, key_of(node, number)
+        name = type(node).__name__
+        key = _leaf_key(node.variable) if name == "AccumulateGrad" else (node._sequence_nr(), number)
         known = self._known(key)
         if known is not None:
+            self._signature.append(None)
             return known
         if name == "AccumulateGrad":
             # The input of a region is a leaf only where the region is recomputed.
             return keep(node.variable, self._region) if isinstance(node.variable, torch.nn.Parameter) else None
         if key not in self._found:
-            self._found[key] = None  # counts, whatever is found
             saved = None if number else _SAVED_RESULTS.get(name)
             self._found[key] = self._expression_of(node, number) if saved is None else self.saved(node, saved)
         elif type(self._found[key]) is Expression:
@@ -94,7 +107,11 @@ class Deriver:
 
 def key_of(node: Any, number: int) -> Key:
     """The key of output `number` of `node`. Nodes of leaves have no numbers of their own."""
-    return (-1, id(node.variable)) if type(node).__name__ == "AccumulateGrad" else (node._sequence_nr(), number)
+    return _leaf_key(node.variable) if type(node).__name__ == "AccumulateGrad" else (node._sequence_nr(), number)
+
+
+def _leaf_key(t: torch.Tensor) -> Key:
+    return -1, id(t)
 
 
 class KnownOperands:
@@ -118,12 +135,12 @@ class KnownOperands:
 
     def add(self, t: torch.Tensor, packed: Any, index: int) -> None:
         """Note saved tensor number `index`, packed."""
-        node = t.grad_fn
-        if node is None or t._version:
+        if t._version:
             return
-        key = key_of(node, t.output_nr)
+        node = t.grad_fn
+        key = _leaf_key(t) if node is None else (node._sequence_nr(), t.output_nr)
         self._packed[key] = index, _weakly(packed)
-        source = _source_of_cast(node)
+        source = None if node is None else _source_of_cast(node)
         if source is not None:
             self._casts[source[0]] = key, source[1]
 
@@ -136,7 +153,7 @@ class KnownOperands:
         result = self._get(cast)
         if result is None:
             return None
-        return Expression(_aten._to_copy.default, (result,), "back", {"dtype": dtype})
+        return Expression(_aten._to_copy.default, (result,), {"dtype": dtype})
 
     def _get(self, key: Key) -> Any:
         known = self._packed.get(key)
@@ -185,7 +202,7 @@ def epsilons_for(signature: Signature, known: Sequence[float]) -> Sequence[float
 
 
 def _has_layer_norm(signature: Signature) -> bool:
-    return any(type(each) is float or (type(each) is tuple and _has_layer_norm(each)) for each in signature)
+    return any(type(each) is float for each in signature)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -203,7 +220,7 @@ def _of_saved(op: Op, *names: str) -> _Rule:
         own = deriver.saved(node, "_raw_saved_self")
         if own is None:
             return None
-        return Expression(op, (own,), type(node), {name: getattr(node, attribute) for name, attribute in settings})
+        return Expression(op, (own,), {name: getattr(node, attribute) for name, attribute in settings})
 
     return rule
 
@@ -215,7 +232,7 @@ def _of_both(op: Op, one: str, other: str) -> _Rule:
     def rule(deriver: Deriver, node: Any, _: int) -> Expression | None:
         first = deriver.operand(node, one, 0)
         second = None if first is None else deriver.operand(node, other, 1)
-        return None if second is None else Expression(op, (first, second), type(node))
+        return None if second is None else Expression(op, (first, second))
 
     return rule
 
@@ -224,7 +241,7 @@ def _of_sum(op: Op) -> _Rule:
     def rule(deriver: Deriver, node: Any, _: int) -> Expression | None:
         first = deriver.before(node, 0)
         second = None if first is None else deriver.before(node, 1)
-        return None if second is None else Expression(op, (first, second), type(node), {"alpha": node._saved_alpha})
+        return None if second is None else Expression(op, (first, second), {"alpha": node._saved_alpha})
 
     return rule
 
@@ -234,7 +251,7 @@ def _of_before(op: Op, settings: _Settings = lambda _node, _number: {}) -> _Rule
 
     def rule(deriver: Deriver, node: Any, number: int) -> Expression | None:
         own = deriver.before(node, 0)
-        return None if own is None else Expression(op, (own,), type(node), settings(node, number))
+        return None if own is None else Expression(op, (own,), settings(node, number))
 
     return rule
 
@@ -252,14 +269,14 @@ def _cast(deriver: Deriver, node: Any, _: int) -> Expression | None:
     own, output = deriver.before(node, 0), output_of(node)
     if own is None or output_of(*node.next_functions[0]).device != output.device:
         return None
-    return Expression(_aten._to_copy.default, (own,), type(node), {"dtype": output.dtype})
+    return Expression(_aten._to_copy.default, (own,), {"dtype": output.dtype})
 
 
 def _cat(deriver: Deriver, node: Any, _: int) -> Expression | None:
     operands = [deriver.before(node, edge) for edge in range(len(node.next_functions))]
     if any(each is None for each in operands):
         return None
-    return Expression(_concatenated, operands, type(node), {"dim": _dim(node._saved_dim)})
+    return Expression(_concatenated, operands, {"dim": _dim(node._saved_dim)})
 
 
 def _concatenated(*parts: torch.Tensor, dim: int) -> torch.Tensor:
@@ -272,14 +289,14 @@ def _addmm(deriver: Deriver, node: Any, _: int) -> Expression | None:
     if other is None:
         return None
     settings = {"beta": node._saved_beta, "alpha": node._saved_alpha}
-    return Expression(_aten.addmm.default, (bias, one, other), type(node), settings)
+    return Expression(_aten.addmm.default, (bias, one, other), settings)
 
 
 def _grouped_mm(deriver: Deriver, node: Any, _: int) -> Expression | None:
     one, other = deriver.operand(node, "_raw_saved_self", 0), deriver.operand(node, "_raw_saved_mat2", 1)
     if one is None or other is None:
         return None
-    return Expression(_aten._grouped_mm.default, (one, other, deriver.saved(node, "_raw_saved_offs")), type(node))
+    return Expression(_aten._grouped_mm.default, (one, other, deriver.saved(node, "_raw_saved_offs")))
 
 
 def _convolution(deriver: Deriver, node: Any, _: int) -> Expression | None:
@@ -289,7 +306,7 @@ def _convolution(deriver: Deriver, node: Any, _: int) -> Expression | None:
     names = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
     settings = {name: getattr(node, f"_saved_{name}") for name in names}
     # The bias is not saved. Without an edge it is absent, or frozen: the comparison tells.
-    return Expression(_aten.convolution.default, (own, weight, deriver.before(node, 2)), type(node), settings)
+    return Expression(_aten.convolution.default, (own, weight, deriver.before(node, 2)), settings)
 
 
 def _layer_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
@@ -298,7 +315,7 @@ def _layer_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
         return None
     operands = own, deriver.saved(node, "_raw_saved_weight"), deriver.saved(node, "_raw_saved_bias")
     settings = {"shape": node._saved_normalized_shape, "epsilon": deriver.epsilon}
-    return Expression(_layer_normed, operands, deriver.epsilon, settings)
+    return Expression(_layer_normed, operands, settings)
 
 
 def _layer_normed(
@@ -314,7 +331,7 @@ def _group_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
     settings = {name: getattr(node, f"_saved_{name}") for name in ("N", "C", "HxW", "group", "eps")}
     # The bias as of a convolution.
     operands = own, deriver.saved(node, "_raw_saved_weight"), deriver.before(node, 2)
-    return Expression(_group_normed, operands, type(node), settings)
+    return Expression(_group_normed, operands, settings)
 
 
 def _group_normed(
@@ -327,7 +344,7 @@ def _dropout(deriver: Deriver, node: Any, _: int) -> Expression | None:
     own, mask, kept = deriver.before(node, 0), deriver.saved(node, "_raw_saved_result1"), 1.0 - node._saved_p
     if own is None or mask is None or kept <= 0.0:
         return None
-    return Expression(_aten.native_dropout_backward.default, (own, mask), type(node), {"scale": 1.0 / kept})
+    return Expression(_aten.native_dropout_backward.default, (own, mask), {"scale": 1.0 / kept})
 
 
 def _index(deriver: Deriver, node: Any, _: int) -> Expression | None:
@@ -335,7 +352,7 @@ def _index(deriver: Deriver, node: Any, _: int) -> Expression | None:
     own = deriver.before(node, 0)
     if own is None or len(saved) != 1 or saved[0].data is None or saved[0].unpack_hook is not None:
         return None
-    return Expression(_aten.index.Tensor, (own,), type(node), {"indices": [saved[0].data]})
+    return Expression(_aten.index.Tensor, (own,), {"indices": [saved[0].data]})
 
 
 def _split(t: torch.Tensor, size: Any, dim: int, number: int) -> torch.Tensor:

@@ -79,9 +79,7 @@ class SavedTensorHooks:
         self.kept: dict[Reason, Count] | None = None
         self._was_read = False
         self._operands = KnownOperands()
-        self._derivations: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[Derivation]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._derivations: dict[int, weakref.ref[Derivation]] = {}  # by storage, of the present region
 
     def for_call(self, region_call: RegionCall) -> "SavedTensorHooks":
         """New hooks for `region_call` over the same engines."""
@@ -91,13 +89,14 @@ class SavedTensorHooks:
         """From now on saved tensors belong to another region call."""
         self.region_call = region_call
         self._operands.clear()
+        self._derivations.clear()
 
     def noticed(self) -> frozenset[int] | None:
         """Numbers of the saved tensors of the present call that a plan names, or that derivations have asked for; None
         if the plan names none."""
         call = self.region_call
         sites = frozenset[int]() if self.stays is Reason.RECIPE else call.sites
-        if sites is None or call.derives is True:
+        if sites is None or call.derives is None:
             return None
         return sites | call.derives | self._operands.used
 
@@ -109,7 +108,7 @@ class SavedTensorHooks:
         """Apply the plan of the region that the forward has entered."""
         recipe = plan.recipe
         self.region_call.set_points(plan.release, plan.prefetch_bytes)
-        self.region_call.derives = True if recipe.derive is None else frozenset(recipe.derive)
+        self.region_call.derives = None if recipe.derive is None else frozenset(recipe.derive)
         if recipe.derives:
             self.region_call.first_node = next_node()
         if recipe.action == "keep":
@@ -193,10 +192,10 @@ class SavedTensorHooks:
         if self.step_recorder is not None:
             self.step_recorder.saved(call.region, index, t)
         reason = select(t, call.context)
-        if not call.derives:
+        if call.derives is not None and not call.derives:
             return self._keep_or_send(t, call, index, reason or stays)
         may_derive = reason is None and stays in (None, Reason.RECIPE)
-        may_derive = may_derive and (call.derives is True or index in call.derives)
+        may_derive = may_derive and (call.derives is None or index in call.derives)
         packed = self._derive(t, call, index) if may_derive else None
         if packed is None:
             packed = self._keep_or_send(t, call, index, reason or stays)
@@ -248,22 +247,27 @@ class SavedTensorHooks:
         owner = owner_of(t)
         if owner is None:
             return None
-        with without_dispatch():
-            storage = owner.untyped_storage()
-            known = self._derivations.get(storage)
-            derivation = None if known is None else known()
+        if dispatch_modes():
+            with without_dispatch():
+                return self._derived(t, owner, call, index)
+        return self._derived(t, owner, call, index)
+
+    def _derived(self, t: torch.Tensor, owner: torch.Tensor, call: RegionCall, index: int) -> DerivedTicket | None:
+        storage = owner.untyped_storage()
+        known = self._derivations.get(storage._cdata)
+        derivation = None if known is None else known()
+        if derivation is None or derivation.source() is not storage:
+            derivation = self._derivation(owner, call.site(index), call)
             if derivation is None:
-                derivation = self._derivation(owner, call.site(index), call)
-                if derivation is None:
-                    return None
-                self._derivations[storage] = weakref.ref(derivation)
-                call.context.recorder.stats.derived.add(derivation.nbytes)
-            return DerivedTicket(derivation, t, call.region)
+                return None
+            self._derivations[storage._cdata] = weakref.ref(derivation)
+            call.context.recorder.stats.derived.add(derivation.nbytes)
+        return DerivedTicket(derivation, t, call.region)
 
     def _derivation(self, owner: torch.Tensor, site: Site, call: RegionCall) -> Derivation | None:
         deriver = Deriver(_is_ours, call.region, self._operands, call.first_node)
         expression = deriver.derive(owner.grad_fn, site.epsilon)
-        signature = None if expression is None else expression.signature
+        signature = None if expression is None else deriver.signature
         self.has_lost_operands |= signature is None and site.derived is not None
         if expression is None or signature is None or signature == site.not_derived:
             return None
@@ -281,10 +285,10 @@ class SavedTensorHooks:
             assert expression is not None
             derivation = Derivation(expression, owner, self._read)
             if derivation.equals(owner):
-                site.derived, site.epsilon = expression.signature, epsilon
+                site.derived, site.epsilon = deriver.signature, epsilon
                 context.derived.add(key)
                 return derivation
-        site.not_derived = expression.signature
+        site.not_derived = deriver.signature
         return None
 
     def _read(self, packed: "Kept | Ticket | DerivedTicket") -> torch.Tensor:

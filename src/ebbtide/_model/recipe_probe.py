@@ -22,7 +22,7 @@ _ROUNDS = 4  # the fastest counts: caches are empty in the first
 _KEEP = Recipe("keep")
 _MOVE = Recipe("offload")
 _HOOK = Recipe("offload", sites=(999,))  # none of them
-_DERIVE = Recipe("keep", derive=True)
+_DERIVE = Recipe("keep", derive=None)
 _RECOMPUTE = Recipe("recompute", inputs="keep")
 _INSPECT = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",), sites=())
 _SAVE = Recipe("selective", inputs="keep", outputs="keep", ops=("matmul",))
@@ -54,6 +54,7 @@ def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engi
         save_output_s=max(0.0, saved.forward_s - inspected.forward_s) / _PRODUCTS,
         move_s=max(0.0, moved.step_s - hooked.step_s) * _REGIONS / (2 * max(1.0, parcels)),
         derive_s=max(0.0, derived.step_s - hooked.step_s) * _REGIONS / (2 * max(1.0, derivations)),
+        op_s=kept.forward_s / _OPERATORS,
         hook_s=max(0.0, hooked.step_s - kept.step_s) / (2 * _Region.saves),
     )
 

@@ -38,7 +38,8 @@ class Option:
         is_recompute_batch: whether backward needs all parcels at its begin.
         saved_outputs: number of expensive calls whose outputs recomputation reuses.
         pruned_ops: number of further operators that recomputation skips.
-        derived_ops: number of operators that derive saved tensors.
+        derived: number of derived tensors.
+        derived_ops: number of further operators that derive them.
     """
 
     recipe: Recipe
@@ -49,6 +50,7 @@ class Option:
     is_recompute_batch: bool
     saved_outputs: int = 0
     pruned_ops: int = 0
+    derived: int = 0
     derived_ops: int = 0
 
     @cached_property
@@ -160,7 +162,8 @@ def _of_tensors(
         recompute_s=sum(tensor.derive_s for tensor in derived),
         backward_work_bytes=_work_bytes(region, [*moved, *derived]) + _early_bytes(derived, moved),
         is_recompute_batch=False,
-        derived_ops=sum(tensor.derive_ops for tensor in derived),
+        derived=len(derived),
+        derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
     )
 
 
@@ -316,7 +319,8 @@ def _is_better(one: Option, other: Option) -> bool:
 
 def launch_overhead_s(option: Option, host: Host, region: HostTime) -> float:
     """CPU time that the option adds to the region's launches in forward, and again in backward."""
-    seconds = host.moved_s * len(option.moved) + host.derived_op_s * option.derived_ops
+    seconds = host.moved_s * len(option.moved)
+    seconds += host.derived_s * option.derived + host.derived_op_s * option.derived_ops
     if option.recipe.recomputes:
         seconds += host.frame_s
     elif not option.recipe.keeps_all:

@@ -7,7 +7,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ebbtide._engine.derive import Expression
 from ebbtide._profiling.derive_probe import DeriveCost, key_of
 from ebbtide._profiling.launch_overhead import RecipeCosts, host_of
 from ebbtide._profiling.profile import (
@@ -51,10 +50,10 @@ class ProfileInputs(NamedTuple):
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
 
 
-def expressions_of(details: ProfilingRecorder) -> Iterator[Expression]:
-    """Derivations of the saved tensors of a detailed step."""
+def derivable(details: ProfilingRecorder) -> Iterator[SeenTensor]:
+    """The saved tensors of a detailed step that can be derived."""
     for record in (*details.records, *details.recomputed):
-        yield from (seen.expression for seen in record.saved_tensors if seen.expression is not None)
+        yield from (seen for seen in record.saved_tensors if seen.expression is not None)
 
 
 def profile_of(
@@ -160,7 +159,7 @@ class _ProfileBuilder(NamedTuple):
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
         """Fields of `SavedTensor` from `derive_s` on."""
-        found = None if seen.expression is None else self.inputs.derivations.get(key_of(seen.expression))
+        found = None if seen.expression is None else self.inputs.derivations.get(key_of(seen))
         if found is None or seen.expression is None or seen.nbytes == 0:
             return 0.0, 0, 0, ()
         operators = seen.expression.operators()

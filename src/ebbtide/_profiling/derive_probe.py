@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ebbtide._engine.derive import Expression
-from ebbtide._profiling.recorder import Operand
+from ebbtide._profiling.recorder import Operand, SeenTensor
 from ebbtide._types import Device
 from ebbtide._utils.torch_private import without_autocast, without_dispatch
 
@@ -16,9 +16,10 @@ _RUNS = 3
 _DRAWN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def key_of(expression: Expression) -> Hashable:
-    """Equal for expressions that take equally long."""
-    return expression.signature, *((each.size, each.stride, each.dtype) for each in _operands(expression))
+def key_of(seen: SeenTensor) -> Hashable:
+    """Equal for tensors that take equally long to derive."""
+    assert seen.expression is not None
+    return seen.signature, *((each.size, each.stride, each.dtype) for each in _operands(seen.expression))
 
 
 class DeriveCost(NamedTuple):
@@ -33,12 +34,12 @@ class DeriveCost(NamedTuple):
     work_bytes: int
 
 
-def probe_derivations(device: Device, expressions: Iterable[Expression]) -> dict[Hashable, DeriveCost]:
-    """Costs of `expressions`, by `key_of`, without those that the device has no room for. Waits for the device.
+def probe_derivations(device: Device, tensors: Iterable[SeenTensor]) -> dict[Hashable, DeriveCost]:
+    """Costs of deriving `tensors`, by `key_of`, without those that the device has no room for. Waits for the device.
 
     Operands are random, drawn by a generator of their own.
     """
-    distinct = {key_of(expression): expression for expression in expressions}
+    distinct = {key_of(seen): seen.expression for seen in tensors if seen.expression is not None}
     draw = torch.Generator(device.torch_device).manual_seed(0)
     found: dict[Hashable, DeriveCost] = {}
     with torch.no_grad(), without_autocast(), without_dispatch():
@@ -59,7 +60,7 @@ def _cost(device: Device, expression: Expression, draw: torch.Generator) -> Deri
     stream = device.current_stream()
     began = device.record(stream)
     for _ in range(_RUNS):
-        expression.compute(values.__getitem__)
+        expression.compute(values.__getitem__, {})
     ended = device.record(stream)
     while not device.is_done(ended):
         time.sleep(1e-4)

@@ -35,7 +35,8 @@ class RecipeCosts(NamedTuple):
         inspect_op_s: for each operator under a selective recipe.
         save_output_s: for each output that a selective recipe saves.
         move_s: for each parcel on the way out, and again on the way back.
-        derive_s: for each operator that derives a saved tensor, and again when it runs.
+        derive_s: for each derived tensor, and again when backward computes the tensor.
+        op_s: for each operator of a forward that keeps.
         hook_s: for each saved tensor of a region that moves or derives some, in forward and in backward.
     """
 
@@ -45,6 +46,7 @@ class RecipeCosts(NamedTuple):
     save_output_s: float
     move_s: float
     derive_s: float
+    op_s: float
     hook_s: float
 
 
@@ -91,7 +93,8 @@ def host_of(
         op_s=costs.inspect_op_s,
         saved_output_s=costs.save_output_s,
         moved_s=moved_s,
-        derived_op_s=costs.derive_s,
+        derived_s=costs.derive_s,
+        derived_op_s=costs.op_s,
         hook_s=costs.hook_s,
     )
 

@@ -214,7 +214,8 @@ class Host:
         op_s: added for each operator under a selective recipe, in forward and in recomputation.
         saved_output_s: added for each saved output, and again when recomputation reuses the output.
         moved_s: added for each parcel on the way out, and again on the way back.
-        derived_op_s: added for each operator that derives a saved tensor, and again when it runs.
+        derived_s: added for each derived tensor in forward, and again when backward computes the tensor.
+        derived_op_s: the same for each further operator that takes part.
         hook_s: added for each saved tensor of a region that moves or derives some, in forward and in backward.
     """
 
@@ -228,6 +229,7 @@ class Host:
     op_s: float
     saved_output_s: float
     moved_s: float
+    derived_s: float = 0.0
     derived_op_s: float = 0.0
     hook_s: float = 0.0
 

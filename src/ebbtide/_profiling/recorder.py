@@ -30,7 +30,7 @@ import torch
 
 from ebbtide._engine.context import HookContext
 from ebbtide._engine.derive import Expression, owner_of
-from ebbtide._engine.derive_rules import Deriver, KnownOperands
+from ebbtide._engine.derive_rules import Deriver, KnownOperands, Signature
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
 from ebbtide._engine.select import why_never
@@ -113,6 +113,7 @@ class SeenTensor:
     input_index: int = -1  # of a recomputed tensor: the region's input with an equal storage
     origin: StorageTrace | None = None  # of a recomputed tensor: expensive calls that lead to the tensor
     expression: Expression | None = None  # computes the tensor from others; with operands of type `Operand`
+    signature: Signature = ()  # of the expression
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -348,7 +349,7 @@ class ProfilingRecorder(BackwardObserver):
         is_input = seen is record.inputs
         if not is_input:
             with without_dispatch():
-                own.expression = self._expression_of(record, t)
+                own.expression, own.signature = self._expression_of(record, t)
                 record.operands.append(self._operand(record, t))
             record.known.add(t, record.operands[-1], index)
         first = (self._given_first if is_input else self._saved_first).setdefault(storage, _FirstUse(record, own, []))
@@ -363,12 +364,15 @@ class ProfilingRecorder(BackwardObserver):
             record.common_bytes += nbytes
             self._common.setdefault(weakref.ref(storage), nbytes)
 
-    def _expression_of(self, record: RegionRecord, t: torch.Tensor) -> Expression | None:
+    def _expression_of(self, record: RegionRecord, t: torch.Tensor) -> tuple[Expression | None, Signature]:
         owner = owner_of(t)
         if owner is None:
-            return None
-        found = Deriver(_is_operand, record.region, record.known, record.first_node).derive(owner.grad_fn, 1e-5)
-        return None if found is None else found.with_operands(lambda packed: self._operand(record, packed), {})
+            return None, ()
+        deriver = Deriver(_is_operand, record.region, record.known, record.first_node)
+        found = deriver.derive(owner.grad_fn, 1e-5)
+        if found is None:
+            return None, ()
+        return found.with_operands(lambda packed: self._operand(record, packed), {}), deriver.signature
 
     def _operand(self, record: RegionRecord, packed: Any) -> Operand:
         if type(packed) is Operand:

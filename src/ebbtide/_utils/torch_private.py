@@ -291,6 +291,11 @@ def _autocast_kinds() -> Sequence[str]:
     return [kind for kind in kinds if torch.amp.is_autocast_available(kind) and _autocast_key(kind) is not None]
 
 
+def casts_arguments() -> bool:
+    """Whether autocast is on for any device type."""
+    return any(map(torch.is_autocast_enabled, _autocast_kinds()))
+
+
 def without_autocast() -> contextlib.AbstractContextManager[object]:
     """Context in which no operator casts its arguments."""
     kinds = [kind for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)]

@@ -58,9 +58,8 @@ class Option:
         return sum(parcel.nbytes for parcel in self.moved)
 
 
-_MARKS = (0.25, 0.5, 0.75)
+_MARKS = tuple(step / 8 for step in range(1, 8))
 _DERIVE_STEPS = 6  # recipes that derive little to all
-_FINE_MARKS = tuple(step / 32 for step in range(1, 32))
 
 
 def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
@@ -73,12 +72,6 @@ def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option,
     if not only_moves and region.recompute_s > 0:
         options += [*_recomputed(region), *_selective(region)]
     return tuple(_without_dominated(options))
-
-
-def fine_offloads_of(region: RegionProfile, recipe: Recipe) -> list[Option]:
-    """Offload options in small steps, from little to all, to fill the rest of the link. `recipe`: what to derive."""
-    derived = [tensor for tensor in region.saved_tensors if _derives(recipe, tensor)]
-    return sorted(_offloaded(region, derived, _FINE_MARKS), key=lambda option: option.moved_bytes)
 
 
 def _derived(region: RegionProfile) -> Iterator[list[SavedTensor]]:
@@ -154,7 +147,8 @@ def _of_tensors(
     freed_bytes = sum(tensor.nbytes for tensor in (*moved, *derived))
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
-    parcels = (Moved(s.nbytes, s.at_s, max(0.0, region.forward_s - s.at_s) * scale) for s in in_order)
+    times = [(tensor.nbytes, tensor.at_s * region.pace) for tensor in in_order]
+    parcels = (Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times)
     return Option(
         recipe=recipe,
         kept_bytes=region.saved_bytes + region.after_bytes - freed_bytes,
@@ -285,7 +279,8 @@ def _pruned(region: RegionProfile, op: ExpensiveOp) -> _Reusable:
 
 def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusable]) -> Option:
     inputs = [Moved(tensor.nbytes, 0.0, 0.0) for tensor in region.inputs if tensor.nbytes > 0]
-    outputs = [Moved(each.nbytes, each.at_s, 0.0) for each in sorted(reused, key=lambda each: (each.at_s, each.call))]
+    in_order = sorted(reused, key=lambda each: (each.at_s, each.call))
+    outputs = [Moved(each.nbytes, each.at_s * region.pace, 0.0) for each in in_order]
     moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
     kept = (inputs if recipe.inputs == "keep" else []) + (outputs if recipe.outputs == "keep" else [])
     kept_bytes = sum(parcel.nbytes for parcel in kept)

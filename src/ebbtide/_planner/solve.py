@@ -6,9 +6,8 @@ Note [How a plan is found]
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
    never does.
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
-3. For a largest slowdown the plan with the smallest peak wins whose step is at most so much slower than a step that
-   keeps everything. Moves alone are filled up in small steps; where recomputation was measured, the smallest budget is
-   found whose fastest plan is fast enough, for a larger budget never makes a step slower.
+3. For a largest slowdown, bisection finds the smallest budget whose fastest plan is at most so much slower than a step
+   that keeps everything: a larger budget never makes a step slower.
 """
 
 import time
@@ -18,10 +17,9 @@ from math import inf
 
 from ebbtide._errors import PlanError
 from ebbtide._planner.explain import budget_parts, explanations, too_small
-from ebbtide._planner.groups import MAX_ASSIGNMENTS, Grouping, Unit
-from ebbtide._planner.local_search import GRID_POINTS, BudgetGrid
-from ebbtide._planner.options import Option, fine_offloads_of, option_for
-from ebbtide._planner.search import Assignment, all_kept, assignment_of, assignments_of, budgets_from
+from ebbtide._planner.groups import Grouping
+from ebbtide._planner.options import option_for
+from ebbtide._planner.search import Assignment, assignment_of, assignments_of
 from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_bytes, simulate_below, windows_within
 from ebbtide._plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide._profiling.profile import Profile
@@ -29,12 +27,8 @@ from ebbtide._profiling.profile import Profile
 MAX_SLOWDOWN = 0.01
 """Largest slowdown of a plan without a goal, as a share of the step that keeps everything."""
 
-_ROUGH = 2e-3  # relative precision of a budget for a largest slowdown
 _WORTH_MOVING = 0.005  # share of the peak: a smaller gain is not worth the copies
-_TRIFLE = 0.05  # share of the freed memory
-_SPARSER = 4  # times fewer grid points without recomputation: fewer recipes to choose from
-_ENOUGH = 4  # regions in a row without a gain: the link is full
-_FINE = 1e-4  # relative precision of the smallest budget
+_FINE = 1e-3  # relative precision of the budget for a largest slowdown
 
 
 @dataclass(frozen=True)
@@ -140,10 +134,9 @@ class Solver:
         return _plan(self.profile, self._space(only_moves).fastest(budget_bytes), budget_bytes)
 
     def _least_peak(self, max_slowdown: float, only_moves: bool) -> Plan:
-        moving = self._space(True).least_peak(max_slowdown)
-        most_s = self._space(True).all_kept.outcome.step_s * (1 + max_slowdown)
-        recomputing = None if only_moves else self._space(False).smallest(moving.outcome.peak_bytes, most_s)
-        return _plan(self.profile, recomputing or moving, None)
+        space = self._space(only_moves)
+        most_s = space.all_kept.outcome.step_s * (1 + max_slowdown)
+        return _plan(self.profile, space.smallest(most_s) or space.all_kept, None)
 
     def keeping_all(self) -> Plan:
         """The plan that moves nothing and recomputes nothing."""
@@ -186,17 +179,15 @@ class _Space:
     """
 
     def __init__(self, grouping: Grouping, others: "_Space | None") -> None:
+        self._profile = grouping.profile
+        self.kept = assignment_of(grouping.profile, grouping.options((0,) * len(grouping.units)))
         self._grouping = grouping
         self._others = others
-        self._profile = grouping.profile
-        self._most_s = inf
-        self.kept = all_kept(grouping)
 
     @cached_property
     def assignments(self) -> list[Assignment]:
-        if self._others is None:
-            return self._own
-        return [*self._own, *self._others.assignments, *self.evenly_recomputed]
+        own = assignments_of(self._grouping)
+        return own if self._others is None else [*own, *self._others.assignments, *self.evenly_recomputed]
 
     @cached_property
     def evenly_recomputed(self) -> list[Assignment]:
@@ -215,53 +206,11 @@ class _Space:
         return found
 
     @cached_property
-    def _own(self) -> list[Assignment]:
-        return assignments_of(self._grouping)
-
-    @cached_property
-    def _grid(self) -> BudgetGrid:
-        is_whole = self._grouping.assignment_count <= MAX_ASSIGNMENTS
-        points = GRID_POINTS // _SPARSER if self._grouping.only_moves else GRID_POINTS
-        budgets = [] if is_whole else budgets_from(self._grouping, self.leanest.least_bytes, points)
-        return BudgetGrid(self._grouping, budgets, self._own, self._step_s, self._least_s)
-
-    def _improved(self, budget_bytes: int) -> list[Assignment]:
-        others = [] if self._others is None else self._others._improved(budget_bytes)
-        return [*self._grid.up_to(budget_bytes), *others]
-
-    def _step_s(self, assignment: Assignment, budget_bytes: int, most_s: float) -> float | None:
-        simulated = None if assignment.least_bytes > budget_bytes else self.simulated(assignment, budget_bytes, most_s)
-        return None if simulated is None else simulated.outcome.step_s
-
-    @cached_property
     def leanest(self) -> Assignment:
         """The assignment with the smallest budget that fits the host."""
         limit = self._profile.host_limit_bytes
         fitting = [c for c in self.assignments if limit is None or self._profile.graphs * c.moved_bytes <= limit]
-        return min(
-            fitting, key=lambda assignment: (assignment.least_bytes, assignment.recompute_s, assignment.moved_bytes)
-        )
-
-    def fastest(self, budget_bytes: int) -> _Simulated:
-        """Raises PlanError if no assignment fits."""
-        best = self.simulated(self.kept, budget_bytes)
-        if best is not None:
-            return best
-        improved = self._improved(budget_bytes)
-        fitting = (
-            assignment for assignment in (*improved, *self.assignments) if assignment.least_bytes <= budget_bytes
-        )
-        bounded = [(self._least_s(assignment, budget_bytes), assignment) for assignment in fitting]
-        for least_s, assignment in sorted(bounded, key=_most_likely_first):
-            if best is not None and least_s > best.outcome.step_s + LAST_DIGITS_S:
-                break
-            simulated = self.simulated(assignment, budget_bytes, inf if best is None else best.outcome.step_s)
-            if simulated is not None and (best is None or simulated.rank < best.rank):
-                best = simulated
-        if best is None:
-            parts = budget_parts(self._profile, self.leanest.options)
-            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, parts))
-        return best
+        return min(fitting, key=lambda each: (each.least_bytes, each.recompute_s, each.moved_bytes))
 
     @cached_property
     def all_kept(self) -> _Simulated:
@@ -269,137 +218,56 @@ class _Space:
         assert kept is not None
         return kept
 
-    def smallest(self, most_bytes: int, most_s: float) -> _Simulated | None:
+    def fastest(self, budget_bytes: int) -> _Simulated:
+        """Raises PlanError if no assignment fits."""
+        found = self.simulated(self.kept, budget_bytes) or self._fastest(budget_bytes, inf)
+        if found is None:
+            parts = budget_parts(self._profile, self.leanest.options)
+            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, parts))
+        return found
+
+    def smallest(self, most_s: float) -> _Simulated | None:
         """The fastest plan within about the smallest budget at which the step takes at most `most_s`, by bisection.
-        None if no budget below `most_bytes` is enough."""
-        low, high, best = self.leanest.least_bytes, most_bytes, None
-        while high - low > _ROUGH * most_bytes:
-            middle = (low + high) // 2
-            found = self.fastest(middle)
-            if found.outcome.step_s <= most_s:
-                best, high = found, min(middle, found.outcome.peak_bytes)
-            else:
-                low = middle
-        return best
-
-    def least_peak(self, max_slowdown: float) -> _Simulated:
-        """About the smallest peak with a step hardly slower; everything kept if the gain is too small."""
-        self._most_s = self._kept_s * (1 + max_slowdown)
-        kept = self.all_kept
-        best = self._least_peak(kept, int(kept.outcome.peak_bytes * (1 - _WORTH_MOVING)))
-        if best is kept:
-            return kept
-        filled = self._filled(best)
-        return self._tidied(filled, kept.outcome.peak_bytes) or filled
-
-    def _filled(self, best: _Simulated) -> _Simulated:
-        """More moves in small steps, until the link is full: assignments take large steps."""
-        failures = 0
-        for unit in self._grouping.units:
-            first = unit.calls[0]
-            moved_bytes = best.assignment.options[first].moved_bytes
-            steps = fine_offloads_of(self._profile.regions[first], best.assignment.options[first].recipe)
-            for step in (step for step in steps if step.moved_bytes > moved_bytes):
-                simulated = self._with_step(best, unit, step)
-                failures = 0 if simulated is not best else failures + 1
-                if simulated is best:
-                    break
-                best = simulated
-            if failures == _ENOUGH:
-                break
-        return best
-
-    def _with_step(self, best: _Simulated, unit: Unit, step: Option) -> _Simulated:
-        """The unit with `step` if the peak is lower and the time allowed; else `best`."""
-        options = list(best.assignment.options)
-        for call in unit.calls:
-            options[call] = option_for(self._profile.regions[call], step.recipe)
-        assignment = assignment_of(self._profile, options)
-        least_bytes = self._least_unslowed_bytes(assignment)
-        most = best.outcome.peak_bytes - 1
-        return (self._least_unslowed(assignment, least_bytes, most) if least_bytes <= most else None) or best
-
-    def _tidied(self, best: _Simulated, most: int) -> _Simulated | None:
-        """Without moves of parcels that never leave in time, if the peak rises by a trifle at most.
-
-        The last region still moves: the engine first prefetches in its backward.
-        """
-        tail = best.outcome.tail_bytes(best.assignment.options)
-        options = list(best.assignment.options)
-        for unit in self._grouping.units:
-            if all(tail[call] == options[call].moved_bytes and call < len(options) - 1 for call in unit.calls):
-                for call, kept in zip(unit.calls, unit.costs[0], strict=True):
-                    options[call] = kept
-        peak_bytes = best.outcome.peak_bytes
-        assignment = assignment_of(self._profile, options)
-        return self._simulate_unslowed(assignment, peak_bytes + int(_TRIFLE * (most - peak_bytes)))
-
-    def _least_peak(self, best: _Simulated, most: int) -> _Simulated:
-        bounded = [(self._least_unslowed_bytes(assignment), assignment) for assignment in self.assignments]
-        for least_bytes, assignment in sorted(bounded, key=lambda pair: pair[0]):
-            if least_bytes > most:
-                break
-            simulated = self._least_unslowed(assignment, least_bytes, most)
-            if simulated is not None:
-                best = simulated
-                most = simulated.outcome.peak_bytes - 1
-        return best
-
-    def _least_unslowed(self, assignment: Assignment, low: int, high: int) -> _Simulated | None:
-        """With the smallest budget between `low` and `high` at which the time is allowed, by bisection."""
-        best = self._simulate_unslowed(assignment, high)
-        while best is not None and high - low > _FINE * high:
-            middle = (low + high) // 2
-            simulated = self._simulate_unslowed(assignment, middle)
-            if simulated is None:
+        None if that budget is hardly smaller than everything takes."""
+        peak_bytes = self.all_kept.outcome.peak_bytes
+        best = self._fastest(int(peak_bytes * (1 - _WORTH_MOVING)), most_s)
+        low = self.leanest.least_bytes
+        while best is not None and best.outcome.peak_bytes - low > _FINE * peak_bytes:
+            middle = (low + best.outcome.peak_bytes) // 2
+            found = self._fastest(middle, most_s)
+            if found is None:
                 low = middle
             else:
-                best, high = simulated, middle
+                best = found
         return best
 
-    def _simulate_unslowed(self, assignment: Assignment, budget_bytes: int) -> _Simulated | None:
-        found = self.simulated(assignment, budget_bytes, self._most_s)
-        return None if found is None or found.outcome.step_s > self._most_s + LAST_DIGITS_S else found
-
-    @property
-    def _kept_s(self) -> float:
-        """A step with everything kept. At another batch size than the measured, the step may wait for the host."""
-        return self.all_kept.outcome.step_s
-
-    def _least_unslowed_bytes(self, assignment: Assignment) -> int:
-        """With a smaller budget more bytes would have to leave than the link carries during forward."""
-        link, outside = self._profile.link, self._profile.outside
-        host_wait_s = self.all_kept.outcome.host_wait_s
-        most_s = self._forward_s / (1 - link.interference) + host_wait_s + self._most_s - self._kept_s
-        tail_bytes = assignment.moved_bytes - int((most_s - outside.before_s) * link.out)
-        return max(assignment.least_bytes, self._fixed_bytes(assignment) + tail_bytes)
-
-    def _sent(self, assignment: Assignment, budget_bytes: int) -> int:
-        """Bytes that have to leave: all that do not fit next to the peak after the last region."""
-        return max(0, assignment.moved_bytes - max(0, budget_bytes - self._fixed_bytes(assignment)))
-
-    def _fixed_bytes(self, assignment: Assignment) -> int:
-        """Most allocated after the last region, parcels on the way out not counted."""
-        kept_bytes = assignment.kept_bytes
-        return fixed_bytes(self._profile, kept_bytes) + kept_bytes + self._profile.outside.peak_bytes
+    def _fastest(self, budget_bytes: int, most_s: float) -> _Simulated | None:
+        """None if no assignment fits `budget_bytes`, or all take longer than `most_s`."""
+        best = None
+        fitting = (assignment for assignment in self.assignments if assignment.least_bytes <= budget_bytes)
+        bounded = [(self._least_s(assignment, budget_bytes), assignment) for assignment in fitting]
+        for least_s, assignment in sorted(bounded, key=_most_likely_first):
+            if least_s > most_s + LAST_DIGITS_S:
+                break
+            simulated = self.simulated(assignment, budget_bytes, most_s)
+            if simulated is not None and (best is None or simulated.rank < best.rank):
+                best, most_s = simulated, simulated.outcome.step_s
+        return best
 
     def _least_s(self, assignment: Assignment, budget_bytes: int) -> float:
         """Lower bound of the simulated step, to skip most simulations."""
-        outside, link = self._profile.outside, self._profile.link
-        sent = self._sent(assignment, budget_bytes)
+        outside, link, kept_bytes = self._profile.outside, self._profile.link, assignment.kept_bytes
+        room = budget_bytes - fixed_bytes(self._profile, kept_bytes) - kept_bytes - outside.peak_bytes
+        sent = max(0, assignment.moved_bytes - max(0, room))  # the rest may stay until backward
         out_s, back_s, lost = sent / link.out, sent / link.back, link.interference
         forward_s = max(self._forward_s + lost * out_s, outside.before_s + out_s)
-        backward_s = self._backward_s + assignment.recompute_s + lost * back_s
+        backward_s = self._profile.plain_s - self._forward_s + assignment.recompute_s + lost * back_s
         return forward_s + max(backward_s, outside.backward_before_s + outside.backward_after_s + back_s)
 
     @cached_property
     def _forward_s(self) -> float:
-        regions = self._profile.regions
-        return self._profile.outside.before_s + self._profile.outside.after_s + sum(r.forward_s for r in regions)
-
-    @cached_property
-    def _backward_s(self) -> float:
-        return self._profile.plain_s - self._forward_s
+        outside = self._profile.outside
+        return outside.before_s + outside.after_s + sum(region.forward_s for region in self._profile.regions)
 
     def simulated(self, assignment: Assignment, budget_bytes: int, most_s: float = inf) -> _Simulated | None:
         """None if the assignment does not fit, or takes longer than `most_s`."""
@@ -407,7 +275,7 @@ class _Space:
         if windows is None:
             return None
         outcome = simulate_below(self._profile, assignment.options, windows, most_s)
-        if outcome is None:
+        if outcome is None or outcome.step_s > most_s + LAST_DIGITS_S:
             return None
         limit = self._profile.host_limit_bytes
         fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)

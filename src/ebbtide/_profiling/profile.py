@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,6 +136,13 @@ class RegionProfile:
     def may_move_inputs(self) -> bool:
         """Whether a move of the inputs frees memory, of this region or of another region."""
         return any(tensor.nbytes > 0 or tensor.is_of_another_region for tensor in self.inputs)
+
+    @cached_property
+    def pace(self) -> float:
+        """What to multiply each `at_s` by. A watched step, which takes longer where the host is slow, gives `at_s`; a
+        step without a watch gives `forward_s`."""
+        last_s = max((row.at_s for row in (*self.saved_tensors, *self.expensive_ops)), default=0.0)
+        return self.forward_s / last_s if last_s > self.forward_s else 1.0
 
     @property
     def short_lived_bytes(self) -> int:

@@ -107,7 +107,7 @@ def test_packing_a_large_mask_takes_little_room(monkeypatch):
     monkeypatch.setattr(pack_bits, "_memory", watched)
     packed = pack_bits.pack(torch.ones(10_001, dtype=torch.uint8), chunk_bytes=800)
     assert most[0] == packed.nbytes() + 800
-    assert pack_bits.CHUNK_BYTES <= 64 * 2**20
+    assert pack_bits.PACKING_BYTES <= 64 * 2**20
 
 
 # -- geometry ----------------------------------------------------------------------------------------------------------

@@ -154,6 +154,24 @@ class Flat(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).float(), tokens)
 
 
+class Masked(Flat):
+    """Boolean masks take a byte an element on the device, and a bit on the link."""
+
+    def __init__(self, vocabulary):
+        super().__init__(vocabulary)
+        self.layers = nn.ModuleList(Dropping() for _ in range(5))
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        opened = torch.native_dropout(functional.silu(self.up(x)), 0.1, True)[0]
+        return x + torch.native_dropout(self.down(opened), 0.1, True)[0]
+
+
 class Apart(nn.Module):
     """Between layers: temporary tensors, an unused branch, and the input of the next layer, which backward needs
     there too."""
@@ -195,8 +213,8 @@ def counted(monkeypatch):
 
     compute = Derivation._compute
 
-    def counted_compute(self):  # hidden from modes
-        value = compute(self)
+    def counted_compute(self, results):  # hidden from modes
+        value = compute(self, results)
         counted.count(value.untyped_storage())
         return value
 
@@ -279,7 +297,8 @@ PARTS = {"regions": ("layers.*.attention", "layers.*.feed")}
 # The peak is in the backward of the blocks, or at the loss. Between parts of blocks a tensor of no region is saved.
 @pytest.mark.parametrize("vocabulary", [32, 2048])
 @pytest.mark.parametrize(
-    ("make", "named"), [(Model, {}), (Flat, {}), (Model, PARTS), (Apart, {"regions": ("layers.*",)})]
+    ("make", "named"),
+    [(Model, {}), (Flat, {}), (Masked, {}), (Model, PARTS), (Apart, {"regions": ("layers.*",)})],
 )
 def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, vocabulary):
     torch.manual_seed(0)

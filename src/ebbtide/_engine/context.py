@@ -4,11 +4,12 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ebbtide._engine.derive_parameters import RegionParameters
 from ebbtide._engine.stats import StatsRecorder
 from ebbtide._engine.timetable import Site
 from ebbtide._plans import ReleasePoint
@@ -69,6 +70,7 @@ class RegionCall:
         derives: numbers of the saved tensors that are dropped if they can be derived; None: all. See derive.py.
         noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
         first_node: autograd's number of the first node of the call, where tensors are derived.
+        parameters: of the region, where tensors are derived.
     """
 
     __slots__ = (
@@ -81,6 +83,7 @@ class RegionCall:
         "next_index",
         "noticed",
         "number",
+        "parameters",
         "points",
         "recomputes",
         "region",
@@ -99,6 +102,7 @@ class RegionCall:
         self.derives: frozenset[int] | None = frozenset()
         self.noticed: Collection[int] | None = None
         self.first_node = 0
+        self.parameters: RegionParameters | None = None
         self._numbers = numbers
         self.number = numbers.take()
 
@@ -125,12 +129,18 @@ class RegionCall:
         if window_bytes != self.limits.window_bytes:
             self.limits = replace(self.limits, window_bytes=window_bytes)
 
+    def begin_deriving(self, first_node: int) -> None:
+        self.first_node = first_node
+        self.parameters = self.context.parameters.get(self.region)
+        if self.parameters is not None:
+            self.parameters.enter()
+
     def restart(self) -> "RegionCall":
         """A new call of the region, with the same plan from the first saved tensor on."""
         call = RegionCall(self.context, self._numbers)
         call.limits, call.sites = self.limits, self.sites
         call.recomputes, call.noticed = self.recomputes, self.noticed
-        call.derives, call.first_node = self.derives, self.first_node
+        call.derives, call.first_node, call.parameters = self.derives, self.first_node, self.parameters
         call.points = call._all_points = self._all_points
         return call
 
@@ -145,16 +155,16 @@ class HookContext:
     Attributes:
         may_serve: whether saved tensors on a device may be offloaded; called once for each device.
         buffers: `_cdata` of the storages of the module's buffers, which the module keeps alive.
-        epsilons: of the norms of the model.
-        derived: derivations whose result was equal to a saved tensor: by index, geometry and signature, the same for
-            equal regions.
+        parameters: by region.
+        derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
+            regions. With a norm by region as well.
     """
 
     limits: Limits
     may_serve: Callable[[torch.device], bool]
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     buffers: set[int] = field(default_factory=set[int])
-    epsilons: Sequence[float] = ()
+    parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]

@@ -9,11 +9,17 @@ Note [Derived tensors]
    tensor's reader in the graph and runs later in backward, so operands live no longer than without a derivation.
 3. An operand that a node has not saved is looked for at the node before: a cast or a sum saves nothing. Hooks of others
    are never called: a tensor packed by anybody else is no operand.
-4. A site derives only behind a comparison: one of the site's tensors was equal, bit for bit, to the derived tensor. The
-   comparison decides about operands that no node holds, such as a frozen bias and the epsilon of a LayerNorm.
+4. A site derives only behind a comparison: a tensor of the site, or of the same site in another region, was equal, bit
+   for bit, to the derived tensor. The comparison guards against kernels that compute otherwise. All arguments come from
+   nodes, edges, and the module that owns a norm's weight: a value seen once says nothing about the next. Under a
+   recipe by hand a region derives from the second forward on, if the first left its parameters as they were: sharding
+   frees and swaps weights.
 5. A tensor changed in place before the save is no result of its node any more, and is saved. Memory that is still alive
    when backward reads is used as it is.
-6. Tensors of one storage share a derivation. The first read computes and the end of the last ticket frees: several
+6. As for recomputation, parameters and the modes of arithmetic (TF32, deterministic kernels) have to be the same when
+   backward runs. A derivation reads a bias that plain autograd does not save, and operands whose node may not take part
+   in the present backward: changed in place after forward, these raise a ModifiedError.
+7. Tensors of one storage share a derivation. The first read computes and the end of the last ticket frees: several
    nodes read the input of projections one after another.
 """
 
@@ -21,11 +27,11 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from ebbtide._engine.parcel import check_unmodified, version_alias
+from ebbtide._engine.parcel import Kept, Ticket, check_unmodified, version_alias
 from ebbtide._types import Stream
 from ebbtide._utils.storage import checksum_of
 from ebbtide._utils.torch_private import (
@@ -36,8 +42,13 @@ from ebbtide._utils.torch_private import (
     without_autocast,
 )
 
-Read: TypeAlias = Callable[[Any], torch.Tensor]
+Results: TypeAlias = dict[object, torch.Tensor]
+"""What the present read has computed, by expression or derivation."""
+
+Read: TypeAlias = Callable[[Any, Results], torch.Tensor]
 """Unpacks an operand."""
+
+_DEEPEST = 8  # derivations in a row: a read computes all of them, and each takes a few frames of the stack
 
 
 class Expression:
@@ -61,12 +72,12 @@ class Expression:
         self.settings = settings
         self.is_shared = False
 
-    def compute(self, read: Read, results: "dict[Expression, torch.Tensor]") -> torch.Tensor:
-        """The result, on the current stream. `results`: of shared expressions."""
+    def compute(self, read: Read, results: Results) -> torch.Tensor:
+        """The result, on the current stream."""
         if self.is_shared and self in results:
             return results[self]
         operands = [
-            each if each is None else each.compute(read, results) if type(each) is Expression else read(each)
+            each if each is None else each.compute(read, results) if type(each) is Expression else read(each, results)
             for each in self.operands
         ]
         result = self.operate(*operands, **self.settings)
@@ -85,6 +96,10 @@ class Expression:
             done[self].is_shared = self.is_shared
         return done[self]
 
+    def packed(self) -> "list[Any]":
+        """All packed operands."""
+        return [o for each in self.operators() for o in each.operands if o is not None and type(o) is not Expression]
+
     def operators(self) -> "set[Expression]":
         """The expression, and all expressions that it needs."""
         return {self, *(each for own in self.operands if type(own) is Expression for each in own.operators())}
@@ -100,9 +115,21 @@ class Derivation:
 
     Attributes:
         source: the storage. If still alive when backward reads, nothing is computed.
+        depth: number of derivations that one read may have to compute.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_expression", "_read", "_size", "_stream", "_stride", "_value", "source")
+    __slots__ = (
+        "__weakref__",
+        "_dtype",
+        "_expression",
+        "_read",
+        "_size",
+        "_stream",
+        "_stride",
+        "_value",
+        "depth",
+        "source",
+    )
 
     def __init__(self, expression: Expression, owner: torch.Tensor, read: Read) -> None:
         self._expression = expression
@@ -111,39 +138,48 @@ class Derivation:
         self._read = read
         self._value: torch.Tensor | None = None
         self._stream: Stream = None
+        derived = (each.derivation for each in expression.packed() if type(each) is DerivedTicket)
+        self.depth = 1 + max((each.depth for each in derived), default=0)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self._size) * self._dtype.itemsize
 
-    def value(self, stream: Stream) -> torch.Tensor:
+    @property
+    def is_possible(self) -> bool:
+        """Whether all operands are as they were saved, in memory, and near."""
+        return self.depth <= _DEEPEST and all(map(_is_ready, self._expression.packed()))
+
+    def value(self, stream: Stream, results: Results | None = None) -> torch.Tensor:
         """A tensor with the memory of the owner, valid on `stream`, the current stream."""
         source = self.source()
         if source is not None:
             return torch.empty(0, dtype=self._dtype, device=source.device).set_(source, 0, self._size, self._stride)
         if self._value is not None and self._stream == stream:
             return self._value
-        value = self._compute()
-        if graph_task_id() != -1 and not keeps_graph():
-            self._value, self._stream = value, stream  # until the last ticket ends
-        return value
+        results = {} if results is None else results
+        if self not in results:
+            results[self] = self._compute(results)
+            if graph_task_id() != -1 and not keeps_graph():
+                self._value, self._stream = results[self], stream  # until the last ticket ends
+        return results[self]
 
     def equals(self, owner: torch.Tensor) -> bool:
         """Whether the derived bytes are those of `owner`. Waits for the device."""
-        value = self._compute()
+        value = self._compute({})
         if value.dtype is not owner.dtype or value.device != owner.device:
             return False
         return bool((checksum_of(value.untyped_storage()) == checksum_of(owner.untyped_storage())).all())
 
-    def _compute(self) -> torch.Tensor:
+    def _compute(self, results: Results) -> torch.Tensor:
         """New memory with the layout of the owner."""
         if torch.is_grad_enabled() or casts_arguments():
             with torch.no_grad(), without_autocast():
-                return self._run()
-        return self._run()
+                return self._run(results)
+        return self._run(results)
 
-    def _run(self) -> torch.Tensor:
-        value = self._expression.compute(self._read, {})
+    def _run(self, results: Results) -> torch.Tensor:
+        value = self._expression.compute(self._read, results)
         is_alike = value.stride() == self._stride and value.size() == self._size
         if is_alike and value.untyped_storage().nbytes() == self.nbytes:
             return value
@@ -165,7 +201,11 @@ class DerivedTicket:
         self.version = t._version
         self._size, self._stride, self._offset = t.size(), t.stride(), storage_offset(t)
 
-    def unpack(self, stream: Stream) -> torch.Tensor:
+    @property
+    def is_current(self) -> bool:
+        return self.counter._version == self.version
+
+    def unpack(self, stream: Stream, results: Results | None = None) -> torch.Tensor:
         """The tensor as saved, valid on `stream`, the current stream, with the version counter of the saved tensor.
 
         Raises ModifiedError.
@@ -174,7 +214,7 @@ class DerivedTicket:
         if counter._version != self.version:
             what = f"a tensor saved in {self.region or '<root>'}"
             check_unmodified(counter, self.version, what, counter.dtype, counter.device, self._size)
-        value, counted = self.derivation.value(stream), counter.detach()
+        value, counted = self.derivation.value(stream, results), counter.detach()
         is_owner = self._size == value.size() and self._stride == value.stride()
         counted.data = value if is_owner else value.as_strided(self._size, self._stride, self._offset)
         return counted
@@ -186,5 +226,18 @@ def owner_of(t: torch.Tensor) -> torch.Tensor | None:
     owner = t if base is None else base
     if owner.grad_fn is None or owner.output_nr or owner._version or type(owner) is not torch.Tensor:
         return None
+    if t.dtype is not owner.dtype:
+        return None
     is_whole = not storage_offset(owner) and owner.numel() * owner.element_size() == owner.untyped_storage().nbytes()
     return owner if is_whole and not (t.is_conj() or t.is_neg()) else None
+
+
+def _is_ready(packed: Any) -> bool:
+    """Whether an operand is as it was saved, and a plain tensor in memory."""
+    if isinstance(packed, DerivedTicket):
+        return packed.is_current
+    if isinstance(packed, Ticket):
+        return packed.counter._version == packed.version
+    alias, version, _ = cast("Kept", packed)
+    is_plain = type(alias) in (torch.Tensor, torch.nn.Parameter) and alias.layout is torch.strided
+    return is_plain and alias._version == version and alias.untyped_storage().nbytes() > 0

@@ -1,4 +1,8 @@
-"""What autograd's nodes say about the tensors that they have made: an expression for each class of nodes."""
+"""What autograd's nodes say about the tensors that they have made: an expression for each class of nodes.
+
+A rule exists only where the node, its edges and the module that owns the weight tell every argument of the operator. No
+rule for padding (the node does not tell the value), dropout (whether it is in training) and indexing (the indices).
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -7,22 +11,18 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from ebbtide._engine.derive import Expression
+from ebbtide._engine.derive_parameters import RegionParameters
 from ebbtide._engine.parcel import Kept, keep
 from ebbtide._utils.torch_private import output_of, saved_by
 
 _aten: Any = torch.ops.aten
 Op: TypeAlias = Callable[..., torch.Tensor]
 
-_USUAL = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)  # epsilons of norms: defaults of torch, transformers and diffusers
 _MOST_OPERATORS = 16  # of an expression: bounds the time of a look
 _RAW = "_raw_saved_"
 
 Signature: TypeAlias = tuple[Any, ...]
-"""Of an expression: the rules of its nodes in order, None for known operands, and the epsilon for a LayerNorm. Equal
-signatures compute alike."""
-
-Key: TypeAlias = tuple[int, int]
-"""A tensor as the output of a node: the node's sequence number, and the number of the output."""
+"""Of an expression: the rules of its nodes in order, and None for known operands."""
 
 IsOperand: TypeAlias = Callable[[Any, Callable[[Any], torch.Tensor]], bool]
 """Whether a packed tensor may be an operand, given its unpack hook."""
@@ -31,31 +31,31 @@ IsOperand: TypeAlias = Callable[[Any, Callable[[Any], torch.Tensor]], bool]
 class Deriver:
     """Finds expressions for the outputs of nodes.
 
+    Attributes:
+        has_norm: the expression found last has an epsilon that a module tells. A function may be called with another.
+
     Args:
         is_operand: decides about tensors that hooks have packed.
-        region: name for operands that no hook has packed.
-        known: returns a tensor that the region has saved so far, packed, or an expression; None for any other.
+        known: returns what was saved in the region of an output of a node, packed, or an expression; None: nothing.
         first: sequence number of the region's first node: a region derives from what it saves itself.
+        parameters: of the region.
     """
 
-    def __init__(self, is_operand: IsOperand, region: str, known: Callable[[Key], Any], first: int) -> None:
+    def __init__(self, is_operand: IsOperand, known: "KnownOperands", first: int, parameters: RegionParameters) -> None:
         self._is_operand = is_operand
-        self._region = region
         self._known = known
         self._first = first
-        self._found: dict[Key, Any] = {}
+        self._parameters = parameters
+        self._found: dict[tuple[Any, int], Any] = {}  # by node and number of the output
         self._signature: list[Any] = []
-        self.epsilon = 0.0
+        self.has_norm = False
 
-    def derive(self, node: Any, epsilon: float) -> Expression | None:
-        """An expression for the first output of `node`; None for unknown operators or operands.
-
-        `epsilon`: of LayerNorms, whose nodes do not tell.
-        """
-        self.epsilon = epsilon
+    def derive(self, node: Any) -> Expression | None:
+        """An expression for the first output of `node`; None for unknown operators or operands."""
         self._found = {}
         self._signature = []
-        return self._expression_of(node, 0)
+        self.has_norm = False
+        return self._expression_of(node, 0) if self._parameters.is_steady else None
 
     @property
     def signature(self) -> Signature:
@@ -66,20 +66,26 @@ class Deriver:
         rule = _RULES.get(type(node).__name__)
         if rule is None or node._sequence_nr() < self._first or len(self._signature) == _MOST_OPERATORS:
             return None
-        self._signature.append(self.epsilon if rule is _layer_norm else rule)
-        return rule(self, node, number)
+        self._signature.append(rule)
+        try:
+            return rule(self, node, number)
+        except AttributeError:
+            # A release of torch whose node tells less loses the rule, and no training. The tests of rules notice.
+            return None
 
     def _result_of(self, node: Any, number: int) -> Any:
         """Output `number` of `node`, packed, or an expression; None if neither is known."""
-        name = type(node).__name__
-        key = _leaf_key(node.variable) if name == "AccumulateGrad" else (node._sequence_nr(), number)
-        known = self._known(key)
+        known = self._known.result(node, number)
         if known is not None:
             self._signature.append(None)
             return known
+        name = type(node).__name__
         if name == "AccumulateGrad":
             # The input of a region is a leaf only where the region is recomputed.
-            return keep(node.variable, self._region) if isinstance(node.variable, torch.nn.Parameter) else None
+            leaf = node.variable
+            is_known = isinstance(leaf, torch.nn.Parameter) and self._parameters.may_read(leaf)
+            return keep(leaf, self._parameters.region) if is_known else None
+        key = node, number
         if key not in self._found:
             saved = None if number else _SAVED_RESULTS.get(name)
             self._found[key] = self._expression_of(node, number) if saved is None else self.saved(node, saved)
@@ -90,12 +96,10 @@ class Deriver:
     def saved(self, node: Any, attribute: str) -> Any:
         """A tensor saved by `node`, packed; None for no tensor and for a tensor packed by others."""
         packed, unpack = saved_by(node, attribute)
-        if unpack is None:
-            return None if packed is None else keep(packed, self._region)
-        return packed if self._is_operand(packed, unpack) else None
+        return packed if unpack is not None and self._is_operand(packed, unpack) else None
 
     def before(self, node: Any, edge: int) -> Any:
-        """The operand that came along an edge of `node`, packed or an expression; None if unknown."""
+        """The operand that came along an edge of `node`, packed or an expression; None if unknown or constant."""
         behind, number = node.next_functions[edge]
         return None if behind is None else self._result_of(behind, number)
 
@@ -104,63 +108,80 @@ class Deriver:
         saved = self.saved(node, attribute)
         return self.before(node, edge) if saved is None else saved
 
+    def norm_of(self, weight: Any) -> Any:
+        """The module of a norm, by the packed weight; None if unknown."""
+        self.has_norm = True
+        return self._parameters.norm_of(cast("Kept", weight)[0] if isinstance(weight, tuple) else weight)
 
-def key_of(node: Any, number: int) -> Key:
-    """The key of output `number` of `node`. Nodes of leaves have no numbers of their own."""
-    return _leaf_key(node.variable) if type(node).__name__ == "AccumulateGrad" else (node._sequence_nr(), number)
 
-
-def _leaf_key(t: torch.Tensor) -> Key:
-    return -1, id(t)
+def has_tensor(node: Any, attribute: str) -> bool:
+    """Whether `node` has saved a tensor under the name, whoever packed the tensor."""
+    return saved_by(node, attribute)[0] is not None
 
 
 class KnownOperands:
     """Saved tensors of a region, for derivations of others. Keeps no memory alive: unused branches die in forward.
+
+    Nodes carry a reference to what was saved of them: sequence numbers are of a thread.
 
     Attributes:
         used: numbers of the saved tensors that derivations have asked for.
     """
 
     def __init__(self) -> None:
-        self._packed: dict[Key, tuple[int, Callable[[], Any]]] = {}
-        self._casts: dict[Key, tuple[Key, torch.dtype]] = {}  # by the source: the result, and the type of the source
+        self._leaves: dict[int, tuple[int, Callable[[], Any]]] = {}
+        self._mark = object()  # of the present call of a region
         self.used: set[int] = set()
 
     def clear(self) -> None:
         """Begin with another region."""
-        if self._packed:
-            self._packed.clear()
-            self._casts.clear()
+        self._leaves.clear()
+        self._mark = object()
         self.used = set()
 
     def add(self, t: torch.Tensor, packed: Any, index: int) -> None:
         """Note saved tensor number `index`, packed."""
         if t._version:
             return
-        node = t.grad_fn
-        key = _leaf_key(t) if node is None else (node._sequence_nr(), t.output_nr)
-        self._packed[key] = index, _weakly(packed)
-        source = None if node is None else _source_of_cast(node)
+        node, known = t.grad_fn, (index, _weakly(packed))
+        if node is None:
+            self._leaves[id(t)] = known
+            return
+        self._marks(node)[t.output_nr] = known
+        source = _source_of_cast(node)
         if source is not None:
-            self._casts[source[0]] = key, source[1]
+            self._marks(source[0])[_CAST, source[1]] = (*known, source[2])
 
-    def __call__(self, key: Key) -> Any:
-        """The tensor that was noted under `key`, packed, or an expression; None if unknown or gone."""
-        found = self._get(key)
-        if found is not None or key not in self._casts:
+    def result(self, node: Any, number: int) -> Any:
+        """Output `number` of `node` as noted, packed, or an expression; None if unknown or gone."""
+        if type(node).__name__ == "AccumulateGrad":
+            return self._get(self._leaves.get(id(node.variable)))
+        marks = self._marks(node)
+        found = self._get(marks.get(number))
+        if found is not None or (_CAST, number) not in marks:
             return found
-        cast, dtype = self._casts[key]
-        result = self._get(cast)
-        if result is None:
-            return None
-        return Expression(_aten._to_copy.default, (result,), {"dtype": dtype})
+        index, reference, dtype = marks[_CAST, number]
+        result = self._get((index, reference))
+        return None if result is None else Expression(_aten._to_copy.default, (result,), {"dtype": dtype})
 
-    def _get(self, key: Key) -> Any:
-        known = self._packed.get(key)
-        if known is None:
+    def _marks(self, node: Any) -> dict[Any, Any]:
+        """Of the present call."""
+        mark, marks = cast("tuple[object, dict[Any, Any]]", node.metadata.get(_KEY, (None, {})))
+        if mark is not self._mark:
+            marks = {}
+            node.metadata[_KEY] = self._mark, marks
+        return marks
+
+    def _get(self, known: tuple[int, Callable[[], Any]] | None) -> Any:
+        packed = None if known is None else known[1]()
+        if known is None or packed is None:
             return None
         self.used.add(known[0])
-        return known[1]()
+        return packed
+
+
+_KEY = "ebbtide"  # of a node's metadata
+_CAST = "cast"  # a wider copy of an output: the output's number, and the type to cast back to
 
 
 def _weakly(packed: Any) -> Callable[[], Any]:
@@ -176,14 +197,16 @@ def _weakly(packed: Any) -> Callable[[], Any]:
     return kept
 
 
-def _source_of_cast(node: Any) -> tuple[Key, torch.dtype] | None:
-    """The tensor that `node` has cast to a wider type: casting back restores every bit."""
+def _source_of_cast(node: Any) -> tuple[Any, int, torch.dtype] | None:
+    """The node, number and type of the tensor that `node` has cast to a wider type: casting back restores every bit."""
     if type(node).__name__ != "ToCopyBackward0" or node.next_functions[0][0] is None:
         return None
     source, number = node.next_functions[0]
+    if type(source).__name__ == "AccumulateGrad":
+        return None
     own, result = output_of(source, number), output_of(node)
     is_exact = own.device == result.device and (own.dtype, result.dtype) in _WIDENINGS
-    return (key_of(source, number), own.dtype) if is_exact else None
+    return (source, number, own.dtype) if is_exact else None
 
 
 _WIDENINGS = {
@@ -193,16 +216,6 @@ _WIDENINGS = {
     (torch.float16, torch.float64),
     (torch.float32, torch.float64),
 }
-
-
-def epsilons_for(signature: Signature, known: Sequence[float]) -> Sequence[float]:
-    """Epsilons to try for an expression, the likeliest first: those `known` in the model, then the usual ones. None
-    without a LayerNorm."""
-    return tuple(dict.fromkeys((*known, *_USUAL))) if _has_layer_norm(signature) else ()
-
-
-def _has_layer_norm(signature: Signature) -> bool:
-    return any(type(each) is float for each in signature)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -294,28 +307,33 @@ def _addmm(deriver: Deriver, node: Any, _: int) -> Expression | None:
 
 def _grouped_mm(deriver: Deriver, node: Any, _: int) -> Expression | None:
     one, other = deriver.operand(node, "_raw_saved_self", 0), deriver.operand(node, "_raw_saved_mat2", 1)
-    if one is None or other is None:
+    ends = deriver.saved(node, "_raw_saved_offs")
+    if one is None or other is None or (ends is None and has_tensor(node, "_raw_saved_offs")):
         return None
-    return Expression(_aten._grouped_mm.default, (one, other, deriver.saved(node, "_raw_saved_offs")))
+    return Expression(_aten._grouped_mm.default, (one, other, ends))
 
 
 def _convolution(deriver: Deriver, node: Any, _: int) -> Expression | None:
     own, weight = deriver.operand(node, "_raw_saved_input", 0), deriver.operand(node, "_raw_saved_weight", 1)
-    if own is None or weight is None:
+    bias = deriver.before(node, 2)
+    # No tensor: a frozen bias has sizes and no edge.
+    if own is None or weight is None or (bias is None and tuple(node._saved_bias_sym_sizes_opt or (0,)) != (0,)):
         return None
     names = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
     settings = {name: getattr(node, f"_saved_{name}") for name in names}
-    # The bias is not saved. Without an edge it is absent, or frozen: the comparison tells.
-    return Expression(_aten.convolution.default, (own, weight, deriver.before(node, 2)), settings)
+    return Expression(_aten.convolution.default, (own, weight, bias), settings)
 
 
 def _layer_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
-    own = deriver.saved(node, "_raw_saved_input")
-    if own is None:
+    names = "input", "weight", "bias"
+    own, weight, bias = operands = [deriver.saved(node, _RAW + name) for name in names]
+    if own is None or any(has_tensor(node, _RAW + n) and o is None for n, o in zip(names, operands, strict=True)):
         return None
-    operands = own, deriver.saved(node, "_raw_saved_weight"), deriver.saved(node, "_raw_saved_bias")
-    settings = {"shape": node._saved_normalized_shape, "epsilon": deriver.epsilon}
-    return Expression(_layer_normed, operands, settings)
+    norm = deriver.norm_of(weight)  # the node does not tell the epsilon
+    if norm is None:
+        return None
+    settings = {"shape": node._saved_normalized_shape, "epsilon": norm.eps}
+    return Expression(_layer_normed, (own, weight, bias), settings)
 
 
 def _layer_normed(
@@ -325,34 +343,18 @@ def _layer_normed(
 
 
 def _group_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
-    own = deriver.saved(node, "_raw_saved_input")
-    if own is None:
+    own, weight, bias = (
+        deriver.saved(node, "_raw_saved_input"), deriver.saved(node, "_raw_saved_weight"), deriver.before(node, 2)
+    )  # fmt: skip
+    norm = None if own is None or weight is None or bias is None else deriver.norm_of(weight)
+    if norm is None:  # a frozen bias leaves no trace, and from torch 2.15 on nodes do not tell the epsilon
         return None
-    settings = {name: getattr(node, f"_saved_{name}") for name in ("N", "C", "HxW", "group", "eps")}
-    # The bias as of a convolution.
-    operands = own, deriver.saved(node, "_raw_saved_weight"), deriver.before(node, 2)
-    return Expression(_group_normed, operands, settings)
+    settings = {name: getattr(node, f"_saved_{name}") for name in ("N", "C", "HxW", "group")}
+    return Expression(_group_normed, (own, weight, bias), {**settings, "eps": norm.eps})
 
 
-def _group_normed(
-    t: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, **settings: Any
-) -> torch.Tensor:
+def _group_normed(t: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **settings: Any) -> torch.Tensor:
     return _aten.native_group_norm.default(t, weight, bias, **settings)[0]
-
-
-def _dropout(deriver: Deriver, node: Any, _: int) -> Expression | None:
-    own, mask, kept = deriver.before(node, 0), deriver.saved(node, "_raw_saved_result1"), 1.0 - node._saved_p
-    if own is None or mask is None or kept <= 0.0:
-        return None
-    return Expression(_aten.native_dropout_backward.default, (own, mask), {"scale": 1.0 / kept})
-
-
-def _index(deriver: Deriver, node: Any, _: int) -> Expression | None:
-    saved = node._raw_saved_indices
-    own = deriver.before(node, 0)
-    if own is None or len(saved) != 1 or saved[0].data is None or saved[0].unpack_hook is not None:
-        return None
-    return Expression(_aten.index.Tensor, (own,), {"indices": [saved[0].data]})
 
 
 def _split(t: torch.Tensor, size: Any, dim: int, number: int) -> torch.Tensor:
@@ -390,18 +392,15 @@ _RULES: Mapping[str, _Rule] = {
     "CatBackward0": _cat,
     "ClampBackward1": _of_saved(_aten.clamp.default, "min", "max"),
     "CloneBackward0": _of_before(_contiguous),
-    "ConstantPadNdBackward0": _of_before(_aten.constant_pad_nd.default, lambda node, _: {"pad": node._saved_pad}),
     "CosBackward0": _of_saved(_aten.cos.default),
     "DivBackward0": _of_both(_aten.div.Tensor, "self", "other"),
     "EluBackward0": _of_saved(_aten.elu.default, "alpha", "scale", "input_scale"),
     "GeluBackward0": _of_saved(_aten.gelu.default, "approximate"),
     "GluBackward0": _of_saved(_glu, "dim"),
     "HardswishBackward0": _of_saved(_aten.hardswish.default),
-    "IndexBackward0": _index,
     "LeakyReluBackward0": _of_saved(_aten.leaky_relu.default, "negative_slope"),
     "MishBackward0": _of_saved(_aten.mish.default),
     "MulBackward0": _of_both(_aten.mul.Tensor, "self", "other"),
-    "NativeDropoutBackward0": _dropout,
     "NativeGroupNormBackward0": _group_norm,
     "NativeLayerNormBackward0": _layer_norm,
     "NegBackward0": _of_before(_aten.neg.default),
@@ -436,8 +435,8 @@ _RULES: Mapping[str, _Rule] = {
         _aten.slice.Tensor,
         lambda node, _: {
             "dim": _dim(node._saved_dim),
-            "start": node._saved_start,
-            "end": node._saved_end,
+            "start": _dim(node._saved_start),
+            "end": _dim(node._saved_end),
             "step": node._saved_step,
         },
     ),

@@ -8,8 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._engine.context import Limits, RegionCall
-from ebbtide._engine.derive import Derivation, DerivedTicket, owner_of
-from ebbtide._engine.derive_rules import Deriver, KnownOperands, epsilons_for
+from ebbtide._engine.derive import Derivation, DerivedTicket, Results, owner_of
+from ebbtide._engine.derive_rules import Deriver, KnownOperands
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.parcel import Kept, Ticket, check_unmodified, check_written, keep, kept_tensor
 from ebbtide._engine.select import select, select_subclass
@@ -87,17 +87,20 @@ class SavedTensorHooks:
 
     def switch_to(self, region_call: RegionCall) -> None:
         """From now on saved tensors belong to another region call."""
+        left = self.region_call.parameters
+        if left is not None and region_call.parameters is not left:  # a restarted call goes on in the same forward
+            left.leave()
         self.region_call = region_call
         self._operands.clear()
         self._derivations.clear()
 
     def noticed(self) -> frozenset[int] | None:
         """Numbers of the saved tensors of the present call that a plan names, or that derivations have asked for; None
-        if the plan names none."""
+        if the plan names none, or derivations have not begun."""
         call = self.region_call
         sites = frozenset[int]() if self.stays is Reason.RECIPE else call.sites
-        if sites is None or call.derives is None:
-            return None
+        if sites is None or call.derives is None or (call.derives and not self._operands.used):
+            return None  # not settled: nothing could be derived so far
         return sites | call.derives | self._operands.used
 
     def hooks(self) -> saved_tensors_hooks:
@@ -110,7 +113,7 @@ class SavedTensorHooks:
         self.region_call.set_points(plan.release, plan.prefetch_bytes)
         self.region_call.derives = None if recipe.derive is None else frozenset(recipe.derive)
         if recipe.derives:
-            self.region_call.first_node = next_node()
+            self.region_call.begin_deriving(next_node())
         if recipe.action == "keep":
             self.stays = Reason.RECIPE
         elif recipe.action == "offload":
@@ -195,7 +198,7 @@ class SavedTensorHooks:
         if call.derives is not None and not call.derives:
             return self._keep_or_send(t, call, index, reason or stays)
         may_derive = reason is None and stays in (None, Reason.RECIPE)
-        may_derive = may_derive and (call.derives is None or index in call.derives)
+        may_derive = may_derive and call.parameters is not None and (call.derives is None or index in call.derives)
         packed = self._derive(t, call, index) if may_derive else None
         if packed is None:
             packed = self._keep_or_send(t, call, index, reason or stays)
@@ -265,38 +268,38 @@ class SavedTensorHooks:
         return DerivedTicket(derivation, t, call.region)
 
     def _derivation(self, owner: torch.Tensor, site: Site, call: RegionCall) -> Derivation | None:
-        deriver = Deriver(_is_ours, call.region, self._operands, call.first_node)
-        expression = deriver.derive(owner.grad_fn, site.epsilon)
-        signature = None if expression is None else deriver.signature
-        self.has_lost_operands |= signature is None and site.derived is not None
-        if expression is None or signature is None or signature == site.not_derived:
+        assert call.parameters is not None
+        deriver = Deriver(_is_ours, self._operands, call.first_node, call.parameters)
+        expression = deriver.derive(owner.grad_fn)
+        self.has_lost_operands |= expression is None and site.is_derived
+        if expression is None or deriver.signature == site.not_derived:
             return None
-        if signature == site.derived:
-            return Derivation(expression, owner, self._read)
+        derivation = Derivation(expression, owner, self._read)
+        if not derivation.is_possible:
+            return None
+        key = call.region if deriver.has_norm else "", site.index, owner.dtype, deriver.signature
+        if key in call.context.derived:
+            site.is_derived = True
+            return derivation
         if isinstance(self._engines.on(owner.device), Reason):
             return None  # captured: nothing can be compared
-        context, epsilons = call.context, epsilons_for(signature, call.context.epsilons)
-        key = site.index, owner.size(), owner.stride(), owner.dtype, signature
-        if not epsilons and key in context.derived:
-            site.derived = signature
-            return Derivation(expression, owner, self._read)
-        for epsilon in epsilons or (0.0,):
-            expression = deriver.derive(owner.grad_fn, epsilon)
-            assert expression is not None
-            derivation = Derivation(expression, owner, self._read)
-            if derivation.equals(owner):
-                site.derived, site.epsilon = deriver.signature, epsilon
-                context.derived.add(key)
-                return derivation
-        site.not_derived = deriver.signature
-        return None
+        try:
+            is_equal = derivation.equals(owner)
+        except torch.OutOfMemoryError:
+            return None
+        if not is_equal:
+            site.not_derived = deriver.signature
+            return None
+        call.context.derived.add(key)
+        site.is_derived = True
+        return derivation
 
-    def _read(self, packed: "Kept | Ticket | DerivedTicket") -> torch.Tensor:
+    def _read(self, packed: "Kept | Ticket | DerivedTicket", results: Results | None = None) -> torch.Tensor:
         """The tensor behind an operand of a derivation, or behind a derived tensor."""
         if isinstance(packed, tuple):
             return kept_tensor(packed)
         if isinstance(packed, DerivedTicket):
-            return packed.unpack(self._engines.current_stream(packed.device))
+            return packed.unpack(self._engines.current_stream(packed.device), results)
         return packed.parcel.engine.unpack(packed)
 
     def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
@@ -325,8 +328,8 @@ class SavedTensorHooks:
         return t
 
 
-def _is_ours(_packed: object, unpack: object) -> bool:
-    return getattr(unpack, "__func__", None) is SavedTensorHooks.unpack
+def _is_ours(packed: object, unpack: object) -> bool:
+    return getattr(unpack, "__func__", None) is SavedTensorHooks.unpack and type(packed) is not Flattened
 
 
 def _region_of(packed: Packed) -> str:

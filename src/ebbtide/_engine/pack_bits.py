@@ -13,11 +13,8 @@ Note [Masks as bits]
 
 import torch
 
-from ebbtide._utils.sizes import MIB
+from ebbtide._utils.sizes import PACKING_BYTES
 from ebbtide._utils.storage import as_bytes
-
-# Packing copies the mask in chunks: packing must not raise the peak that it lowers.
-CHUNK_BYTES = 32 * MIB
 
 
 def packed_nbytes(booleans: int) -> int:
@@ -25,7 +22,7 @@ def packed_nbytes(booleans: int) -> int:
     return (booleans + 7) // 8
 
 
-def pack(booleans: torch.Tensor, chunk_bytes: int = CHUNK_BYTES) -> torch.UntypedStorage:
+def pack(booleans: torch.Tensor, chunk_bytes: int = PACKING_BYTES) -> torch.UntypedStorage:
     """New memory with a bit for each byte of `booleans` (uint8, one dense dimension): whether the byte is not 0.
 
     Runs on the current stream, which owns the result. Needs `chunk_bytes` (a multiple of 8) more memory meanwhile.

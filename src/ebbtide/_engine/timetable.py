@@ -25,9 +25,8 @@ class Site:
         live: weak reference to the LifetimeToken of the parcel that was last made at the site. Untyped: parcels know
             sites, and sites nothing of parcels.
         is_recomputed: the region is recomputed, and reads at once all the parcels that the recomputation needs.
-        derived: signature of the expression whose result was equal to the saved tensor; see derive.py.
-        not_derived: signature of an expression whose result was not.
-        epsilon: of the LayerNorm in the expression.
+        is_derived: a saved tensor of the site was derived.
+        not_derived: signature of an expression whose result was not equal to the saved tensor; see derive.py.
         batch: first site of the recompute batch, the sites that one recomputation reads together. A tensor shared by
             several regions belongs to the batch of the region that reads first, which may not have saved the tensor.
     """
@@ -42,9 +41,8 @@ class Site:
         self.live: weakref.ref[Any] | None = None
         self.is_recomputed = False
         self.batch: Site | None = None
-        self.derived: tuple[Any, ...] | None = None
+        self.is_derived = False
         self.not_derived: tuple[Any, ...] | None = None
-        self.epsilon = 0.0
         self._next: Site | None = None
         # Keyed by id: a strong reference would keep the site before alive, also when the model is long gone.
         self._next_after: dict[int, tuple[weakref.ref[Site], Site]] = {}

@@ -13,6 +13,7 @@ from ebbtide._config import OffloadConfig
 from ebbtide._control.batch_size import bucket_of
 from ebbtide._control.controller import PlanController
 from ebbtide._engine.context import HookContext, RegionCall
+from ebbtide._engine.derive_parameters import RegionParameters
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.hooks import SavedTensorHooks
@@ -21,7 +22,7 @@ from ebbtide._model.batches import tokens_of
 from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
-from ebbtide._model.regions import find_epsilons, find_named, find_norm, find_planned, find_regions
+from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
 from ebbtide._model.session import Kept, Session, UnableRegions
 from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
@@ -46,7 +47,6 @@ class Attachment:
         self.config = config
         self.engines = engines
         self.context = context
-        context.epsilons = find_epsilons(module)
         self.blocks = find_regions(module)
         self.norm = find_norm(module, self.blocks)
         self.regions = dict(self.blocks)
@@ -129,6 +129,13 @@ class Attachment:
         self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in dict.fromkeys(pairs)]
         has_regions = bool(plan.regions or self.plan.regions)
         self.plan = plan
+        known = self.context.parameters
+        self.context.parameters = {
+            name: known[name]
+            if name in known and former[name] is module
+            else RegionParameters(name, module, is_measured=plan.predicted is not None)
+            for name, module in regions.items()
+        }
         for name, module in {**former, **regions}.items() if has_regions else ():
             if module not in self._region_hooks:
                 self._region_hooks[module] = RegionHook(self, module, None, False)
@@ -315,7 +322,9 @@ class Attachment:
     def _warn_if_nothing_moved(self, plan: Plan) -> None:
         """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
         has_no_plan = self.controller is not None and self.controller.status
-        if has_no_plan or (plan.keeps_all and plan.budget_bytes is not None):
+        derives = any(region.recipe.derives for region in plan.regions.values())
+        learns_to_derive = self._forwards <= 1 and derives and plan.predicted is None
+        if has_no_plan or learns_to_derive or (plan.keeps_all and plan.budget_bytes is not None):
             return
         entry_point = f"offload({type(self.module).__name__})"
         if plan.predicted is None:

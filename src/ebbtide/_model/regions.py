@@ -167,12 +167,6 @@ def _norms_after(module: torch.nn.Module, fqn: str, is_list: _IsList) -> list[tu
     return None
 
 
-def find_epsilons(root: torch.nn.Module) -> tuple[float, ...]:
-    """The distinct epsilons of the norms in `root`."""
-    found = (value for module in modules_of(root) for name, value in vars(module).items() if "eps" in name)
-    return tuple(dict.fromkeys(value for value in found if isinstance(value, float)))
-
-
 def refuse_nested(regions: Mapping[str, torch.nn.Module]) -> None:
     """Raises PlanError if a region is inside another: the measurement of the outer would include the inner region."""
     names = {module: name for name, module in regions.items()}

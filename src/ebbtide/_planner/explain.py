@@ -67,7 +67,7 @@ def _at_the_peak(profile: Profile, options: Sequence[Option]) -> Mapping[str, in
     grads = list(accumulate(region.grad_bytes for region in reversed(profile.regions)))[::-1]
     places = [_place(kept[-1] if kept else 0, "peak after the last region (logits, loss)", profile.outside.peak_bytes)]
     for k, g, option, region in zip(kept, grads, options, profile.regions, strict=True):
-        places.append(_place(k, f"working memory of {region.name} in forward", region.forward_work_bytes))
+        places.append(_place(k, f"working memory of {region.name} in forward", option.forward_work_bytes))
         backward = _place(k, f"working memory of {region.name} in backward", option.backward_work_bytes)
         places.append({**backward, "gradients made in backward": g})
     return max(places, key=lambda place: sum(place.values()))

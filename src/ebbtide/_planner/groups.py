@@ -65,11 +65,10 @@ class Grouping:
         for number, region in enumerate(profile.regions):
             calls.setdefault(region.name, []).append(number)
         self.groups = _grouped(profile.regions, list(calls.values()))
-        recipes = [_recipes(profile.regions, calls[name], only_moves) for name in calls]
-        shared = {number: recipes[group[0]] for group in self.groups for number in group}
-        self.units = tuple(
-            _unit(profile, name, numbers, shared[unit]) for unit, (name, numbers) in enumerate(calls.items())
-        )
+        names, recipes = list(calls), dict[int, tuple[Recipe, ...]]()
+        for group in self.groups:
+            recipes.update(dict.fromkeys(group, _recipes(profile.regions, calls[names[group[0]]], only_moves)))
+        self.units = tuple(_unit(profile, name, calls[name], recipes[unit]) for unit, name in enumerate(names))
 
     def options(self, choices: Choices) -> tuple[Option, ...]:
         """An option for every region."""

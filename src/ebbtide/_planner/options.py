@@ -1,8 +1,11 @@
 """Options of one region: every recipe worth considering, with its cost. Pure."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from ebbtide._plans import OP_CLASSES, Recipe
 from ebbtide._profiling.profile import ExpensiveOp, Host, HostTime, RegionProfile, SavedTensor
@@ -33,6 +36,7 @@ class Option:
         kept_bytes: on the device from the region's forward to the region's backward.
         moved: parcels, in order of forward.
         recompute_s: duration of the recomputation.
+        forward_work_bytes: most that forward allocates meanwhile, saved tensors not counted.
         backward_work_bytes: most allocated while the region's backward runs, beyond the kept bytes of all regions:
             tensors already needed, recomputed or short-lived.
         is_recompute_batch: whether backward needs all parcels at its begin.
@@ -46,6 +50,7 @@ class Option:
     kept_bytes: int
     moved: tuple[Moved, ...]
     recompute_s: float
+    forward_work_bytes: int
     backward_work_bytes: int
     is_recompute_batch: bool
     saved_outputs: int = 0
@@ -147,29 +152,38 @@ def _of_tensors(
     freed_bytes = sum(tensor.nbytes for tensor in (*moved, *derived))
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
-    times = [(tensor.nbytes, tensor.at_s * region.pace) for tensor in in_order]
+    times = [(tensor.transfer_bytes, tensor.at_s * region.pace) for tensor in in_order]
     parcels = (Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times)
     return Option(
         recipe=recipe,
         kept_bytes=region.saved_bytes + region.after_bytes - freed_bytes,
         moved=tuple(parcels),
         recompute_s=sum(tensor.derive_s for tensor in derived),
-        backward_work_bytes=_work_bytes(region, [*moved, *derived]) + _early_bytes(derived, moved),
+        forward_work_bytes=region.forward_work_bytes + _leaving_bytes(region, moved),
+        backward_work_bytes=_derive_work_bytes(derived, moved, _work_bytes(region, [*moved, *derived])),
         is_recompute_batch=False,
         derived=len(derived),
         derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
     )
 
 
-def _early_bytes(derived: Sequence[SavedTensor], moved: Sequence[SavedTensor]) -> int:
-    """Most bytes of tensors that are back, or derived, as operands before their own reader asks for them.
+def _leaving_bytes(region: RegionProfile, moved: Sequence[SavedTensor]) -> int:
+    """Most that moved tensors take in forward besides the window: the caller holds the region's inputs, and the newest
+    tensor leaves only when the next is saved. Booleans are packed first."""
+    held_bytes = sum(tensor.nbytes for tensor in region.inputs) if moved else 0
+    return held_bytes + max((tensor.nbytes + tensor.packing_bytes for tensor in moved), default=0)
 
-    Backward reads in the reverse order of forward, about.
+
+def _derive_work_bytes(derived: Sequence[SavedTensor], moved: Sequence[SavedTensor], work_bytes: int) -> int:
+    """`work_bytes`, and tensors that are back, or derived, as operands before their own reader asks for them.
+
+    Backward reads in the reverse order of forward, about. A tensor is derived before the reader allocates: results in
+    between come on top of the tensor and a gradient of the same size.
     """
     absent = {tensor.index: tensor for tensor in (*derived, *moved)}
     can_derive = {tensor.index for tensor in derived}
     early: set[int] = set()
-    most = 0
+    most = work_bytes
     for index in sorted(can_derive, reverse=True):
         early = {each for each in early if each < index}
         asked = [index]
@@ -179,7 +193,8 @@ def _early_bytes(derived: Sequence[SavedTensor], moved: Sequence[SavedTensor]) -
                 new = absent.keys() & set(tensor.derived_from) - early
                 early |= new
                 asked += new
-        most = max(most, sum(absent[each].nbytes for each in early) + absent[index].derive_work_bytes)
+        own_bytes = 2 * absent[index].nbytes + absent[index].derive_work_bytes
+        most = max(most, sum(absent[each].nbytes for each in early) + max(work_bytes, own_bytes))
     return most
 
 
@@ -226,7 +241,8 @@ class _Reusable:
 
     Attributes:
         call: index of the call.
-        nbytes, at_s: as in `ExpensiveOp`.
+        nbytes, transfer_bytes: size on the device and on the link.
+        at_s: as in `ExpensiveOp`.
         spared_s: recomputation time saved.
         is_pruned: whether the downstream tensors are saved.
         pruned_ops: number of operators skipped besides the call.
@@ -234,6 +250,7 @@ class _Reusable:
 
     call: int
     nbytes: int
+    transfer_bytes: int
     at_s: float
     spared_s: float
     is_pruned: bool = False
@@ -265,31 +282,33 @@ def _reused(region: RegionProfile, chosen: Sequence[ExpensiveOp]) -> list[_Reusa
 
 
 def _outputs(op: ExpensiveOp) -> _Reusable:
-    return _Reusable(op.index, op.nbytes, op.at_s, op.recompute_s)
+    return _Reusable(op.index, op.nbytes, op.nbytes, op.at_s, op.recompute_s)
 
 
 def _pruned(region: RegionProfile, op: ExpensiveOp) -> _Reusable:
     tensors = {tensor.index: tensor for tensor in region.saved_tensors}
     downstream = [tensors[index] for index in op.downstream if index in tensors]
-    owners = {tensor.index if tensor.shares < 0 else tensor.shares for tensor in downstream}
-    nbytes = sum(tensors[owner].nbytes for owner in owners)
+    owners = [tensors[each] for each in {tensor.index if tensor.shares < 0 else tensor.shares for tensor in downstream}]
+    nbytes, transfer_bytes = sum(each.nbytes for each in owners), sum(each.transfer_bytes for each in owners)
     at_s = max((tensor.at_s for tensor in downstream), default=op.at_s)
-    return _Reusable(op.index, nbytes, at_s, op.recompute_s + op.downstream_s, True, op.downstream_ops)
+    spared_s = op.recompute_s + op.downstream_s
+    return _Reusable(op.index, nbytes, transfer_bytes, at_s, spared_s, True, op.downstream_ops)
 
 
 def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusable]) -> Option:
-    inputs = [Moved(tensor.nbytes, 0.0, 0.0) for tensor in region.inputs if tensor.nbytes > 0]
+    inputs = [Moved(tensor.transfer_bytes, 0.0, 0.0) for tensor in region.inputs if tensor.nbytes > 0]
     in_order = sorted(reused, key=lambda each: (each.at_s, each.call))
-    outputs = [Moved(each.nbytes, each.at_s * region.pace, 0.0) for each in in_order]
+    outputs = [Moved(each.transfer_bytes, each.at_s * region.pace, 0.0) for each in in_order]
     moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
-    kept = (inputs if recipe.inputs == "keep" else []) + (outputs if recipe.outputs == "keep" else [])
-    kept_bytes = sum(parcel.nbytes for parcel in kept)
+    kept = (region.inputs if recipe.inputs == "keep" else (), reused if recipe.outputs == "keep" else ())
+    kept_bytes = sum(each.nbytes for each in itertools.chain(*kept))
     spared_s = sum(each.spared_s for each in reused)
     return Option(
         recipe=recipe,
         kept_bytes=kept_bytes + region.after_bytes,
         moved=tuple(moved),
         recompute_s=max(0.0, region.recompute_s - spared_s),  # measured apart, so the sum may be larger
+        forward_work_bytes=region.forward_work_bytes,
         backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
         is_recompute_batch=True,
         saved_outputs=len(reused),
@@ -299,17 +318,12 @@ def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusab
 
 def _without_dominated(options: Sequence[Option]) -> list[Option]:
     """Drop options that another option beats in every respect, but never the first."""
-    first, *others = options
-    return [first, *(option for option in others if not any(_is_better(other, option) for other in options))]
-
-
-def _costs(option: Option) -> tuple[float, ...]:
-    return option.kept_bytes, option.moved_bytes, option.recompute_s, option.backward_work_bytes
-
-
-def _is_better(one: Option, other: Option) -> bool:
-    mine, yours = _costs(one), _costs(other)
-    return mine != yours and all(a <= b for a, b in zip(mine, yours, strict=True))
+    costs = np.array(
+        [(each.kept_bytes, each.moved_bytes, each.recompute_s, each.backward_work_bytes) for each in options]
+    )
+    one, other = costs[:, None], costs[None]
+    is_worse = ((one <= other).all(axis=2) & (one != other).any(axis=2)).any(axis=0)
+    return [option for option, worse in zip(options, is_worse, strict=True) if option is options[0] or not worse]
 
 
 def launch_overhead_s(option: Option, host: Host, region: HostTime) -> float:

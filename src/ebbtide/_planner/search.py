@@ -19,7 +19,7 @@ from ebbtide._planner.relaxation import Counts, Relaxation
 from ebbtide._planner.simulate import fixed_bytes, least_budget
 from ebbtide._profiling.profile import Profile
 
-_BUDGETS = 96
+_BUDGETS = 64
 _FEW = 4096  # assignments, of which the search tries all
 
 
@@ -115,19 +115,17 @@ def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
         number, place = unit_of[call]
         unit = grouping.units[number]
         allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
-        fitting = [
-            choice
-            for choice in allowed
-            if unit.costs[choice][place].kept_bytes
-            + max(region.forward_work_bytes, grads + unit.costs[choice][place].backward_work_bytes)
-            <= room
-        ]
+        fitting = [choice for choice in allowed if _least_room(unit.costs[choice][place], grads) <= room]
         if not fitting:
             return None
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
         room -= unit.costs[chosen[number]][place].kept_bytes
         grads -= region.grad_bytes
     return [chosen[number] for number in range(len(grouping.units))]
+
+
+def _least_room(option: Option, grads: int) -> int:
+    return option.kept_bytes + max(option.forward_work_bytes, grads + option.backward_work_bytes)
 
 
 def _with_a_last_that_fits(grouping: Grouping, choices: list[int], budget_bytes: int) -> Choices | None:

@@ -152,7 +152,7 @@ class _Room:
         at_points[-1:] = [min([room, *entering[-1:]]) for room in at_points[-1:]]
         last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0
         return cls(
-            forward=[fixed - k - region.forward_work_bytes for k, region in zip(kept, profile.regions, strict=True)],
+            forward=[fixed - k - option.forward_work_bytes for k, option in zip(kept, choice, strict=True)],
             at_points=at_points,
             at_the_end=[room - last for room in at_the_end],
             backward=backward,
@@ -331,7 +331,7 @@ class _Forward:
             fixed += option.kept_bytes
             most = self._run_region(self._windows.forward[number], region.forward_s, option)
             self.now = self._launches.forward(self.now, number, option)
-            self.curve.append(Moment(self.now, fixed + most + region.forward_work_bytes, f"{region.name} forward"))
+            self.curve.append(Moment(self.now, fixed + most + option.forward_work_bytes, f"{region.name} forward"))
         self._run_post_region(fixed)
         return True
 

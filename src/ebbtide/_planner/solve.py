@@ -11,6 +11,7 @@ Note [How a plan is found]
 """
 
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -67,8 +68,7 @@ class Answer:
 
     Attributes:
         plan: the plan; None if the question was for the fallback only, and none fits.
-        fallback: within a budget, recomputation of the fewest regions that fit, evenly spread, with inputs kept;
-            otherwise everything kept. None if even all regions do not fit so.
+        fallback: within a budget, as of `Solver.fewest_recomputed`; otherwise everything kept. None if nothing fits.
         smallest_bytes: the smallest budget.
         seconds: that solving took.
     """
@@ -143,7 +143,8 @@ class Solver:
         return _plan(self.profile, self._space(True).all_kept, None)
 
     def fewest_recomputed(self, budget_bytes: int) -> Plan | None:
-        """Recomputation of the fewest regions that fit `budget_bytes`, evenly spread, with their inputs kept."""
+        """Recomputation of the fewest regions that fit `budget_bytes`, evenly spread, with their inputs kept; or of all
+        regions, with the fewest inputs moved."""
         space = self._space(False)
         found = (space.simulated(each, budget_bytes) for each in space.evenly_recomputed)
         first = next((simulated for simulated in found if simulated is not None), None)
@@ -191,19 +192,22 @@ class _Space:
 
     @cached_property
     def evenly_recomputed(self) -> list[Assignment]:
-        """Recomputation of 0, 1, ... all regions, evenly spread, with inputs kept: always proposed, because the cost of
-        nothing else is known as well, and never left out as dominated."""
-        profile = self._profile
-        names = list(dict.fromkeys(region.name for region in profile.regions if region.recompute_s > 0))
-        found: list[Assignment] = []
-        for count in range(len(names) + 1):
-            chosen = {n for k, n in enumerate(names) if (k + 1) * count // len(names) > k * count // len(names)}
-            options = [
-                option_for(region, Recipe("recompute", inputs="keep") if region.name in chosen else Recipe("keep"))
-                for region in profile.regions
-            ]
-            found.append(assignment_of(profile, options))
-        return found
+        """Recomputation of 0, 1, ... all regions, evenly spread, with inputs kept; then of all regions, with the inputs
+        of the first 1, 2, ... moved. Always proposed, because the cost of nothing else is known as well."""
+        names = list(dict.fromkeys(region.name for region in self._profile.regions if region.recompute_s > 0))
+        counts = range(len(names) + 1)
+        spread = [{n for k, n in enumerate(names) if (k + 1) * c // len(names) > k * c // len(names)} for c in counts]
+        chosen = [*((some, set[str]()) for some in spread), *((set(names), set(names[:c])) for c in counts[1:])]
+        return [self._recomputed(some, moved) for some, moved in chosen]
+
+    def _recomputed(self, names: Set[str], moved: Set[str]) -> Assignment:
+        options = [
+            option_for(region, Recipe("recompute", inputs="offload" if region.name in moved else "keep"))
+            if region.name in names
+            else option_for(region, Recipe("keep"))
+            for region in self._profile.regions
+        ]
+        return assignment_of(self._profile, options)
 
     @cached_property
     def leanest(self) -> Assignment:

@@ -155,7 +155,7 @@ class _ProfileBuilder(NamedTuple):
         at_s = self._between(record.began, seen.event)
         if stays and seen.shares == UNSHARED:
             return SavedTensor(seen.index, 0, at_s, OUTSIDE)
-        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen))
+        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), is_bits=seen.is_bits)
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
         """Fields of `SavedTensor` from `derive_s` on."""

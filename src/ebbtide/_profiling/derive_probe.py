@@ -60,7 +60,7 @@ def _cost(device: Device, expression: Expression, draw: torch.Generator) -> Deri
     stream = device.current_stream()
     began = device.record(stream)
     for _ in range(_RUNS):
-        expression.compute(values.__getitem__, {})
+        expression.compute(lambda operand, _: values[operand], {})
     ended = device.record(stream)
     while not device.is_done(ended):
         time.sleep(1e-4)
@@ -68,17 +68,28 @@ def _cost(device: Device, expression: Expression, draw: torch.Generator) -> Deri
 
 
 def _work_bytes(expression: Expression, values: Mapping[Operand, torch.Tensor]) -> int:
+    """Most bytes of results in between at once. As in `Expression.compute`, shared results live to the end."""
     results: dict[Expression, torch.Tensor] = {}
+    alive: list[torch.UntypedStorage] = []  # of operators under way
+    moments: list[set[torch.UntypedStorage]] = []
 
     def run(each: Expression) -> torch.Tensor:
-        if each not in results:
-            operands = [o if o is None else run(o) if type(o) is Expression else values[o] for o in each.operands]
-            results[each] = each.operate(*operands, **each.settings)
-        return results[each]
+        if each in results:
+            return results[each]
+        begin = len(alive)
+        operands: list[torch.Tensor | None] = []
+        for own in each.operands:
+            operands.append(own if own is None else run(own) if type(own) is Expression else values[own])
+            alive.extend(t.untyped_storage() for t in operands[-1:] if t is not None)
+        result = each.operate(*operands, **each.settings)
+        moments.append({*alive, result.untyped_storage(), *(t.untyped_storage() for t in results.values())})
+        del alive[begin:]
+        if each.is_shared:
+            results[each] = result
+        return result
 
-    own = run(expression).untyped_storage()
-    given = {own, *(t.untyped_storage() for t in values.values())}
-    return sum(storage.nbytes() for storage in {t.untyped_storage() for t in results.values()} - given)
+    others = {run(expression).untyped_storage(), *(t.untyped_storage() for t in values.values())}
+    return max(sum(storage.nbytes() for storage in moment - others) for moment in moments)
 
 
 def _random(operand: Operand, device: torch.device, draw: torch.Generator) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ebbtide._errors import PlanError
 from ebbtide._utils.serialize import read_file, write_file
-from ebbtide._utils.sizes import format_bytes
+from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
 FORMAT = 5
@@ -28,7 +28,7 @@ class SavedTensor:
 
     Attributes:
         index: number of the saved tensor in the region, as counted by `Recipe.sites`.
-        nbytes: size of the parcel; 0 if another saved tensor's parcel holds the memory, or a tensor saved outside of
+        nbytes: size on the device; 0 if another saved tensor's parcel holds the memory, or a tensor saved outside of
             the regions keeps the memory alive.
         at_s: time from the begin of the region's forward until the tensor exists.
         shares: index of the saved tensor of this region with the same memory: both have to move to free any. OUTSIDE
@@ -38,6 +38,7 @@ class SavedTensor:
         derive_ops: number of operators that do.
         derive_work_bytes: results in between, allocated meanwhile.
         derived_from: indices of the region's saved tensors among the operands.
+        is_bits: whether the tensor is boolean, and travels as bits: an eighth of `nbytes`.
     """
 
     index: int
@@ -48,6 +49,17 @@ class SavedTensor:
     derive_ops: int = 0
     derive_work_bytes: int = 0
     derived_from: tuple[int, ...] = ()
+    is_bits: bool = False
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Size of the parcel on the link, and on the device on the way."""
+        return -(-self.nbytes // 8) if self.is_bits else self.nbytes
+
+    @property
+    def packing_bytes(self) -> int:
+        """Allocated while the tensor leaves."""
+        return min(self.nbytes, PACKING_BYTES) if self.is_bits else 0
 
     @property
     def is_of_another_region(self) -> bool:

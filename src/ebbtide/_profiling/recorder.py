@@ -114,6 +114,7 @@ class SeenTensor:
     origin: StorageTrace | None = None  # of a recomputed tensor: expensive calls that lead to the tensor
     expression: Expression | None = None  # computes the tensor from others; with operands of type `Operand`
     signature: Signature = ()  # of the expression
+    is_bits: bool = False  # travels as bits
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -148,6 +149,7 @@ class Operand:
     Attributes:
         tensor: index of the region's saved tensor with the memory; -1 for any other tensor.
         numbers: the tensor itself, if it holds whole numbers: they say what an operator reads.
+        is_plain: whether the tensor has strides.
     """
 
     tensor: int
@@ -155,6 +157,7 @@ class Operand:
     stride: tuple[int, ...]
     dtype: torch.dtype
     numbers: torch.Tensor | None
+    is_plain: bool = True
 
 
 class _FirstUse(NamedTuple):
@@ -245,6 +248,8 @@ class ProfilingRecorder(BackwardObserver):
                 kind = StepEventKind.REGION_ENTERED if self.records else StepEventKind.STEP_BEGAN
                 self._get_ahead_of(kind, self._earlier_s)
             self.add(StepEventKind.REGION_ENTERED, region)
+            if self._is_detailed and region in self._context.parameters:
+                self._context.parameters[region].enter()
             if self.records:
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
                 self.records[-1].after_peak_bytes = max(after)
@@ -255,6 +260,8 @@ class ProfilingRecorder(BackwardObserver):
     def left(self, region: str) -> None:
         with self._cpu_clock.stopped():
             self.add(StepEventKind.REGION_LEFT, region)
+            if self._is_detailed and region in self._context.parameters:
+                self._context.parameters[region].leave()
             self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
             self.outside.clear()
             self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
@@ -342,9 +349,11 @@ class ProfilingRecorder(BackwardObserver):
             record.not_movable_bytes += t.numel() * t.element_size()
             return
         storage = t.untyped_storage()
-        nbytes = span_of(t, storage.nbytes()).transfer_nbytes
+        span = span_of(t, storage.nbytes())
         event = self.device.record(self.device.current_stream())
-        own = SeenTensor(index, nbytes, event, input_index=input_index, origin=_origin(record, t))
+        own = SeenTensor(
+            index, span.nbytes, event, input_index=input_index, origin=_origin(record, t), is_bits=span.is_bits
+        )
         seen.append(own)
         is_input = seen is record.inputs
         if not is_input:
@@ -361,16 +370,16 @@ class ProfilingRecorder(BackwardObserver):
             return
         first.elsewhere.append(own)
         if is_input:
-            record.common_bytes += nbytes
-            self._common.setdefault(weakref.ref(storage), nbytes)
+            record.common_bytes += span.nbytes
+            self._common.setdefault(weakref.ref(storage), span.nbytes)
 
     def _expression_of(self, record: RegionRecord, t: torch.Tensor) -> tuple[Expression | None, Signature]:
-        owner = owner_of(t)
-        if owner is None:
+        owner, parameters = owner_of(t), self._context.parameters.get(record.region)
+        if owner is None or parameters is None:
             return None, ()
-        deriver = Deriver(_is_operand, record.region, record.known, record.first_node)
-        found = deriver.derive(owner.grad_fn, 1e-5)
-        if found is None:
+        deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
+        found = deriver.derive(owner.grad_fn)
+        if found is None or not all(each.is_plain for each in found.packed() if type(each) is Operand):
             return None, ()
         return found.with_operands(lambda packed: self._operand(record, packed), {}), deriver.signature
 
@@ -378,6 +387,8 @@ class ProfilingRecorder(BackwardObserver):
         if type(packed) is Operand:
             return packed
         t = cast("torch.Tensor", packed[0] if isinstance(packed, tuple) else packed)
+        if t.layout is not torch.strided:
+            return Operand(-1, t.size(), (), t.dtype, None, is_plain=False)
         first = self._saved_first.get(t.untyped_storage())
         index = first.seen.index if first is not None and first.record is record else -1
         has_numbers = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)

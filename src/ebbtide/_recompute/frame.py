@@ -29,6 +29,7 @@ from ebbtide._utils.torch_private import (
     graph_task_id,
     has_compiled_code,
     hidden_from_compiler,
+    is_in_custom_function,
     keeps_graph,
     sizes_of,
     without_dispatch,
@@ -234,12 +235,19 @@ class Frame:
         if graph_task_id() == -1:
             for each in self._live_holders():
                 each.value = None
-        elif keeps_graph():
+        elif keeps_graph() or self._may_hand_over():
+            # The node that reads owns the tensor from here, and frees the memory before autograd sums up the gradients
+            # of broadcast operands, such as biases, in buffers of 100 MiB. A second read is right, but recomputes.
             holder.value = None
         if value._version != holder.version:
             what = f"a tensor saved in {self._name}"
             check_unmodified(value, holder.version, what, value.dtype, value.device, sizes_of(value))
         return value
+
+    def _may_hand_over(self) -> bool:
+        """Whether the reader may own a tensor. In a recorded step tensors live as long as kept and moved tensors do, as
+        the peak tells what these take as well."""
+        return self._outputs is None and self._recorder is None and not is_in_custom_function()
 
     def _recompute(self) -> None:
         if self._evidence is None:

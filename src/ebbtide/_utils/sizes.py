@@ -10,6 +10,9 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
+PACKING_BYTES = 32 * MIB
+"""Booleans are packed into bits in chunks of this size: packing must not raise the peak that it lowers."""
+
 _UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

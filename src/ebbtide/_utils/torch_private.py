@@ -67,6 +67,13 @@ def current_node_name() -> str:
     return "" if node is None else type(node).__name__
 
 
+def is_in_custom_function() -> bool:
+    """Whether the autograd node running in this thread may read a saved tensor more than once: `ctx.saved_tensors`
+    reads all of them each time. Nodes of operators read each saved tensor once."""
+    node = _current_node()
+    return node is None or isinstance(node, torch._C._FunctionBase)
+
+
 def saved_by(node: Any, attribute: str) -> tuple[Any, Callable[[Any], torch.Tensor] | None]:
     """Return what autograd holds for a tensor saved by `node`, and the unpack hook of the tensor.
 

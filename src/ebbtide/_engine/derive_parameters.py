@@ -1,0 +1,78 @@
+"""Parameters of a region as operands of derivations."""
+
+import weakref
+
+import torch
+from torch.nn import Parameter
+
+from ebbtide._utils.torch_private import modules_of, parameters_of
+
+
+class RegionParameters:
+    """The parameters of a region, their values at the begin of a forward, and the norms that they belong to.
+
+    A derivation may read a parameter in backward only if the parameter still has the value that the operator has read.
+    Sharding frees weights after their module has run, or swaps them: no derivation in such a region.
+
+    Args:
+        is_measured: a plan from measured steps derives in the region: in the first forward too, or the forward would go
+            over the budget. Otherwise the first forward has to show that parameters stay as they are.
+    """
+
+    def __init__(self, region: str, module: torch.nn.Module, is_measured: bool = False) -> None:
+        self.region = region
+        self._is_measured = is_measured
+        self._known = [weakref.ref(p) for p in parameters_of(module)]
+        self._norms = [
+            weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
+        ]
+        self._at_entry: dict[int, tuple[int, int]] = {}
+        self._is_steady: bool | None = None
+
+    def enter(self) -> None:
+        """The forward of the region begins."""
+        self._at_entry = self._values()
+        if self._is_steady is None and self._is_measured:
+            self._is_steady = self._are_plain
+
+    def leave(self) -> None:
+        """The forward of the region has ended."""
+        if self._is_steady is not False:
+            self._is_steady = self._at_entry == self._values() and self._are_plain
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the parameters are plain tensors that no forward so far has changed or replaced."""
+        return self._is_steady is True
+
+    def may_read(self, parameter: Parameter) -> bool:
+        """Whether `parameter` is the region's, and unchanged since the begin of the forward."""
+        return self._at_entry.get(id(parameter)) == (parameter._version, parameter.data_ptr())
+
+    def norm_of(self, weight: torch.Tensor | None) -> torch.nn.Module | None:
+        """A norm with `weight`, or any norm without a weight; None if norms in question differ in their epsilon."""
+        norms = [norm for ref in self._norms if (norm := ref()) is not None and _has_weight(norm, weight)]
+        return norms[0] if len({norm.eps for norm in norms}) == 1 else None
+
+    @property
+    def _are_plain(self) -> bool:
+        return all(map(_is_plain, self._alive()))
+
+    def _alive(self) -> "list[Parameter]":
+        return [p for ref in self._known if (p := ref()) is not None]
+
+    def _values(self) -> dict[int, tuple[int, int]]:
+        return {id(p): (p._version, p.data_ptr()) for p in self._alive() if type(p) is Parameter}
+
+
+def _has_weight(norm: torch.nn.Module, weight: torch.Tensor | None) -> bool:
+    own: object = getattr(norm, "weight", None)
+    if own is None or weight is None:
+        return own is weight
+    return isinstance(own, torch.Tensor) and own.data_ptr() == weight.data_ptr()  # saved tensors are aliases
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    if type(parameter) is not Parameter or parameter.layout is not torch.strided or hasattr(parameter, "ds_id"):
+        return False  # a shard of DTensor or ZeRO, or quantised
+    return 0 < parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()

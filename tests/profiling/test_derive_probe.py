@@ -1,0 +1,228 @@
+"""Costs of derivations: measured once for tensors that are alike, and written to profiles."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ebbtide
+from ebbtide._devices.cpu import CpuDevice
+from ebbtide._engine.derive import Expression
+from ebbtide._profiling.derive_probe import key_of, probe_derivations
+from ebbtide._profiling.recorder import Operand, SeenTensor
+
+ITEM = 4
+
+
+@pytest.fixture
+def device():
+    return CpuDevice()
+
+
+def operand(*size, index=0, dtype=torch.float32, numbers=None):
+    t = torch.empty(size, dtype=dtype)
+    return Operand(index, t.size(), t.stride(), dtype, numbers)
+
+
+def seen(expression, signature=("rule",), index=0):
+    return SeenTensor(index, 100, None, expression=expression, signature=signature)
+
+
+class Counted:
+    """An operator that counts its calls."""
+
+    def __init__(self, operate):
+        self.operate = operate
+        self.calls = 0
+
+    def __call__(self, *operands, **settings):
+        self.calls += 1
+        return self.operate(*operands, **settings)
+
+
+def test_each_tensor_has_a_positive_time(device):
+    tensors = [seen(Expression(torch.sin, (operand(size, 4),))) for size in (1, 3, 1000)]
+    found = probe_derivations(device, tensors)
+    assert found.keys() == {key_of(each) for each in tensors}
+    assert len(found) == 3
+    assert all(cost.seconds > 0.0 for cost in found.values())
+
+
+def test_tensors_that_are_alike_are_measured_once(device):
+    operate = Counted(torch.sin)
+    alone = Counted(torch.sin)
+    probe_derivations(device, [seen(Expression(alone, (operand(3, 4),)))])
+    tensors = [seen(Expression(operate, (operand(3, 4, index=k),)), index=k) for k in range(5)]
+    assert len(probe_derivations(device, tensors)) == 1
+    assert operate.calls == alone.calls
+
+
+@pytest.mark.parametrize(
+    ("expression", "signature"),
+    [
+        (Expression(torch.sin, (operand(4, 3),)), ("rule",)),
+        (Expression(torch.sin, (operand(3, 4, dtype=torch.bfloat16),)), ("rule",)),
+        (Expression(torch.cos, (operand(3, 4),)), ("another rule",)),
+        (Expression(torch.mul, (operand(3, 4), operand(3, 4))), ("rule",)),
+    ],
+    ids=["size", "type", "rules", "operands"],
+)
+def test_keys_tell_apart(expression, signature):
+    assert key_of(seen(expression, signature)) != key_of(seen(Expression(torch.sin, (operand(3, 4),))))
+
+
+def test_tensors_without_an_expression_are_left_out(device):
+    assert probe_derivations(device, [SeenTensor(0, 100, None)]) == {}
+    assert probe_derivations(device, []) == {}
+
+
+def shared(operate, *operands):
+    expression = Expression(operate, operands)
+    expression.is_shared = True
+    return expression
+
+
+BETWEEN = shared(torch.exp, operand(8, 4))
+WORK = {
+    "one operator": (Expression(torch.sin, (operand(8, 4),)), 0),
+    "a result in between": (Expression(torch.sin, (Expression(torch.exp, (operand(8, 4),)),)), 8 * 4 * ITEM),
+    "a larger result in between": (
+        Expression(torch.sum, (Expression(torch.mul, (operand(8, 1), operand(1, 4))),)),
+        8 * 4 * ITEM,
+    ),
+    "two results in between": (
+        Expression(torch.sin, (Expression(torch.exp, (Expression(torch.cos, (operand(8, 4),)),)),)),
+        2 * 8 * 4 * ITEM,
+    ),
+    "a shared result": (Expression(torch.mul, (BETWEEN, Expression(torch.t, (Expression(torch.t, (BETWEEN,)),)))), 128),
+    "a view of an operand": (Expression(torch.sin, (Expression(torch.t, (operand(8, 4),)),)), 0),
+    "a view of a result": (Expression(torch.t, (Expression(torch.exp, (operand(8, 4),)),)), 0),
+    "a missing operand": (Expression(lambda t, _: t.sin(), (operand(8, 4), None)), 0),
+    "a cast": (Expression(torch.sin, (Expression(torch.Tensor.double, (operand(8, 4),)),)), 8 * 4 * 2 * ITEM),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_results_in_between_count_as_work(name, device):
+    expression, work_bytes = WORK[name]
+    (cost,) = probe_derivations(device, [seen(expression)]).values()
+    assert cost.work_bytes == work_bytes
+
+
+def test_whole_numbers_are_those_of_the_tensor(device):
+    """Indices drawn at random would be out of range."""
+    rows = torch.tensor([2, 0, 1])
+    read = []
+
+    def index(t, numbers):
+        read.append(numbers)
+        return t[numbers]
+
+    expression = Expression(index, (operand(3, 4), operand(3, index=1, dtype=torch.int64, numbers=rows)))
+    assert len(probe_derivations(device, [seen(expression)])) == 1
+    assert len(read) > 0
+    assert all(torch.equal(each, rows) for each in read)
+
+
+def test_masks_are_valid(device):
+    expression = Expression(torch.where, (operand(3, 4, dtype=torch.bool), operand(3, 4), operand(3, 4)))
+    assert len(probe_derivations(device, [seen(expression)])) == 1
+
+
+def test_operands_have_the_layout_of_the_tensors(device):
+    found = []
+    rows = Operand(0, torch.Size((2, 3)), (1, 2), torch.float32, None)
+    every_second = Operand(1, torch.Size((2, 3)), (12, 2), torch.bfloat16, None)
+    expression = Expression(lambda a, b: found.append((a.stride(), b.stride(), b.dtype)) or a * b, (rows, every_second))
+    assert len(probe_derivations(device, [seen(expression)])) == 1
+    assert set(found) == {((1, 2), (12, 2), torch.bfloat16)}
+
+
+def test_what_the_device_has_no_room_for_is_left_out(device):
+    def fail(_):
+        raise torch.OutOfMemoryError
+
+    large, small = seen(Expression(fail, (operand(9, 4),))), seen(Expression(torch.sin, (operand(3, 4),)))
+    assert probe_derivations(device, [large, small]).keys() == {key_of(small)}
+
+
+def test_the_probe_leaves_no_trace(device):
+    """Neither random numbers of the user nor gradients nor autocast take part."""
+    states = []
+
+    def look(t):
+        states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return t.sin()
+
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        probe_derivations(device, [seen(Expression(look, (operand(3, 4),)))])
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(states) == {(False, False)}
+    assert torch.is_grad_enabled()
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(functional.silu(self.up(self.norm(x))).square())
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture
+def profile():
+    torch.manual_seed(0)
+    model = Stack()
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    for _ in range(5):
+        model(torch.randn(8, 16) * 1.0).backward()
+    found = handle.profile
+    handle.remove()
+    return found
+
+
+def test_a_profile_tells_what_can_be_derived(profile):
+    """Of x, the normed x, what `up` makes, silu and square; saved in the order of their readers."""
+    for region in profile.regions:
+        x, *others = region.saved_tensors
+        owners = [tensor for tensor in others if tensor.nbytes > 0]
+        derived = [tensor for tensor in owners if tensor.derive_s > 0]
+        assert x.derive_s == 0.0
+        assert len(derived) == 4
+        indices = {tensor.index for tensor in region.saved_tensors}
+        for tensor in derived:
+            assert tensor.derive_ops >= 1
+            assert tensor.derived_from
+            assert set(tensor.derived_from) <= indices - {tensor.index}
+            assert max(tensor.derived_from) < tensor.index
+
+
+def test_equal_blocks_have_equal_derivations(profile):
+    rows = [
+        [(tensor.derive_s, tensor.derive_ops, tensor.derive_work_bytes, tensor.derived_from) for tensor in tensors]
+        for tensors in (region.saved_tensors for region in profile.regions)
+    ]
+    assert rows[1] == rows[2]
+    assert sum(derive_s for derive_s, *_ in rows[1]) > 0
+
+
+def test_a_profile_that_derives_comes_back_from_its_file(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    assert type(profile).load(tmp_path / "profile.json") == profile

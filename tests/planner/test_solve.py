@@ -535,14 +535,13 @@ def test_large_moves_are_proposed_first_even_if_they_keep_more(moving):
 
 
 def recomputing(step, count):
-    """Options that recompute `count` of the regions, evenly spread, with their inputs kept, and keep the others.
-
-    A region without a measured recomputation is kept."""
-    total = len(step.regions)
-    chosen = [(k + 1) * count // total > k * count // total for k in range(total)]
+    """Options that recompute `count` of the regions with a measured recomputation, evenly spread, with their inputs
+    kept, and keep the others."""
+    able = [region.name for region in step.regions if region.recompute_s > 0]
+    count, total = min(count, len(able)), len(able)
+    chosen = {name for k, name in enumerate(able) if (k + 1) * count // total > k * count // total}
     recipes = [
-        Recipe("recompute", inputs="keep") if each and region.recompute_s > 0 else Recipe("keep")
-        for each, region in zip(chosen, step.regions, strict=True)
+        Recipe("recompute", inputs="keep") if region.name in chosen else Recipe("keep") for region in step.regions
     ]
     return tuple(option_for(*each) for each in zip(step.regions, recipes, strict=True))
 
@@ -573,3 +572,18 @@ def test_no_random_profile_has_a_plan_slower_than_recomputing_the_fewest_regions
     for count in range(len(step.regions) + 1):
         budget = least_budget(step, recomputing(step, count))
         assert Solver(step).solve(budget).predicted.step_s <= fewest_recomputed_s(step, budget) + EXACT
+
+
+def test_the_smallest_peak_of_a_step_of_some_bytes_is_found():
+    tiny = (SavedTensor(0, 50, 0.0), SavedTensor(1, 50, 0.001), SavedTensor(2, 50, 0.002))
+    regions = [region(f"layers.{k}", saved_tensors=tiny, forward_work_bytes=0, backward_work_bytes=0) for k in range(3)]
+    step = profile(*regions, base_bytes=0, outside=outside(), link=Link(1e3, 1e3, 0.0))
+    for slowdown in (0.01, 0.05, 0.3, 1.0):
+        plan = Solver(step).solve(None, max_slowdown=slowdown)
+        assert plan.predicted.step_s <= step.plain_s * (1 + slowdown) + EXACT
+
+
+def test_a_region_with_a_call_of_unknown_cost_is_not_recomputed():
+    step = profile(region("layers.0"), region("layers.0", recompute_s=0.0))
+    plan = Solver(step).solve(None, max_slowdown=0.4)
+    assert not any(entry.recipe.recomputes for entry in plan.regions.values())

@@ -79,7 +79,9 @@ def _place(kept_bytes: int, name: str, work_bytes: int) -> dict[str, int]:
 
 def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> str:
     """Error text for a budget below the smallest."""
-    listed = ", ".join(f"{name} {format_bytes(nbytes)} ({nbytes / least_bytes:.0%})" for name, nbytes in parts.items())
+    listed = ", ".join(
+        f"{name} {format_bytes(nbytes)} ({nbytes / max(1, least_bytes):.0%})" for name, nbytes in parts.items()
+    )
     return (
         f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget is {format_bytes(least_bytes)}, "
         f"held by: {listed}. Write budget={as_budget(least_bytes)!r} or more, or make the batch smaller"

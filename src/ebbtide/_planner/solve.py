@@ -194,7 +194,8 @@ class _Space:
     def evenly_recomputed(self) -> list[Assignment]:
         """Recomputation of 0, 1, ... all regions, evenly spread, with inputs kept; then of all regions, with the inputs
         of the first 1, 2, ... moved. Always proposed, because the cost of nothing else is known as well."""
-        names = list(dict.fromkeys(region.name for region in self._profile.regions if region.recompute_s > 0))
+        unmeasured = {region.name for region in self._profile.regions if region.recompute_s <= 0}
+        names = list(dict.fromkeys(region.name for region in self._profile.regions if region.name not in unmeasured))
         counts = range(len(names) + 1)
         spread = [{n for k, n in enumerate(names) if (k + 1) * c // len(names) > k * c // len(names)} for c in counts]
         chosen = [*((some, set[str]()) for some in spread), *((set(names), set(names[:c])) for c in counts[1:])]
@@ -236,7 +237,7 @@ class _Space:
         peak_bytes = self.all_kept.outcome.peak_bytes
         best = self._fastest(int(peak_bytes * (1 - _WORTH_MOVING)), most_s)
         low = self.leanest.least_bytes
-        while best is not None and best.outcome.peak_bytes - low > _FINE * peak_bytes:
+        while best is not None and best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
             middle = (low + best.outcome.peak_bytes) // 2
             found = self._fastest(middle, most_s)
             if found is None:

@@ -97,6 +97,7 @@ class Frame:
         self._save_mode: SaveOutputsMode | None = None
         self._downstream: dict[int, Any] = {}  # held saved tensors by number; see Note [Pruning]
         self._recorder: RecomputeRecorder | None = None
+        self._recomputations = 0
         self._ended_at = -1  # number of the saved tensor that ended the recomputation early, or -1
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -247,9 +248,11 @@ class Frame:
     def _may_hand_over(self) -> bool:
         """Whether the reader may own a tensor. In a recorded step tensors live as long as kept and moved tensors do, as
         the peak tells what these take as well."""
-        return self._outputs is None and self._recorder is None and not is_in_custom_function()
+        is_first = self._recomputations < 2  # hooks that read the saved tensors of every node would recompute for each
+        return is_first and self._outputs is None and self._recorder is None and not is_in_custom_function()
 
     def _recompute(self) -> None:
+        self._recomputations += 1
         if self._evidence is None:
             self._recompute_pruned()
             return

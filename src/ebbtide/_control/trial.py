@@ -29,7 +29,7 @@ class Thresholds:
     measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
     longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
     corrections: int = 2  # law 13
-    margin: float = 0.1  # of the budget above the memory from before the step: twice the largest error of first plans
+    margin: float = 0.1  # of the budget above the memory from before the step: errors of most first plans
     kept_margin: float = 0.5  # of what a measured peak shows to be unnecessary: plans of another kind err otherwise
     baseline_steps: int = 2  # timed steps of a plan to compare with, where solving leaves time for few
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error

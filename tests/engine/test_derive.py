@@ -20,6 +20,7 @@ import ebbtide
 from ebbtide import ConfigError, ModifiedError, Plan, Recipe, RegionPlan
 from ebbtide._devices.sim import SimDevice
 from ebbtide._engine import derive_rules
+from ebbtide._engine import hooks as engine_hooks
 from ebbtide._engine.context import HookContext
 from ebbtide._engine.derive import Derivation, Expression
 from ebbtide._engine.derive_parameters import RegionParameters
@@ -1305,6 +1306,33 @@ def test_chosen_tensors_are_derived(name, sites):
             assert_equal(seeded(ours, BATCHES * 2), seeded(copy.deepcopy(twin), BATCHES * 2))
             counts.append(handle.stats().derived.count)
     assert counts[0] >= counts[1]
+
+
+def one_activation(block, x):
+    """The node of the activation function has saved its operand: the derivation asks for no other saved tensor."""
+    return block.out(functional.gelu(block.linear(x)))
+
+
+@pytest.mark.filterwarnings(NOTHING)
+@pytest.mark.parametrize("run", [mlp, one_activation])
+def test_tensors_that_stay_are_not_looked_at_again(run, monkeypatch):
+    """Looking costs the host several times what keeping does."""
+    looked_at = []
+    select = engine_hooks.select
+    monkeypatch.setattr(engine_hooks, "select", lambda t, context: looked_at.append(t) or select(t, context))
+    derives_any = False
+    for site in range(8):
+        model, counts = model_of(*[run] * 3), []
+        with offloaded(model, Recipe("keep", derive=[site])) as handle:
+            train(model, BATCHES[:1])  # settles whether parameters stay as they are
+            for x in BATCHES[:1] * 2:
+                looked_at.clear()
+                train(model, [x])
+                counts.append(len(looked_at))
+            if handle.stats().derived.count:
+                derives_any = True
+                assert counts[1] < counts[0]
+    assert derives_any
 
 
 def under_autocast(model, inputs):

@@ -120,8 +120,9 @@ def test_whole_numbers_are_those_of_the_tensor(device):
 
     expression = Expression(index, (operand(3, 4), operand(3, index=1, dtype=torch.int64, numbers=rows)))
     assert len(probe_derivations(device, [seen(expression)])) == 1
-    assert len(read) > 0
-    assert all(torch.equal(each, rows) for each in read)
+    on_device = [each for each in read if each.device == rows.device]
+    assert len(on_device) > 0
+    assert all(torch.equal(each, rows) for each in on_device)
 
 
 def test_masks_are_valid(device):
@@ -144,6 +145,24 @@ def test_what_the_device_has_no_room_for_is_left_out(device):
 
     large, small = seen(Expression(fail, (operand(9, 4),))), seen(Expression(torch.sin, (operand(3, 4),)))
     assert probe_derivations(device, [large, small]).keys() == {key_of(small)}
+
+
+@pytest.mark.parametrize(("most_bytes", "count"), [(3 * 32 * ITEM, 1), (3 * 32 * ITEM - 1, 0), (None, 1)])
+def test_no_probe_takes_more_memory_than_there_may_be(most_bytes, count, device):
+    """An operand, a result in between, and the result."""
+    operate = Counted(torch.sin)
+    expression = Expression(operate, (Expression(torch.exp, (operand(8, 4),)),))
+    assert len(probe_derivations(device, [seen(expression)], most_bytes)) == count
+    assert (operate.calls > 1) == (count > 0)  # the size is found without memory
+
+
+def test_operands_of_one_saved_tensor_share_memory(device):
+    """The halves of a gated projection are views of one tensor."""
+    halves = [Operand(3, torch.Size((8, 2)), stride, torch.float32, None) for stride in ((4, 1), (4, 2))]
+    found = []
+    expression = Expression(lambda a, b: found.append((a.data_ptr(), b.data_ptr())) or a * b, halves)
+    probe_derivations(device, [seen(expression)])
+    assert all(a == b for a, b in found)
 
 
 def test_the_probe_leaves_no_trace(device):

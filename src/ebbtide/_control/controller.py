@@ -455,6 +455,10 @@ class PlanController:
             )
         probe = self._probe_recipes if engine.device.is_async else None
         costs = None if probe is None else probe(engine)
+        goal_bytes = self._goal_bytes()
+        room_bytes = None
+        if goal_bytes is not None and engine.device.tracks_peak:
+            room_bytes = goal_bytes - engine.device.memory().allocated_bytes
         inputs = ProfileInputs(
             made_for=self._handle.made_for(),
             link=Link(*rates, _LATENCY_S),
@@ -466,7 +470,7 @@ class PlanController:
             time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
             recipe_costs=costs,
-            derivations=probe_derivations(engine.device, derivable(details)),
+            derivations=probe_derivations(engine.device, derivable(details), room_bytes),
             graphs=max(times.graphs, details.graphs),
             overwritten=self._overwritten,
         )

@@ -19,7 +19,7 @@ from ebbtide._devices.cpu import HostEvent, memory_errors
 from ebbtide._devices.pinned import pinned_bytes
 from ebbtide._types import Memory, Wait
 from ebbtide._utils.storage import as_bytes
-from ebbtide._utils.torch_private import cuda_is_capturing, current_stream
+from ebbtide._utils.torch_private import allocator_is_ready, cuda_is_capturing, current_stream, device_stats
 
 
 class EventPool:
@@ -140,14 +140,16 @@ class AcceleratorDevice:
         return None if is_captured_in_parts() else CapturedDevice(self.torch_device, capture)
 
     def memory(self) -> Memory:
-        stats = torch.accelerator.memory.memory_stats(self._index)  # one call: as slow as a few operators
-        return Memory(stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0))
+        if not allocator_is_ready():
+            return Memory(0, 0)
+        nbytes = device_stats(self._index)["allocated_bytes"]["all"]
+        return Memory(nbytes["current"], nbytes["peak"])
 
     def total_bytes(self) -> int:
         return torch.accelerator.memory.get_memory_info(self._index)[1]
 
     def failed_allocations(self) -> int:
-        return torch.accelerator.memory.memory_stats(self._index).get("num_ooms", 0)
+        return device_stats(self._index)["num_ooms"] if allocator_is_ready() else 0
 
     def reset_peak_stats(self) -> None:
         torch.accelerator.memory.reset_peak_memory_stats(self._index)

@@ -1,11 +1,25 @@
 """Parameters of a region as operands of derivations."""
 
+import operator
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
 
 from ebbtide._utils.torch_private import modules_of, parameters_of
+
+_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+class _Values(NamedTuple):
+    """Parameters at one moment, in one order."""
+
+    identities: list[int]
+    addresses: list[int]
+    versions: list[int]
 
 
 class RegionParameters:
@@ -26,19 +40,21 @@ class RegionParameters:
         self._norms = [
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
         ]
-        self._at_entry: dict[int, tuple[int, int]] = {}
+        self._at_entry = _Values([], [], [])
+        self._plain: tuple[list[int], list[int]] | None = None  # identities and addresses that were found to be plain
         self._is_steady: bool | None = None
 
     def enter(self) -> None:
         """The forward of the region begins."""
         self._at_entry = self._values()
         if self._is_steady is None and self._is_measured:
-            self._is_steady = self._are_plain
+            self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:
         """The forward of the region has ended."""
         if self._is_steady is not False:
-            self._is_steady = self._at_entry == self._values() and self._are_plain
+            values = self._values()
+            self._is_steady = self._at_entry == values and self._are_plain(values)
 
     @property
     def is_steady(self) -> bool:
@@ -47,22 +63,30 @@ class RegionParameters:
 
     def may_read(self, parameter: Parameter) -> bool:
         """Whether `parameter` is the region's, and unchanged since the begin of the forward."""
-        return self._at_entry.get(id(parameter)) == (parameter._version, parameter.data_ptr())
+        identities, addresses, versions = self._at_entry
+        if id(parameter) not in identities:
+            return False
+        at = identities.index(id(parameter))
+        return (addresses[at], versions[at]) == (parameter.data_ptr(), parameter._version)
 
     def norm_of(self, weight: torch.Tensor | None) -> torch.nn.Module | None:
         """A norm with `weight`, or any norm without a weight; None if norms in question differ in their epsilon."""
         norms = [norm for ref in self._norms if (norm := ref()) is not None and _has_weight(norm, weight)]
         return norms[0] if len({norm.eps for norm in norms}) == 1 else None
 
-    @property
-    def _are_plain(self) -> bool:
-        return all(map(_is_plain, self._alive()))
+    def _are_plain(self, values: _Values) -> bool:
+        """Looked at once for parameters in one place: every forward of every region asks."""
+        place = values[:2]
+        if place != self._plain:
+            self._plain = place if all(map(_is_plain, self._alive())) else None
+        return self._plain is not None
 
     def _alive(self) -> "list[Parameter]":
         return [p for ref in self._known if (p := ref()) is not None]
 
-    def _values(self) -> dict[int, tuple[int, int]]:
-        return {id(p): (p._version, p.data_ptr()) for p in self._alive() if type(p) is Parameter}
+    def _values(self) -> _Values:
+        alive = self._alive()  # read in C, for each region of each forward
+        return _Values(list(map(id, alive)), list(map(_address_of, alive)), list(map(_version_of, alive)))
 
 
 def _has_weight(norm: torch.nn.Module, weight: torch.Tensor | None) -> bool:

@@ -94,14 +94,19 @@ class SavedTensorHooks:
         self._operands.clear()
         self._derivations.clear()
 
-    def noticed(self) -> frozenset[int] | None:
-        """Numbers of the saved tensors of the present call that a plan names, or that derivations have asked for; None
-        if the plan names none, or derivations have not begun."""
+    @property
+    def named_sites(self) -> frozenset[int] | None:
+        """Numbers of the saved tensors that the plan of the present call moves or derives; None if all may be."""
         call = self.region_call
         sites = frozenset[int]() if self.stays is Reason.RECIPE else call.sites
-        if sites is None or call.derives is None or (call.derives and not self._operands.used):
-            return None  # not settled: nothing could be derived so far
-        return sites | call.derives | self._operands.used
+        return None if sites is None or call.derives is None else sites | call.derives
+
+    def noticed(self) -> frozenset[int] | None:
+        """At the end of a call, numbers of the saved tensors that the plan names, or that derivations have asked for.
+        None if the plan names none, or if nothing could be derived: a later call may derive more."""
+        sites = self.named_sites
+        is_settled = not self.region_call.derives or bool(self._derivations)
+        return sites | self._operands.used if sites is not None and is_settled else None
 
     def hooks(self) -> saved_tensors_hooks:
         """The pair of hooks, as a context for autograd."""

@@ -258,7 +258,7 @@ class RegionHook(ModuleHook):
         if is_planned and recipe is not None and recipe.keeps_all and session.hooks.region_call.points:
             return False  # somebody has to reach the release points
         receives = torch.is_grad_enabled() and session.receives_saved_tensors()
-        return is_planned and receives and session.hooks.noticed() is not None
+        return is_planned and receives and session.hooks.named_sites is not None
 
     def leave(self, is_complete: bool) -> None:
         session = self._owner.session()

@@ -45,6 +45,12 @@ cuda_is_capturing: Callable[[], bool] = getattr(
 )
 """Whether the current CUDA stream records a graph. A build without CUDA has only the public function."""
 
+allocator_is_ready: Callable[[], bool] = torch._C._accelerator_isAllocatorInitialized
+"""Whether the accelerator's allocator has statistics."""
+
+device_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
+"""Statistics of an accelerator's allocator, nested. The public function sorts hundreds of names at each call."""
+
 storage_offset = cast("Callable[[torch.Tensor], int]", torch.Tensor.storage_offset)
 
 forbid_data_ptr: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr

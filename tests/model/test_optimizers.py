@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _no_hook_is_left():
+    gc.collect()  # of earlier tests
     before = dict(hooks)
     yield
     gc.collect()

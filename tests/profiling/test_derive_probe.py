@@ -120,9 +120,8 @@ def test_whole_numbers_are_those_of_the_tensor(device):
 
     expression = Expression(index, (operand(3, 4), operand(3, index=1, dtype=torch.int64, numbers=rows)))
     assert len(probe_derivations(device, [seen(expression)])) == 1
-    on_device = [each for each in read if each.device == rows.device]
-    assert len(on_device) > 0
-    assert all(torch.equal(each, rows) for each in on_device)
+    assert len(read) > 0
+    assert all(torch.equal(each, rows) for each in read)
 
 
 def test_masks_are_valid(device):
@@ -153,7 +152,7 @@ def test_no_probe_takes_more_memory_than_there_may_be(most_bytes, count, device)
     operate = Counted(torch.sin)
     expression = Expression(operate, (Expression(torch.exp, (operand(8, 4),)),))
     assert len(probe_derivations(device, [seen(expression)], most_bytes)) == count
-    assert (operate.calls > 1) == (count > 0)  # the size is found without memory
+    assert (operate.calls > 0) == (count > 0)
 
 
 def test_operands_of_one_saved_tensor_share_memory(device):

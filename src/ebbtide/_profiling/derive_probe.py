@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -44,16 +44,24 @@ def probe_derivations(
     Args:
         most_bytes: memory that operands and results may take together; None: what the device has.
     """
-    distinct = {key_of(seen): seen.expression for seen in tensors if seen.expression is not None}
+    distinct = {key_of(seen): seen for seen in tensors if seen.expression is not None}
     draw = torch.Generator(device.torch_device).manual_seed(0)
     found: dict[Hashable, DeriveCost] = {}
     with torch.no_grad(), without_autocast(), without_dispatch():
-        for key, expression in distinct.items():
-            with contextlib.suppress(torch.OutOfMemoryError):
-                size = _size(expression)
-                if most_bytes is None or size.all_bytes <= most_bytes:
-                    found[key] = DeriveCost(_seconds(device, expression, draw), size.work_bytes)
+        for key, seen in distinct.items():
+            assert seen.expression is not None
+            if most_bytes is None or _largest_bytes(seen.expression, seen.nbytes) <= most_bytes:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    found[key] = _cost(device, seen.expression, draw)
     return found
+
+
+def _largest_bytes(expression: Expression, nbytes: int) -> int:
+    """Bytes of all operands, and of results as large as the largest operand or the derived tensor of `nbytes`: results
+    are not known before the operators have run."""
+    operands = [values[0] for values in _sharing(expression)]
+    largest = max([nbytes, *map(_nbytes_of, operands)])
+    return sum(map(_nbytes_of, operands)) + len(expression.operators()) * largest
 
 
 def _operands(expression: Expression) -> list[Operand]:
@@ -61,9 +69,21 @@ def _operands(expression: Expression) -> list[Operand]:
     return sorted(dict.fromkeys(found), key=lambda operand: (operand.tensor, *operand.size))
 
 
-def _seconds(device: Device, expression: Expression, draw: torch.Generator) -> float:
-    values = _values(expression, device.torch_device, draw)
-    expression.compute(lambda operand, _: values[operand], {})  # the first run of an operator prepares
+def _sharing(expression: Expression) -> list[list[Operand]]:
+    """Operands by the memory that they share in training, the largest first: parts of one saved tensor."""
+    sharing: dict[Hashable, list[Operand]] = {}
+    for operand in sorted(_operands(expression), key=_nbytes_of, reverse=True):
+        is_part = operand.tensor >= 0 and operand.numbers is None
+        sharing.setdefault((operand.tensor, operand.dtype) if is_part else operand, []).append(operand)
+    return list(sharing.values())
+
+
+def _cost(device: Device, expression: Expression, draw: torch.Generator) -> DeriveCost:
+    values: dict[Operand, torch.Tensor] = {}
+    for operands in _sharing(expression):
+        whole = _random(operands[0], device.torch_device, draw)
+        values |= {each: whole.as_strided(each.size, each.stride) for each in operands}
+    work_bytes = _work_bytes(expression, values)  # the first run of an operator prepares
     stream = device.current_stream()
     began = device.record(stream)
     for _ in range(_RUNS):
@@ -71,19 +91,11 @@ def _seconds(device: Device, expression: Expression, draw: torch.Generator) -> f
     ended = device.record(stream)
     while not device.is_done(ended):
         time.sleep(1e-4)
-    return max(device.seconds_between(began, ended) / _RUNS, 1e-9)
+    return DeriveCost(max(device.seconds_between(began, ended) / _RUNS, 1e-9), work_bytes)
 
 
-class _Size(NamedTuple):
-    """Most bytes at once: of results in between, and of operands and all results."""
-
-    work_bytes: int
-    all_bytes: int
-
-
-def _size(expression: Expression) -> _Size:
-    """Found without memory. As in `Expression.compute`, shared results live to the end."""
-    values = _values(expression, torch.device("meta"), None)
+def _work_bytes(expression: Expression, values: Mapping[Operand, torch.Tensor]) -> int:
+    """Most bytes of results in between at once. As in `Expression.compute`, shared results live to the end."""
     results: dict[Expression, torch.Tensor] = {}
     alive: list[torch.UntypedStorage] = []  # of operators under way
     moments: list[set[torch.UntypedStorage]] = []
@@ -103,30 +115,8 @@ def _size(expression: Expression) -> _Size:
             results[each] = result
         return result
 
-    given = {t.untyped_storage() for t in values.values()}
-    others = {run(expression).untyped_storage(), *given}
-    return _Size(
-        max(_nbytes(moment - others) for moment in moments), max(_nbytes(moment | given) for moment in moments)
-    )
-
-
-def _nbytes(storages: Iterable[torch.UntypedStorage]) -> int:
-    return sum(storage.nbytes() for storage in storages)
-
-
-def _values(expression: Expression, device: torch.device, draw: torch.Generator | None) -> dict[Operand, torch.Tensor]:
-    """Random operands on `device`. Those of one saved tensor share memory, as in training."""
-    values: dict[Operand, torch.Tensor] = {}
-    first: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for operand in sorted(_operands(expression), key=_nbytes_of, reverse=True):
-        if operand.numbers is not None:
-            values[operand] = operand.numbers.to(device)
-            continue
-        shared = first.get((operand.tensor, operand.dtype)) if operand.tensor >= 0 else None
-        if shared is None:
-            shared = first[operand.tensor, operand.dtype] = _random(operand, device, draw)
-        values[operand] = shared.as_strided(operand.size, operand.stride)
-    return values
+    others = {run(expression).untyped_storage(), *(t.untyped_storage() for t in values.values())}
+    return max(sum(storage.nbytes() for storage in moment - others) for moment in moments)
 
 
 def _nbytes_of(operand: Operand) -> int:
@@ -134,9 +124,10 @@ def _nbytes_of(operand: Operand) -> int:
     return (reach + 1) * operand.dtype.itemsize
 
 
-def _random(operand: Operand, device: torch.device, draw: torch.Generator | None) -> torch.Tensor:
+def _random(operand: Operand, device: torch.device, draw: torch.Generator) -> torch.Tensor:
+    if operand.numbers is not None:
+        return operand.numbers
     t = torch.empty_strided(operand.size, operand.stride, dtype=operand.dtype, device=device)
     whole = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
-    if draw is not None:
-        whole.normal_(generator=draw) if t.dtype in _DRAWN else whole.zero_()
+    whole.normal_(generator=draw) if t.dtype in _DRAWN else whole.zero_()
     return t

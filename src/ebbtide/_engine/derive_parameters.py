@@ -15,7 +15,7 @@ _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class _Values(NamedTuple):
-    """Parameters at one moment, in one order."""
+    """Identities, addresses and versions of parameters, in equal order."""
 
     identities: list[int]
     addresses: list[int]
@@ -41,7 +41,7 @@ class RegionParameters:
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
         ]
         self._at_entry = _Values([], [], [])
-        self._plain: tuple[list[int], list[int]] | None = None  # identities and addresses that were found to be plain
+        self._plain: tuple[list[int], list[int]] | None = None  # identities and addresses known as plain
         self._is_steady: bool | None = None
 
     def enter(self) -> None:
@@ -75,7 +75,7 @@ class RegionParameters:
         return norms[0] if len({norm.eps for norm in norms}) == 1 else None
 
     def _are_plain(self, values: _Values) -> bool:
-        """Looked at once for parameters in one place: every forward of every region asks."""
+        """Whether all parameters are plain; looked up again only after a change of identities or addresses."""
         place = values[:2]
         if place != self._plain:
             self._plain = place if all(map(_is_plain, self._alive())) else None
@@ -85,7 +85,7 @@ class RegionParameters:
         return [p for ref in self._known if (p := ref()) is not None]
 
     def _values(self) -> _Values:
-        alive = self._alive()  # read in C, for each region of each forward
+        alive = self._alive()  # map reads in C: twice for each region of a forward
         return _Values(list(map(id, alive)), list(map(_address_of, alive)), list(map(_version_of, alive)))
 
 

@@ -1335,6 +1335,15 @@ def test_tensors_that_stay_are_not_looked_at_again(run, monkeypatch):
     assert derives_any
 
 
+def test_parameters_without_memory_are_no_operands():
+    """A lazy module has no addresses to compare before its first forward."""
+    lazy = RegionParameters("lazy", nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)), is_measured=True)
+    lazy.enter()
+    assert not lazy.is_steady
+    lazy.leave()
+    assert not lazy.is_steady
+
+
 def under_autocast(model, inputs):
     def loss_of(y):
         return y.float().square().mean()

@@ -155,6 +155,14 @@ def test_no_probe_takes_more_memory_than_there_may_be(most_bytes, count, device)
     assert (operate.calls > 0) == (count > 0)
 
 
+def test_casts_to_wider_types_count(device):
+    """16 halves, 16 floats of 64 bytes, and the result: estimated as wide as the floats."""
+    wide = Expression(torch.Tensor.to, (operand(16, dtype=torch.bfloat16),), {"dtype": torch.float32})
+    narrow = Expression(torch.Tensor.to, (wide,), {"dtype": torch.bfloat16})
+    assert probe_derivations(device, [seen(narrow)], 32 + 64 + 32 - 1) == {}
+    assert len(probe_derivations(device, [SeenTensor(0, 32, None, expression=narrow, signature=("rule",))], 160)) == 1
+
+
 def test_operands_of_one_saved_tensor_share_memory(device):
     """The halves of a gated projection are views of one tensor."""
     halves = [Operand(3, torch.Size((8, 2)), stride, torch.float32, None) for stride in ((4, 1), (4, 2))]

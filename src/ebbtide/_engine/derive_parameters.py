@@ -85,7 +85,8 @@ class RegionParameters:
         return [p for ref in self._known if (p := ref()) is not None]
 
     def _values(self) -> _Values:
-        alive = self._alive()  # map reads in C: twice for each region of a forward
+        # Subclasses may have no address. map reads in C: twice for each region of a forward.
+        alive = [p for p in self._alive() if type(p) is Parameter]
         return _Values(list(map(id, alive)), list(map(_address_of, alive)), list(map(_version_of, alive)))
 
 

@@ -57,10 +57,13 @@ def probe_derivations(
 
 
 def _largest_bytes(expression: Expression, nbytes: int) -> int:
-    """Bytes of all operands, and of results as large as the largest operand or the derived tensor of `nbytes`: results
-    are not known before the operators have run."""
-    operands = [values[0] for values in _sharing(expression)]
-    largest = max([nbytes, *map(_nbytes_of, operands)])
+    """Estimate of the memory of operands and all results, before any operator has run: results have as many elements as
+    the largest operand or the derived tensor of `nbytes`, in the widest type of operands and casts."""
+    operands = [shared[0] for shared in _sharing(expression)]
+    casts = (each.settings.get("dtype") for each in expression.operators())
+    types = [*(operand.dtype for operand in operands), *(each for each in casts if isinstance(each, torch.dtype))]
+    sizes = [each.itemsize for each in types if each.is_floating_point] or [1]  # masks and indices make no results
+    largest = max([nbytes, *map(_nbytes_of, operands)]) * max(sizes) // min(sizes)
     return sum(map(_nbytes_of, operands)) + len(expression.operators()) * largest
 
 

@@ -1,5 +1,6 @@
 """Fixtures and options of every test; how much of each matrix runs (see README.md)."""
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -7,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+import ebbtide
 from ebbtide._utils.torch_private import has_compiled_code
 
 if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu run without hypothesis
@@ -62,6 +64,13 @@ def _one_thread():
     torch.set_num_threads(1)
     # The first square root of a process, shared by two threads, was seen to differ: compute that one on one thread.
     torch.ones(1).sqrt()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_earlier_files():
+    """Graphs in reference cycles of an earlier file hold host memory, which stats of the process count."""
+    gc.collect()
+    ebbtide.release_memory()
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def step(model, seed=0):
     model.zero_grad()
     loss = model(x)
     loss.backward()
-    return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
 def same(one, other):
@@ -94,6 +94,40 @@ def test_a_model_whose_plan_keeps_all_rests_as_a_whole():
     steps_equal_to_twin(model, twin)
     assert all(layer.hooked[-1] for layer in model.layers)
     assert handle.stats().parcels.count > 0
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+def test_a_model_in_which_nothing_qualifies_rests_and_looks_now_and_then():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes="1MiB")
+    first, *later = (kept_by(handle, lambda: step(model)) for _ in range(40))
+    assert sum(first.values()) > 0
+    assert all(each == first for each in later)
+    assert [n for n, is_hooked in enumerate(model.layers[0].hooked) if is_hooked] == [0, 16, 32]
+    steps_equal_to_twin(model, twin)
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+@pytest.mark.parametrize("change", ["larger batch", "unfrozen", "train", "min_bytes"])
+def test_a_forward_that_may_qualify_does_not_rest(change):
+    """The limit is above all tensors of the first forwards, and below some of a forward after the change."""
+    model, twin = make(), make()
+    for each in (model, twin):
+        each.layers.requires_grad_(change != "unfrozen")
+        each.train(change != "train")
+    limit = 4 * 8 * 4 if change == "min_bytes" else 4096
+    handle = ebbtide.offload(model, mode="all", min_bytes=limit)
+    assert same(step(model), step(twin))
+    assert same(step(model), step(twin))
+    # Not if all small tensors together are larger than one that would move.
+    assert model.layers[0].hooked[-1] == (change == "min_bytes")
+    x = torch.randn(512 if change == "larger batch" else 4, 8)
+    for each in (model, twin):
+        each.layers.requires_grad_(True)
+        each.train()
+        each(x).backward()
+    assert model.layers[0].hooked[-1]
+    assert (handle.stats().parcels.count > 0) == (change in ("larger batch", "min_bytes"))
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")

@@ -65,6 +65,8 @@ class SavedTensorHooks:
         has_lost_operands: a site that could be derived cannot be any more.
         lacks_room: a saved tensor that may travel has stayed for lack of room in the store.
         has_packed: whether any saved tensor has passed.
+        has_moved: whether any saved tensor has left or was derived.
+        small_bytes: of saved tensors that are too small to move, and that no recipe would keep if they were larger.
         kept: saved tensors kept so far, by reason, if anybody wants the counts.
     """
 
@@ -76,6 +78,8 @@ class SavedTensorHooks:
         self.has_lost_operands = False
         self.lacks_room = False
         self.has_packed = False
+        self.has_moved = False
+        self.small_bytes = 0
         self.kept: dict[Reason, Count] | None = None
         self._was_read = False
         self._operands = KnownOperands()
@@ -207,6 +211,8 @@ class SavedTensorHooks:
         packed = self._derive(t, call, index) if may_derive else None
         if packed is None:
             packed = self._keep_or_send(t, call, index, reason or stays)
+        else:
+            self.has_moved = True
         self._operands.add(t, packed, index)
         return packed
 
@@ -216,6 +222,7 @@ class SavedTensorHooks:
         if reason is None:
             packed = self._send(t, call, index)
             if isinstance(packed, Ticket):
+                self.has_moved = True
                 return packed
             reason = packed
             self.lacks_room |= reason is not Reason.HELD
@@ -312,6 +319,8 @@ class SavedTensorHooks:
         call.context.recorder.keep(reason, nbytes)
         if self.kept is not None:
             self.kept.setdefault(reason, Count()).add(nbytes)
+            if reason is Reason.SMALL and self.stays is not Reason.RECIPE:
+                self.small_bytes += nbytes
         return keep(t, call.region)
 
     def _flatten(self, t: Any, stays: Reason | None) -> Flattened:

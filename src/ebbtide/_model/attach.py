@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
-from ebbtide._model.session import Kept, Session, UnableRegions
+from ebbtide._model.session import NEVER_MOVE, Kept, Session, UnableRegions
 from ebbtide._plans import Plan
 from ebbtide._recompute import torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
@@ -66,6 +66,7 @@ class Attachment:
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
         self._kept: Kept | None = None
+        self._moves: Plan | None = None  # by which some forward has moved, derived or recomputed
         self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
         self._knows_buffers = False
@@ -198,8 +199,7 @@ class Attachment:
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        if self.controller is not None or not self._schedule.is_off:
-            self.tokens = tokens_of(args, kwargs)
+        self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
             self._sessions.stack.append(None)
@@ -225,7 +225,7 @@ class Attachment:
             if self.plan_step is not None:
                 recorder, verifies = self.plan_step(self.tokens, verifies)
         kept = self._kept
-        if recorder is None and kept is not None and kept.plan is self.plan and top_pack_hook() is None:
+        if recorder is None and kept is not None and top_pack_hook() is None and self._repeats(kept):
             self._sessions.stack.append(kept)  # the whole model rests
             return
         for hook in self._all_hooks():
@@ -242,7 +242,8 @@ class Attachment:
         pushed = hooks.hooks()
         pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
-        if self.plan.keeps_all and not self.config.include and torch.is_grad_enabled():
+        session.tokens = self.tokens
+        if not self.config.include and torch.is_grad_enabled() and self._moves is not self.plan:
             hooks.kept = {}
         self._sessions.stack.append(session)
 
@@ -252,10 +253,11 @@ class Attachment:
         session = stack.pop() if stack else None
         if isinstance(session, Kept) and is_complete and not stack and torch.is_grad_enabled():
             session.repeat(self.context.recorder)
+            self._forwards += 1
         if not isinstance(session, Session) or session is self.session():
             return
-        if session.hooks.kept is not None and is_complete and session.receives_saved_tensors():
-            self._kept = Kept(session.plan, session.hooks.kept)
+        if is_complete:
+            self._note_kept(session)
         session.close()
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
@@ -264,6 +266,30 @@ class Attachment:
             self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
         if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:
             self._warn_if_nothing_moved(session.plan)
+
+    def _note_kept(self, session: Session) -> None:
+        """Let later forwards rest if the forward of `session` has kept everything, and they will (see Note [Rest])."""
+        hooks, plan, kept = session.hooks, session.plan, session.hooks.kept
+        if kept is None or not session.receives_saved_tensors():
+            return
+        if plan.keeps_all:
+            self._kept = Kept(plan, kept)
+        elif hooks.has_moved or any(r.recipe.recomputes or r.recipe.derives for r in plan.regions.values()):
+            self._moves = plan
+        elif hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
+            self._kept = Kept(plan, kept, only_for=self._conditions(session.tokens))
+
+    def _repeats(self, kept: Kept) -> bool:
+        """Whether the forward that begins keeps what the forward of `kept` kept."""
+        if kept.plan is not self.plan or kept.only_for is None:
+            return kept.plan is self.plan
+        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(self.tokens)
+
+    def _conditions(self, tokens: int) -> Hashable:
+        """What decides which tensors a forward saves, and of which sizes, unless the values of tensors do."""
+        owners = modules_of(self.module)
+        trained = [p.requires_grad for owner in owners for p in owner._parameters.values() if p is not None]
+        return tokens, self.module.training, tuple(trained), self._placement.storages()
 
     @contextlib.contextmanager
     def recomputation(

@@ -6,13 +6,16 @@ Where nothing moves, no hook of ours runs: a region with the recipe `keep` rests
 all.
 1. The first forward by a plan counts the kept tensors, for the statistics; forwards at rest add the same counts.
 2. A region with another hooked module inside never rests, and neither does a module named by the user. A tensor without
-   room, or too small to move today, may move tomorrow: only a plan decides.
-3. Hooks of the user around ours would receive tensors saved at rest: under foreign hooks nothing rests. Hooks pushed
+   room may move tomorrow: only a plan decides.
+3. A model also rests if nothing qualified to move in a forward and nothing can qualify in the next: all tensors too
+   small together, outside of regions that keep, are smaller than one that would move, the batch is as large, and the
+   same parameters are trained. Sizes may depend on data, so one forward in some looks again.
+4. Hooks of the user around ours would receive tensors saved at rest: under foreign hooks nothing rests. Hooks pushed
    inside a region and not yet popped at the region's end stay above ours.
 """
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -60,16 +63,22 @@ class Kept(NamedTuple):
 
     Attributes:
         noticed: numbers of the saved tensors that later forwards look at: all others stay.
+        only_for: what a later forward has to have in common with the counted one; None: nothing.
     """
 
     plan: Plan
     counts: Counts
     noticed: frozenset[int] = frozenset()
+    only_for: Hashable = None
 
     def repeat(self, recorder: StatsRecorder) -> None:
         """Count a further forward with equal counts."""
         for reason, count in self.counts.items():
             recorder.keep(reason, count.nbytes, count.count)
+
+
+NEVER_MOVE = {Reason.SMALL, Reason.PARAMETER, Reason.BUFFER, Reason.AUTOCAST_WEIGHT, Reason.EMPTY, Reason.RECIPE}
+"""Reasons to stay that hold in equal forwards."""
 
 
 def add_counts(counts: Counts, to: Counts | None) -> None:
@@ -91,6 +100,7 @@ class Session:
         unable: fixed for the forward, because backward recomputes only the regions that forward has prepared.
         outputs_mode: keeps outputs of expensive operators at the current place of the forward.
         enclosing: the settings of the modules around, innermost last.
+        tokens: size of the batch.
         packs_directly: `pack_hook` is the one of `hooks`, not of a recomputing region.
         is_paused: `pushed` is off: the forward is in a module that rests.
         is_recording: the forward of the root runs with grad on.
@@ -104,6 +114,7 @@ class Session:
     unable: UnableRegions = field(default_factory=dict[str, Unable])
     outputs_mode: SaveOutputsMode | None = None
     enclosing: list[Enclosing] = field(default_factory=list[Enclosing])
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         self.is_paused = False

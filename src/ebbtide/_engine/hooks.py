@@ -155,7 +155,7 @@ class SavedTensorHooks:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a saved tensor: bit for bit the packed tensor, on the current stream."""
         self._was_read = True
-        if self.step_recorder is not None:
+        if self.step_recorder is not None and self.step_recorder.sees_reads:
             self.step_recorder.read(_region_of(packed))
         if type(packed) is tuple:
             return kept_tensor(packed)

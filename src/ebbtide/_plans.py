@@ -127,6 +127,21 @@ class Recipe:
         """Whether all saved tensors stay on the device."""
         return self.action == "keep" and not self.derives
 
+    @property
+    def names_any(self) -> bool:
+        """Whether the recipe recomputes, or names saved tensors that move or are derived."""
+        return self.recomputes or self.derives or self.sites is not None
+
+    @functools.cached_property
+    def moved_sites(self) -> frozenset[int] | None:
+        """`sites` as a set."""
+        return None if self.sites is None else frozenset(self.sites)
+
+    @functools.cached_property
+    def derived_sites(self) -> frozenset[int] | None:
+        """`derive` as a set."""
+        return None if self.derive is None else frozenset(self.derive)
+
     def __str__(self) -> str:
         if self.action == "recompute":
             return f"recompute, inputs {_past(self.inputs)}"

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -1332,6 +1333,26 @@ def test_tensors_that_stay_are_not_looked_at_again(run, monkeypatch):
             if handle.stats().derived.count:
                 derives_any = True
                 assert counts[1] < counts[0]
+    assert derives_any
+
+
+@pytest.mark.filterwarnings(NOTHING)
+@pytest.mark.parametrize("moved", [None, (0, 4)])
+def test_every_saved_tensor_counts_once_in_each_forward(moved):
+    def total(handle):
+        stats = handle.stats()
+        return stats.saved_tensors + stats.derived.count  # of this model each derivation is of one tensor
+
+    derives_any = False
+    for site in range(8):
+        model, totals = model_of(mlp, mlp, mlp), [0]
+        recipe = Recipe("keep", derive=[site]) if moved is None else Recipe("offload", sites=moved, derive=[site])
+        with offloaded(model, recipe) as handle:
+            for x in BATCHES[:1] * 5:
+                train(model, [x])
+                totals.append(total(handle))
+            derives_any |= handle.stats().derived.count > 0
+        assert len({after - before for before, after in pairwise(totals)}) == 1, site
     assert derives_any
 
 

@@ -5,7 +5,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ from ebbtide._plans import ReleasePoint
 from ebbtide._utils.torch_private import plain_tensors
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits in bytes: see OffloadConfig."""
 
     window_bytes: int
@@ -69,6 +69,7 @@ class RegionCall:
         recomputes: the region is recomputed in backward.
         derives: numbers of the saved tensors that are dropped if they can be derived; None: all. See derive.py.
         noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
+        operands: those of `noticed` that stay.
         first_node: autograd's number of the first node of the call, where tensors are derived.
         parameters: of the region, where tensors are derived.
     """
@@ -83,6 +84,7 @@ class RegionCall:
         "next_index",
         "noticed",
         "number",
+        "operands",
         "parameters",
         "points",
         "recomputes",
@@ -101,6 +103,7 @@ class RegionCall:
         self.recomputes = False
         self.derives: frozenset[int] | None = frozenset()
         self.noticed: Collection[int] | None = None
+        self.operands: Collection[int] = ()
         self.first_node = 0
         self.parameters: RegionParameters | None = None
         self._numbers = numbers
@@ -113,21 +116,21 @@ class RegionCall:
         """Set the plan's release points, in order of index, and the prefetch window if the plan has any."""
         self.points = self._all_points = points
         if prefetch_bytes is not None:
-            self.limits = replace(self.limits, prefetch_bytes=prefetch_bytes)
+            self.limits = self.limits._replace(prefetch_bytes=prefetch_bytes)
 
     def reaches_point(self, index: int) -> bool:
         """Whether saved tensor `index` is at or behind the next release point, whose window then applies."""
         if not self.points or index < self.points[0].tensor_index:
             return False
         while self.points and index >= self.points[0].tensor_index:
-            self.limits = replace(self.limits, window_bytes=self.points[0].window_bytes)
+            self.limits = self.limits._replace(window_bytes=self.points[0].window_bytes)
             self.points = self.points[1:]
         return True
 
     def keep_window(self, window_bytes: int) -> None:
         """Continue with the window of the region that the forward comes from: windows outlast regions."""
         if window_bytes != self.limits.window_bytes:
-            self.limits = replace(self.limits, window_bytes=window_bytes)
+            self.limits = self.limits._replace(window_bytes=window_bytes)
 
     def begin_deriving(self, first_node: int) -> None:
         self.first_node = first_node
@@ -139,7 +142,7 @@ class RegionCall:
         """A new call of the region, with the same plan from the first saved tensor on."""
         call = RegionCall(self.context, self._numbers)
         call.limits, call.sites = self.limits, self.sites
-        call.recomputes, call.noticed = self.recomputes, self.noticed
+        call.recomputes, call.noticed, call.operands = self.recomputes, self.noticed, self.operands
         call.derives, call.first_node, call.parameters = self.derives, self.first_node, self.parameters
         call.points = call._all_points = self._all_points
         return call

@@ -15,11 +15,15 @@ _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class _Values(NamedTuple):
-    """Identities, addresses and versions of parameters, in equal order."""
+    """Addresses and versions of parameters, in equal order."""
 
-    identities: list[int]
     addresses: list[int]
     versions: list[int]
+
+
+def _values_of(parameters: list[Parameter]) -> _Values:
+    # map reads in C: twice for each region of a forward.
+    return _Values(list(map(_address_of, parameters)), list(map(_version_of, parameters)))
 
 
 class RegionParameters:
@@ -40,21 +44,27 @@ class RegionParameters:
         self._norms = [
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
         ]
-        self._at_entry = _Values([], [], [])
-        self._plain: tuple[list[int], list[int]] | None = None  # identities and addresses known as plain
+        self._alive: list[Parameter] = []  # during a forward
+        self._at_entry = _Values([], [])
+        self._plain: list[int] | None = None  # addresses of parameters known as plain
+        self._settled: list[int] | None = None  # addresses that a whole forward has left as they were
         self._is_steady: bool | None = None
 
     def enter(self) -> None:
         """The forward of the region begins."""
-        self._at_entry = self._values()
+        # Subclasses may have no address.
+        self._alive = [p for ref in self._known if (p := ref()) is not None and type(p) is Parameter]
+        self._at_entry = _values_of(self._alive)
         if self._is_steady is None and self._is_measured:
             self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:
         """The forward of the region has ended."""
-        if self._is_steady is not False:
-            values = self._values()
+        if self._is_steady is not False and self._at_entry.addresses != self._settled:
+            values = _values_of(self._alive)
             self._is_steady = self._at_entry == values and self._are_plain(values)
+            self._settled = values.addresses if self._is_steady else None
+        self._alive = []
 
     @property
     def is_steady(self) -> bool:
@@ -63,10 +73,10 @@ class RegionParameters:
 
     def may_read(self, parameter: Parameter) -> bool:
         """Whether `parameter` is the region's, and unchanged since the begin of the forward."""
-        identities, addresses, versions = self._at_entry
-        if id(parameter) not in identities:
+        at = next((at for at, p in enumerate(self._alive) if p is parameter), None)
+        if at is None:
             return False
-        at = identities.index(id(parameter))
+        addresses, versions = self._at_entry
         return (addresses[at], versions[at]) == (parameter.data_ptr(), parameter._version)
 
     def norm_of(self, weight: torch.Tensor | None) -> torch.nn.Module | None:
@@ -75,19 +85,11 @@ class RegionParameters:
         return norms[0] if len({norm.eps for norm in norms}) == 1 else None
 
     def _are_plain(self, values: _Values) -> bool:
-        """Whether all parameters are plain; looked up again only after a change of identities or addresses."""
-        place = values[:2]
-        if place != self._plain:
-            self._plain = place if all(map(_is_plain, self._alive())) else None
+        """Whether all parameters are plain; looked up again only after a change of addresses."""
+        if values.addresses != self._plain:
+            known = [p for ref in self._known if (p := ref()) is not None]
+            self._plain = values.addresses if all(map(_is_plain, known)) else None
         return self._plain is not None
-
-    def _alive(self) -> "list[Parameter]":
-        return [p for ref in self._known if (p := ref()) is not None]
-
-    def _values(self) -> _Values:
-        # Subclasses may have no address. map reads in C: twice for each region of a forward.
-        alive = [p for p in self._alive() if type(p) is Parameter]
-        return _Values(list(map(id, alive)), list(map(_address_of, alive)), list(map(_version_of, alive)))
 
 
 def _has_weight(norm: torch.nn.Module, weight: torch.Tensor | None) -> bool:

@@ -68,6 +68,7 @@ class SavedTensorHooks:
         has_moved: whether any saved tensor has left or was derived.
         small_bytes: of saved tensors that are too small to move, and that no recipe would keep if they were larger.
         kept: saved tensors kept so far, by reason, if anybody wants the counts.
+        apart: numbers of saved tensors that take no part in `kept`.
     """
 
     def __init__(self, engines: Engines, region_call: RegionCall) -> None:
@@ -81,6 +82,7 @@ class SavedTensorHooks:
         self.has_moved = False
         self.small_bytes = 0
         self.kept: dict[Reason, Count] | None = None
+        self.apart = frozenset[int]()
         self._was_read = False
         self._operands = KnownOperands()
         self._derivations: dict[int, weakref.ref[Derivation]] = {}  # by storage, of the present region
@@ -120,14 +122,14 @@ class SavedTensorHooks:
         """Apply the plan of the region that the forward has entered."""
         recipe = plan.recipe
         self.region_call.set_points(plan.release, plan.prefetch_bytes)
-        self.region_call.derives = None if recipe.derive is None else frozenset(recipe.derive)
+        self.region_call.derives = recipe.derived_sites
         if recipe.derives:
             self.region_call.begin_deriving(next_node())
         if recipe.action == "keep":
             self.stays = Reason.RECIPE
         elif recipe.action == "offload":
             self.stays = None
-            self.region_call.sites = None if recipe.sites is None else frozenset(recipe.sites)
+            self.region_call.sites = recipe.moved_sites
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:
@@ -139,6 +141,11 @@ class SavedTensorHooks:
             if index not in call.noticed:
                 call.next_index = index + 1
                 return keep(t, call.region)
+            if index in call.operands:
+                call.next_index = index + 1
+                kept = keep(t, call.region)
+                self._operands.add(t, kept, index)
+                return kept
         if type(t) in _PLAIN:
             return self._pack_plain(t, self.stays)
         return self._pack_subclass(t, self.stays)
@@ -158,7 +165,8 @@ class SavedTensorHooks:
         if self.step_recorder is not None and self.step_recorder.sees_reads:
             self.step_recorder.read(_region_of(packed))
         if type(packed) is tuple:
-            return kept_tensor(packed)
+            # Most reads: what `kept_tensor` does, without a call.
+            return packed[0] if packed[0]._version == packed[1] else kept_tensor(packed)
         if type(packed) is DerivedTicket:
             if not dispatch_modes():
                 return self._read(packed)
@@ -226,7 +234,7 @@ class SavedTensorHooks:
                 return packed
             reason = packed
             self.lacks_room |= reason is not Reason.HELD
-        return self._keep(t, reason)
+        return self._keep(t, reason, index)
 
     def _take_number(self, t: torch.Tensor) -> int:
         """Number of saved tensor `t` in its region call. Releases first what a release point at the number says."""
@@ -314,10 +322,12 @@ class SavedTensorHooks:
             return packed.unpack(self._engines.current_stream(packed.device), results)
         return packed.parcel.engine.unpack(packed)
 
-    def _keep(self, t: torch.Tensor, reason: Reason) -> Kept:
+    def _keep(self, t: torch.Tensor, reason: Reason, index: int = -1) -> Kept:
         call, nbytes = self.region_call, t.numel() * t.element_size()
+        if call.noticed is not None and (index not in call.noticed or index in call.operands):
+            return keep(t, call.region)  # counted with the whole call
         call.context.recorder.keep(reason, nbytes)
-        if self.kept is not None:
+        if self.kept is not None and index not in self.apart:
             self.kept.setdefault(reason, Count()).add(nbytes)
             if reason is Reason.SMALL and self.stays is not Reason.RECIPE:
                 self.small_bytes += nbytes

@@ -274,7 +274,9 @@ class Attachment:
             return
         if plan.keeps_all:
             self._kept = Kept(plan, kept)
-        elif hooks.has_moved or any(r.recipe.recomputes or r.recipe.derives for r in plan.regions.values()):
+        elif hooks.has_moved or any(
+            r.recipe.recomputes or r.recipe.derives or r.recipe.sites for r in plan.regions.values()
+        ):
             self._moves = plan
         elif hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
             self._kept = Kept(plan, kept, only_for=self._conditions(session.tokens))

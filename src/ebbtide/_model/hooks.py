@@ -235,20 +235,21 @@ class RegionHook(ModuleHook):
             session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, known, rests=True))
             hooks.stays = Reason.RECIPE
             return
-        enclosing = Enclosing(hooks.region_call, hooks.stays, region, was_paused=session.is_paused)
+        around, was_paused = (hooks.region_call, hooks.stays, region), session.is_paused
         session.resume()  # if called by a region at rest, without being a part of the region
         if region is not None:
             window_bytes = hooks.region_call.limits.window_bytes
             hooks.switch_to(hooks.region_call.context.new_call(region))
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
-        if self._keeps_alike(session):
-            if known is not None and not session.is_watched:
-                enclosing = enclosing._replace(kept=known)
-                hooks.region_call.noticed = known.noticed
-            else:
-                enclosing = enclosing._replace(is_counted=True, kept_around=hooks.kept)
-                hooks.kept = {}
+        if not self._keeps_alike(session):
+            enclosing = Enclosing(*around, was_paused=was_paused)
+        elif known is not None and not session.is_watched:
+            enclosing = Enclosing(*around, kept=known, was_paused=was_paused)
+            hooks.region_call.noticed, hooks.region_call.operands = known.noticed, known.operands
+        else:
+            enclosing = Enclosing(*around, is_counted=True, kept_around=hooks.kept, was_paused=was_paused)
+            hooks.kept, hooks.apart = {}, hooks.named_sites or frozenset()
         session.enclosing.append(enclosing)
 
     def _keeps_alike(self, session: Session) -> bool:
@@ -274,11 +275,11 @@ class RegionHook(ModuleHook):
             hooks.stays = around.stays
             session.resume()
         else:
-            noticed = hooks.noticed()
             if around.is_counted:
-                kept = hooks.kept or {}
-                self._kept = Kept(session.plan, kept, noticed) if is_complete and noticed is not None else None
-                hooks.kept = around.kept_around
+                kept, noticed, self._kept = hooks.kept or {}, hooks.noticed(), None
+                if is_complete and noticed is not None:
+                    self._kept = Kept(session.plan, kept, noticed, noticed - hooks.apart)
+                hooks.kept, hooks.apart = around.kept_around, frozenset()
                 add_counts(kept, hooks.kept)
             if hooks.has_lost_operands:
                 self._kept, hooks.has_lost_operands = None, False

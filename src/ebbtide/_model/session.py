@@ -63,12 +63,14 @@ class Kept(NamedTuple):
 
     Attributes:
         noticed: numbers of the saved tensors that later forwards look at: all others stay.
+        operands: those of `noticed` that stay too. The rest is counted in each forward.
         only_for: what a later forward has to have in common with the counted one; None: nothing.
     """
 
     plan: Plan
     counts: Counts
     noticed: frozenset[int] = frozenset()
+    operands: frozenset[int] = frozenset()
     only_for: Hashable = None
 
     def repeat(self, recorder: StatsRecorder) -> None:

@@ -972,6 +972,15 @@ def test_a_plan_that_costs_time_gives_way(slower, in_regions, cpu_clock):
     assert len(handle.plans) == before
 
 
+def test_a_plan_whose_steps_are_mostly_slow_gives_way():
+    """Its fastest steps are as fast as those that keep everything: a host that keeps up now and then."""
+    controller, handle = controller_of()
+    plain_s = controller.profile.plain_s
+    for k in range(60):
+        run(controller, handle, kept_s=plain_s, moved_s=plain_s * (1.0 if k % 3 == 0 else 1.1), count=1)
+    assert handle.plan.keeps_all
+
+
 def test_a_plan_as_fast_as_keeping_everything_stays():
     """A synchronous device: only the comparison says that the machine is slow."""
     controller, handle = controller_of()

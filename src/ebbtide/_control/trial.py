@@ -7,8 +7,9 @@ Note [Trials]
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
    that is expected. Measured peaks take half of what they show to be unnecessary: another plan has another error, so a
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
-3. Disturbances make steps slower and never faster: the median of the measured steps tells a wrong prediction, and the
-   fastest steps tell which of two plans is faster.
+3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster: a plan that keeps the host
+   busy has slow steps more often, and its fastest step says nothing of them. Some machines are slow now and then,
+   whatever the plan: median over fastest step, of the plan that keeps everything, is a difference that says nothing.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 """
 
@@ -35,7 +36,7 @@ class Thresholds:
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
     off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
-    slower: float = 0.01  # of the fallback's step: fastest steps repeat within a percent
+    slower: float = 0.01  # of the fallback's step: medians repeat within a percent
     target: float = 0.8  # of the largest slowdown: the time is approached from below as well
     device: float = 0.9  # of the device's memory: a fallback with a larger peak is not tried
     oom: float = 0.05  # of the planned bytes, left free after running out of memory

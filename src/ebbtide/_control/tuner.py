@@ -400,11 +400,11 @@ class PlanTuner:
             assert trial is not None
             self._compare_with_keeping(size, trial, may_correct)
             return
-        best = min(self._others(size), key=lambda each: each.seen.fastest_s, default=trial)
+        best = min(self._others(size), key=lambda each: each.seen.typical_s, default=trial)
         assert best is not None
         if trial is not None and trial.is_measured(limit_bytes):
-            slowest_s = best.seen.fastest_s * (1 + THRESHOLDS.slower)
-            best = trial if trial.seen.fastest_s <= slowest_s else best
+            slowest_s = best.seen.typical_s * (1 + THRESHOLDS.slower)
+            best = trial if trial.seen.typical_s <= slowest_s else best
         if best.is_fallback and size.fallback is not None and not size.has_run(size.fallback):
             # The fallback by what is known now, for more of the budget. Its peak and its time are to be seen.
             self._follow(size, Trial(size.fallback, is_fallback=True), "replaced, an earlier fallback was faster")
@@ -412,14 +412,16 @@ class PlanTuner:
             self._freeze(size, best)
 
     def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
-        """Without a budget: the last plan stays if its steps are not much slower than with everything kept."""
+        """Without a budget: the last plan stays if its steps are not much slower than with everything kept, as far as
+        the spread of the latter lets a difference be seen."""
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
         slow = next((each for each in ran if not each.is_fallback), trial)
-        slowdown = 0.0
+        slowdown = unresolved = 0.0
         if kept is not None and kept.is_measured(None) and self._may_keep_all:
-            slowdown = slow.seen.fastest_s / kept.seen.fastest_s - 1
-        if slowdown <= self._slowdown:
+            slowdown = slow.seen.typical_s / kept.seen.typical_s - 1
+            unresolved = kept.seen.typical_s / kept.seen.fastest_s - 1  # steps differ by as much, whatever the plan
+        if slowdown <= self._slowdown + unresolved:
             self._freeze(size, slow, "no other was faster")
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1

@@ -474,8 +474,11 @@ def test_a_plan_equal_to_its_fallback_is_compared_with_no_other(monkeypatch):
     step(controller)
     without_corrections(controller)
     plan = handle.plan
-    steps(controller, handle, 30, ratio=2.0)
-    assert handle.plan is plan
+    for _ in range(30):
+        handle.device.step_s = 2 * plan.predicted.step_s
+        step(controller)
+    assert handle.plan.regions == plan.regions
+    assert handle.plan.predicted.step_s == 2 * plan.predicted.step_s
     assert controller.tuner._size.trial.is_frozen
 
 

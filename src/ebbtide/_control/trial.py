@@ -88,6 +88,7 @@ class Trial:
 
     Attributes:
         plan: the plan.
+        predicted: what the planner has predicted.
         is_fallback: whether the plan is a fallback.
         is_as_measured: the step time of `plan.predicted` was measured.
         begun: forwards so far.
@@ -98,6 +99,7 @@ class Trial:
 
     def __init__(self, plan: Plan, *, is_fallback: bool = False, is_as_measured: bool = False) -> None:
         self.plan = plan
+        self.predicted = plan.predicted
         self.is_fallback = is_fallback
         self.is_as_measured = is_as_measured
         self.begun = 0
@@ -160,12 +162,12 @@ class Trial:
     @property
     def is_off(self) -> bool:
         """Whether the typical step deviates from the prediction."""
-        predicted_s = 0.0 if self.plan.predicted is None else self.plan.predicted.step_s
+        predicted_s = 0.0 if self.predicted is None else self.predicted.step_s
         return self.is_timed and predicted_s > 0 and abs(self.seen.typical_s / predicted_s - 1) > THRESHOLDS.off
 
     def compute_ratio(self, host_wait_s: float) -> float:
         """Measured over predicted time of compute, if the typical step waits for the CPU for `host_wait_s`."""
-        predicted, step_s = self.plan.predicted, self.seen.typical_s
+        predicted, step_s = self.predicted, self.seen.typical_s
         assert predicted is not None
         compute_s = step_s - self.seen.stall_s - host_wait_s
         if compute_s < THRESHOLDS.least_compute * step_s:
@@ -176,7 +178,7 @@ class Trial:
     @property
     def compute_scale(self) -> float:
         """Measured over predicted time of compute, by whole steps; 1 if unknown."""
-        predicted = self.plan.predicted
+        predicted = self.predicted
         if predicted is None or self.is_as_measured or not self.is_timed:
             return 1.0
         return self.compute_ratio(predicted.host_wait_s)

@@ -433,16 +433,21 @@ class PlanTuner:
             self._freeze(size, kept, "keeping everything was faster")
 
     def _freeze(self, size: BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
-        """Have `best` run for good."""
+        """Have `best` run for good. A plan whose steps are other than predicted carries their time from now on."""
         if best is size.trial:
             peak = f", peak {format_bytes(best.seen.peak_bytes)}" if best.seen.peak_bytes else ""
             _log.info("plan frozen: steps of %.1f ms%s", best.seen.typical_s * 1e3, peak)
+            if best.is_off:
+                best.plan = _as_measured(best.plan, best)
+                if size is self._size:
+                    self._apply()
         else:
             newest = size.fallback
             if best.is_fallback and newest is not None and run_alike(newest, best.plan):
                 best.plan = newest  # predicted by the profile of now
             else:
                 best.plan, best.is_as_measured = _as_measured(best.plan, best), True
+            best.predicted = best.plan.predicted
             self._follow(size, best, f"frozen, {why}")
         best.is_frozen = True
         size.tried = []

@@ -45,25 +45,24 @@ class RegionParameters:
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
         ]
         self._alive: list[Parameter] = []  # during a forward
+        self._identities: list[int] = []  # at entry, as the values
         self._at_entry = _Values([], [])
         self._plain: list[int] | None = None  # addresses of parameters known as plain
-        self._settled: list[int] | None = None  # addresses that a whole forward has left as they were
         self._is_steady: bool | None = None
 
     def enter(self) -> None:
         """The forward of the region begins."""
         # Subclasses may have no address.
         self._alive = [p for ref in self._known if (p := ref()) is not None and type(p) is Parameter]
-        self._at_entry = _values_of(self._alive)
+        self._identities, self._at_entry = list(map(id, self._alive)), _values_of(self._alive)
         if self._is_steady is None and self._is_measured:
             self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:
         """The forward of the region has ended."""
-        if self._is_steady is not False and self._at_entry.addresses != self._settled:
+        if self._is_steady is not False:
             values = _values_of(self._alive)
             self._is_steady = self._at_entry == values and self._are_plain(values)
-            self._settled = values.addresses if self._is_steady else None
         self._alive = []
 
     @property
@@ -73,9 +72,9 @@ class RegionParameters:
 
     def may_read(self, parameter: Parameter) -> bool:
         """Whether `parameter` is the region's, and unchanged since the begin of the forward."""
-        at = next((at for at, p in enumerate(self._alive) if p is parameter), None)
-        if at is None:
+        if id(parameter) not in self._identities:
             return False
+        at = self._identities.index(id(parameter))
         addresses, versions = self._at_entry
         return (addresses[at], versions[at]) == (parameter.data_ptr(), parameter._version)
 

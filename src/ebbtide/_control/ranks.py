@@ -1,4 +1,4 @@
-"""Agreement of ranks on one plan and on its corrections, and the refusal of pipelines, where ranks cannot agree.
+"""Agreement of ranks on one plan and on its corrections.
 
 Note [Ranks]
 ~~~~~~~~~~~~
@@ -11,9 +11,11 @@ Note [Ranks]
 3. An optimizer step ends a step, because ranks may run different numbers of forwards in a step. Without an optimizer of
    torch each forward counts as a step, and every rank must run the same number.
 4. Profiles of equal structure are merged by a reduction of their numbers. Ranks whose structures differ send theirs.
-
-A pipeline schedule with point-to-point communication never lets all ranks meet: a stage waits inside forward for the
-output of another stage. A budget for a stage is therefore an error before the first step (see Note [Ranks meet]).
+5. Each stage of a pipeline has a plan, for the blocks of stages differ. A stage waits in the middle of a step for the
+   output of another stage, so only the ranks of one stage meet, before the first forward of a step. A rank arrives when
+   its former step is over, whatever happens in the present step elsewhere: no two meetings wait for each other. In a
+   pipeline over all ranks of the job each rank plans alone; otherwise `process_group=` has to name the ranks of the
+   stage, and a budget without the name is an error before the first step.
 """
 
 import gc
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +34,8 @@ from ebbtide._errors import ConfigError
 from ebbtide._planner.simulate import with_host
 from ebbtide._profiling.merge_ranks import merged_by, slowest, structure_of
 from ebbtide._profiling.profile import Profile
-from ebbtide._utils.distributed import gather, group_size, largest
+from ebbtide._utils.distributed import Group, ThisRank, gather, group_size, largest
 from ebbtide._utils.torch_private import callers, modules_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 FIRST_MEETING = 4  # a warm-up, two measured steps, and the step that begins with the meeting
 
@@ -75,11 +74,11 @@ class Ranks:
     """The ranks that follow one plan, and the steps at which they meet.
 
     Args:
-        group: process group; None: all ranks of the job.
+        group: the ranks.
         what: what the ranks agree on, for messages.
     """
 
-    def __init__(self, group: "ProcessGroup | None", what: str) -> None:
+    def __init__(self, group: Group, what: str) -> None:
         self._group = group
         self._what = what
         self.step = 0
@@ -143,33 +142,54 @@ def agreed_profile(profiles: Sequence[Profile]) -> Profile:
     return with_host(merged, merged.host)
 
 
-def ranks_of(group: "ProcessGroup | None", what: str) -> Ranks | None:
+def ranks_of(group: Group, what: str) -> Ranks | None:
     """The ranks of `group`, to agree on `what`; None for a single rank."""
     return None if group_size(group) == 1 else Ranks(group, what)
 
 
-def refuse_pipeline(module: torch.nn.Module) -> None:
-    """Raise ConfigError if `module` is a pipeline stage of several ranks, or is called by a pipeline schedule."""
-    if group_size(None) > 1 and (_is_stage(module) or any(map(_is_schedule, callers()))):
-        raise ConfigError(
-            f"budget= or max_slowdown= for {type(module).__name__}, a stage of a pipeline: ranks would agree on one "
-            "plan, but ranks of a pipeline have different blocks, and wait for each other inside forward. Write "
-            "recipe= (such as 'recompute' or 'selective'), plan= or mode= for each stage"
-        )
+def group_of(module: torch.nn.Module, group: Group) -> Group:
+    """The ranks to agree on a plan for `module`, by `process_group=` of the user.
 
-
-def _is_stage(module: torch.nn.Module) -> bool:
-    """Whether a pipeline stage owns `module`, a part of `module` (as in DDP), or a parent.
-
-    A module has no reference to its stage. The search visits every object of the process, once for each handle.
+    Raises:
+        ConfigError: the module is a pipeline stage of unknown ranks, or beside another stage of the rank.
     """
+    if group_size(None) == 1:
+        return group
+    stages = _stages()
+    own = [stage for stage in stages if _has_part_in(stage.submod, module)]
+    if own and any(stage.stage_index != own[0].stage_index for stage in stages):
+        raise ConfigError(
+            f"budget= or max_slowdown= for {type(module).__name__}, one of several pipeline stages on this rank: a "
+            f"plan knows the memory of one stage alone. Instead {_WITHOUT_A_PLANNER}"
+        )
+    if group is not None:
+        return group
+    if own and own[0].group_size == group_size(None):
+        return ThisRank.ALONE
+    if own or any(map(_is_schedule, callers())):
+        raise ConfigError(
+            f"budget= or max_slowdown= for {type(module).__name__}, a stage of a pipeline: the ranks of the stage "
+            "agree on one plan, and other stages have others. Name them with process_group= (the ranks of data, "
+            f"sharded and tensor parallelism, or a group of this rank alone). Or: {_WITHOUT_A_PLANNER}"
+        )
+    return None
+
+
+_WITHOUT_A_PLANNER = "write recipe= (such as 'recompute' or 'selective'), plan= or mode= for each stage"
+
+
+def _stages() -> list[Any]:
+    """The pipeline stages of this process. A module has no reference to its stage: the search visits every object."""
     stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None:
-        return False
-    inside = set(modules_of(module))
-    found = (each for each in gc.get_objects() if stages._PipelineStageBase in type(each).__mro__)
-    owned = (each.submod for each in found if isinstance(getattr(each, "submod", None), torch.nn.Module))
-    return any(submod in inside or module in modules_of(submod) for submod in owned)
+        return []
+    found = [each for each in gc.get_objects() if stages._PipelineStageBase in type(each).__mro__]
+    return [each for each in found if isinstance(getattr(each, "submod", None), torch.nn.Module)]
+
+
+def _has_part_in(submod: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether the modules are equal, or one a part of the other (as in DDP)."""
+    return submod in modules_of(module) or module in modules_of(submod)
 
 
 def _is_schedule(caller: tuple[str, str]) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ebbtide._config import Budget, as_names
 from ebbtide._control.controller import PlanController
-from ebbtide._control.ranks import ranks_of, refuse_pipeline
+from ebbtide._control.ranks import group_of, ranks_of
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
 from ebbtide._model.recipe_probe import probe_recipes
@@ -66,8 +66,8 @@ class Planning:
         attachment, goal, group = self.attachment, self.goal, self.process_group
         module = attachment.module
         if goal.may_recompute:
-            refuse_pipeline(module)
-            self.may_be_stage = True
+            group = group_of(module, group)
+            self.may_be_stage = group is None
         named = names_of(module, find_named(module, as_names("regions", self.regions), "regions"))
         regions = named or {**attachment.blocks, **attachment.norm}
         if not regions:
@@ -121,11 +121,11 @@ class Planning:
         """Set the plan of the forward about to begin. Returns a recorder, and whether to verify the forward."""
         is_measuring = counts_steps = False
         try:
-            if self.may_be_stage:
-                refuse_pipeline(self.attachment.module)
-                self.may_be_stage = False
-            if self.may_have_peers and group_size(None) > 1:
-                self.start()  # the process group was made after `offload`: all ranks come by in the same forward
+            # The stage or the process group may have been made after `offload`: all ranks come by in the same forward.
+            is_stage = self.may_be_stage and group_of(self.attachment.module, None) is not None
+            if is_stage or (self.may_have_peers and group_size(None) > 1):
+                self.start()
+            self.may_be_stage = False
             assert self.controller is not None
             recorder = self.controller.step_begins(tokens, verifies)
             is_measuring, counts_steps = self.controller.is_measuring, self.controller.counts_steps

@@ -13,7 +13,7 @@ from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning
 from ebbtide._profiling.profile import OtherVersionError, Profile
 from ebbtide._types import StoreFactory
 from ebbtide._utils import env
-from ebbtide._utils.distributed import Value, gather, is_first
+from ebbtide._utils.distributed import Group, Value, gather, is_first
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Profiles:
         made_for: circumstances that a profile in a file has to match.
         settings: returns the current settings that influence a profile, by name. A profile without a setting counts as
             measured under the same setting.
-        group: the ranks that share the file; None: all ranks of the job.
+        group: the ranks that share the file.
 
     Raises:
         ConfigError: `profile` is something else, or EBBTIDE_PROFILE is no path.
@@ -40,7 +40,7 @@ class Profiles:
     profile: Profile | str | Path | None
     made_for: Mapping[str, str]
     settings: Callable[[], Mapping[str, str]]
-    group: "torch.distributed.ProcessGroup | None"
+    group: Group
 
     def __post_init__(self) -> None:
         profile = self.profile

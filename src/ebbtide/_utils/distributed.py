@@ -8,10 +8,11 @@ Note [Ranks meet]
 2. Ranks meet before a forward, never inside a forward, and count steps of the optimizer (see Note [Ranks]).
 """
 
+import enum
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Value = TypeVar("Value")
+
+
+class ThisRank(enum.Enum):
+    """In place of a process group: this rank alone, in a job of several."""
+
+    ALONE = enum.auto()
+
+
+Group: TypeAlias = "ProcessGroup | ThisRank | None"
+"""Ranks; None: all ranks of the job."""
 
 _WARN_AFTER_S = 10.0  # ranks of a healthy job are rarely further apart
 
@@ -36,19 +47,19 @@ def check_group(group: object) -> None:
     )
 
 
-def gather(mine: Value, group: "ProcessGroup | None", what: str) -> list[Value]:
+def gather(mine: Value, group: Group, what: str) -> list[Value]:
     """Values of all ranks of `group`, in the order of ranks. Every rank has to call the function.
 
     Args:
         mine: value of this rank; has to be picklable.
-        group: process group; None: all ranks of the job.
+        group: the ranks.
         what: name of the exchange, for keys and messages.
 
     Raises:
         PlanError: a rank has not arrived within the timeout of `init_process_group`.
     """
     size = group_size(group)
-    if size == 1:
+    if size == 1 or group is ThisRank.ALONE:
         return [mine]
     _meet_all(group, what)
     found: list[Any] = [None] * size
@@ -56,13 +67,13 @@ def gather(mine: Value, group: "ProcessGroup | None", what: str) -> list[Value]:
     return found
 
 
-def largest(mine: Sequence[float], group: "ProcessGroup | None", what: str) -> list[float]:
+def largest(mine: Sequence[float], group: Group, what: str) -> list[float]:
     """The largest of each number over all ranks of `group`, by one reduction: a rank sends as many bytes in a job of a
     thousand ranks as in a job of two. Every rank has to call the function, with equally many numbers.
 
     The numbers are 64-bit floats: whole numbers up to 2**53 are exact. Arguments and errors as of `gather`.
     """
-    if group_size(group) == 1:
+    if group_size(group) == 1 or group is ThisRank.ALONE:
         return list(mine)
     _meet_all(group, what)
     found: Any = torch.tensor(mine, dtype=torch.float64, device=collective_device(group))
@@ -119,13 +130,13 @@ def _missing_text(missing: list[int], count: int, what: str, waited_s: float) ->
     )
 
 
-def is_first(group: "ProcessGroup | None") -> bool:
+def is_first(group: Group) -> bool:
     """Whether this rank is rank 0 of `group`."""
-    return not _is_distributed() or torch.distributed.get_rank(group) == 0
+    return group is ThisRank.ALONE or not _is_distributed() or torch.distributed.get_rank(group) == 0
 
 
-def group_size(group: "ProcessGroup | None") -> int:
-    return torch.distributed.get_world_size(group) if _is_distributed() else 1
+def group_size(group: Group) -> int:
+    return torch.distributed.get_world_size(group) if group is not ThisRank.ALONE and _is_distributed() else 1
 
 
 def _is_distributed() -> bool:

@@ -8,10 +8,10 @@ import torch
 from planner.workloads import GIB, layers, outside, profile
 
 from ebbtide._control.controller import PlanController
-from ebbtide._control.trial import THRESHOLDS
 from ebbtide._engine.context import HookContext, Limits
 from ebbtide._planner.simulate import with_host
 from ebbtide._planner.solve import answer
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._types import Memory
 
 LINK = profile().link

@@ -28,7 +28,8 @@ from ebbtide._control import tuner
 from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Condition, Ranks, Summary, agreed_profile
 from ebbtide._control.speed_scale import Speeds
-from ebbtide._control.trial import THRESHOLDS, Observation
+from ebbtide._control.trial import Observation
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.merge_ranks import structure_of
 from ebbtide._utils import distributed
 

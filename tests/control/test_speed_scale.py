@@ -47,7 +47,7 @@ def passed(step=STEP, plan=KEEPS, scale=(1.0, 1.0), own=(OWN, OWN), share=1.0, l
     return FinishedStep(launch_times, share, *late)
 
 
-def of_compute(one, step=STEP, plan=KEEPS, count=3):
+def of_compute(one, step=STEP, plan=KEEPS, count=4):
     scales = SpeedScales()
     for _ in range(count):
         scales.add_step(one)
@@ -89,8 +89,8 @@ def test_only_regions_queued_ahead_have_a_scale():
     assert of_compute(FinishedStep(launch_times, 1.0, 0.0, 0.0)) == pytest.approx((1.03, 1.03))
 
 
-def test_two_steps_have_no_scale():
-    assert of_compute(passed(scale=(1.05, 1.05)), count=2) is None
+def test_three_steps_have_no_scale():
+    assert of_compute(passed(scale=(1.05, 1.05)), count=3) is None
 
 
 def test_compute_that_always_waits_for_the_cpu_has_scale_one():
@@ -157,8 +157,8 @@ def cpu_scale(queued, step=None):
         ([(1.3, COUNT, False)] * 5, 1.0),  # blocked, maybe
         ([(0.7, COUNT, False)] * 5, 0.7),
         ([(1.3, COUNT, True)] * 2, 1.0),
-        ([(0.5, 3, True)] * 9 + [(1.2, COUNT, True)] * 3, 1.2),  # the first nine entered half of the regions
-        ([(1.1, COUNT, True)] * 3 + [(1.6, COUNT, True)] * 2, 1.1),
+        ([(0.5, 3, True)] * 9 + [(1.2, COUNT, True)] * 4, 1.2),  # the first nine entered half of the regions
+        ([(1.1, COUNT, True)] * 4 + [(1.6, COUNT, True)] * 2, 1.1),
     ],
 )
 def test_the_cpu_has_the_scale_of_most_forwards(queued, scale):
@@ -167,7 +167,7 @@ def test_the_cpu_has_the_scale_of_most_forwards(queued, scale):
 
 def test_another_plan_has_no_scale_yet():
     scales = SpeedScales()
-    for _ in range(3):
+    for _ in range(4):
         scales.add_step(passed(scale=(1.1, 1.1)))
     scales.clear()
     assert scales.of_compute(STEP, KEEPS) is None

@@ -6,7 +6,8 @@ import pytest
 from planner.workloads import GIB
 
 from ebbtide import Plan, Prediction, RegionPlan
-from ebbtide._control.trial import THRESHOLDS, Trial, TrialVerdict, first_margin, margin_after, verdict
+from ebbtide._control.trial import Trial, TrialVerdict, first_margin, margin_after, verdict
+from ebbtide._planner.thresholds import THRESHOLDS
 
 LIMIT = 10 * GIB
 

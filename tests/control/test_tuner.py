@@ -14,10 +14,10 @@ from planner.workloads import GIB, MS
 from ebbtide import EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Ranks
-from ebbtide._control.trial import THRESHOLDS
 from ebbtide._planner.options import option_for
 from ebbtide._planner.simulate import forward_launch_s, host_wait_s, options_of_plan, simulate, windows_within
 from ebbtide._planner.solve import Solver
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Host, HostTime
 from ebbtide._profiling.step_events import LaunchTimes, StepMonitor

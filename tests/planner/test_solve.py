@@ -19,7 +19,8 @@ from ebbtide._planner.groups import Grouping
 from ebbtide._planner.options import option_for, options_of
 from ebbtide._planner.search import leanest, placed
 from ebbtide._planner.simulate import least_budget, simulate, simulate_below, windows_within
-from ebbtide._planner.solve import MAX_SLOWDOWN, Solver
+from ebbtide._planner.solve import Solver
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import ExpensiveOp, Link, Profile, SavedTensor
 
@@ -271,7 +272,7 @@ def test_without_a_budget_it_moves_what_the_link_hides():
     predicted = plan.predicted
     assert plan.budget_bytes is None
     assert not any(planned.recipe.recomputes for planned in plan.regions.values())
-    assert predicted.step_s <= step.plain_s * (1 + MAX_SLOWDOWN)
+    assert predicted.step_s <= step.plain_s * (1 + THRESHOLDS.slower)
     assert 4.4 * GIB < predicted.moved_bytes < 5.2 * GIB
     everything = least_budget(step, uniform(step, Recipe("keep")))
     assert everything - predicted.peak_bytes > 4.4 * GIB
@@ -328,11 +329,11 @@ def _undisturbed(step):
 def test_without_a_budget_copies_slow_the_step_by_very_little(solver_a):
     """Compute loses some time to every copy. The sum bounds the bytes where the link does not."""
     predicted = solver_a.solve(None).predicted
-    assert 1.005 < predicted.step_s / solver_a.profile.plain_s <= 1 + MAX_SLOWDOWN
+    assert 1.005 < predicted.step_s / solver_a.profile.plain_s <= 1 + THRESHOLDS.slower
     slow = Solver(replace(solver_a.profile, link=replace(solver_a.profile.link, interference=0.06)))
     fewer = slow.solve(None).predicted
     assert 0 < fewer.moved_bytes < predicted.moved_bytes
-    assert fewer.step_s / slow.profile.plain_s <= 1 + MAX_SLOWDOWN
+    assert fewer.step_s / slow.profile.plain_s <= 1 + THRESHOLDS.slower
 
 
 def test_without_a_budget_a_slow_link_moves_nothing():
@@ -354,7 +355,7 @@ def test_without_a_budget_nothing_gets_worse(step):
     predicted = Solver(step).solve(None).predicted
     kept = uniform(step, Recipe("keep"))
     assert predicted.peak_bytes <= least_budget(step, kept)
-    assert predicted.step_s <= Solver(step).keeping_all().predicted.step_s * (1 + MAX_SLOWDOWN) + EXACT
+    assert predicted.step_s <= Solver(step).keeping_all().predicted.step_s * (1 + THRESHOLDS.slower) + EXACT
 
 
 @given(profiles(most_regions=4))

@@ -4,12 +4,11 @@ import dataclasses
 import math
 
 from ebbtide._control.speed_scale import SpeedScales
-from ebbtide._control.trial import THRESHOLDS, Trial
+from ebbtide._control.trial import Trial
 from ebbtide._planner.solve import Answer
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
-
-_BUCKETS_PER_OCTAVE = 8
 
 
 @dataclasses.dataclass
@@ -75,5 +74,5 @@ def run_alike(one: Plan, other: Plan) -> bool:
 
 def bucket_of(tokens: int, measured: int = 1) -> int:
     """The smallest bucket of at least `tokens`. An octave has eight buckets, counted from `measured`."""
-    steps = math.log2(tokens / measured) * _BUCKETS_PER_OCTAVE
-    return round(measured * 2 ** (math.ceil(steps - 1e-9) / _BUCKETS_PER_OCTAVE))
+    steps = math.log2(tokens / measured) * THRESHOLDS.buckets
+    return round(measured * 2 ** (math.ceil(steps - 1e-9) / THRESHOLDS.buckets))

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from ebbtide._control.batch_size import BatchSize
 from ebbtide._control.speed_scale import FinishedStep, LinkRates
-from ebbtide._control.trial import THRESHOLDS, Trial
+from ebbtide._control.trial import Trial
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._types import Device
 

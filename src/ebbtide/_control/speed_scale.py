@@ -24,18 +24,10 @@ from typing import NamedTuple
 from ebbtide._engine.stats import CopyTiming, StatsRecorder
 from ebbtide._planner import simulate
 from ebbtide._planner.options import Option
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Link, Profile
 from ebbtide._profiling.step_events import LaunchTimes, RegionEntry
-from ebbtide._utils.sizes import MIB
-
-_STEPS = 8
-_LEAST_STEPS = 3
-_CPU_STEPS = 32  # CPU speed fluctuates
-_LEAST_SHARE = 0.2  # of the time of all regions has to be compute alone
-_MOST_STALLED = 0.05  # of the time of all regions: stalls cannot be assigned to regions
-_LEAST_COPIED = 64 * MIB
-_SAME_RATE = 0.05
 
 
 class FinishedStep(NamedTuple):
@@ -91,8 +83,8 @@ class SpeedScales:
     """Time of compute and CPU in the last steps of one plan, over the time in the profile."""
 
     def __init__(self) -> None:
-        self._finished: deque[FinishedStep] = deque(maxlen=_STEPS)
-        self._forwards: deque[_ForwardLaunch] = deque(maxlen=_CPU_STEPS)
+        self._finished: deque[FinishedStep] = deque(maxlen=THRESHOLDS.remembered)
+        self._forwards: deque[_ForwardLaunch] = deque(maxlen=THRESHOLDS.remembered_forwards)
 
     def clear(self) -> None:
         """Forget all steps: the plan has changed."""
@@ -121,12 +113,12 @@ class SpeedScales:
         if known:
             return ComputeScale(*(known[0] if scale is None else scale for scale in scales))
         waited = sum(any(each is not None for each in samples) for samples in zip(*seen, strict=True))
-        return ComputeScale(1.0, 1.0) if waited >= _LEAST_STEPS and profile.host is not None else None
+        return ComputeScale(1.0, 1.0) if waited >= THRESHOLDS.measured_steps and profile.host is not None else None
 
     def of_cpu(self, profile: Profile, plan: Plan) -> float:
         """Scale of the CPU; 1 if unknown."""
         forwards = [each for each in self._forwards if each.regions == len(profile.regions)]
-        if profile.host is None or len(forwards) < _LEAST_STEPS:
+        if profile.host is None or len(forwards) < THRESHOLDS.measured_steps:
             return 1.0
         expected_s = max(simulate.forward_launch_s(profile, profile.host, plan), 1e-9)
         took = ((each.seconds / expected_s, each.is_cpu_bound) for each in forwards)
@@ -169,7 +161,7 @@ def _sample(step: FinishedStep, entries: Sequence[RegionEntry], expected: _Expec
         return None
     seconds = [step.launch_times.seconds_between(start, end) for start, end in pairwise(entries)]
     all_s = max(sum(seconds), 1e-9)
-    if stall_s > _MOST_STALLED * all_s:
+    if stall_s > THRESHOLDS.off * all_s:  # stalls cannot be assigned to regions
         return None
     was_ahead = [end.was_queued_ahead for end in entries[1:]]
     ahead_s = sum(compress(seconds, was_ahead))
@@ -193,8 +185,8 @@ def _merged(expected: _Expected, entered: Sequence[str]) -> list[float] | None:
 
 
 def _median(samples: Sequence[_Sample | None]) -> float | None:
-    own = [each.scale for each in samples if each is not None and each.share >= _LEAST_SHARE]
-    return statistics.median(own) if len(own) >= _LEAST_STEPS else None
+    own = [each.scale for each in samples if each is not None and each.share >= THRESHOLDS.least_compute]
+    return statistics.median(own) if len(own) >= THRESHOLDS.measured_steps else None
 
 
 class LinkRates:
@@ -234,7 +226,7 @@ class LinkRates:
 
 def _ratio_since(now: CopyTiming, before: CopyTiming, known: float) -> float:
     nbytes, seconds = now.nbytes - before.nbytes, now.seconds - before.seconds
-    if nbytes < _LEAST_COPIED or seconds <= 0:
+    if nbytes < THRESHOLDS.least_copied_bytes or seconds <= 0:
         return 1.0
     ratio = nbytes / seconds / known
-    return 1.0 if abs(ratio - 1) < _SAME_RATE else ratio
+    return 1.0 if abs(ratio - 1) < THRESHOLDS.off else ratio

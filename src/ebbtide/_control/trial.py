@@ -16,39 +16,10 @@ Note [Trials]
 import enum
 import math
 import statistics
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """All constants of corrections, with reasons."""
-
-    learning_steps: int = 2  # until the engine's timetable knows the order
-    measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
-    longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
-    corrections: int = 2  # law 13
-    margin: float = 0.1  # of the budget above the memory from before the step: errors of most first plans
-    kept_margin: float = 0.5  # of what a measured peak shows to be unnecessary: plans of another kind err otherwise
-    baseline_steps: int = 2  # timed steps of a plan to compare with, where solving leaves time for few
-    error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
-    room: float = 0.02  # of the budget: less is not worth a correction
-    off: float = 0.05  # of a step: a smaller error of a prediction changes no plan
-    slower: float = 0.01  # of the fallback's step: medians repeat within a percent
-    target: float = 0.8  # of the largest slowdown: the time is approached from below as well
-    device: float = 0.9  # of the device's memory: a fallback with a larger peak is not tried
-    oom: float = 0.05  # of the planned bytes, left free after running out of memory
-    remembered: int = 8  # steps of a plan in force, for what the handle reports
-    furthest: float = 5.0  # largest change of a refit: beyond, the steps are of something else
-    least_compute: float = 0.2  # of a step that only waits compute cannot be judged
-    look_every: int = 16  # forwards between two looks at the device's peak
-    meet_every: int = 4  # steps between two meetings of ranks, while plans are on trial: a solver works for seconds
-    rarest: int = 256  # steps between two meetings of ranks with a frozen plan, at most: each one waits for the device
-
-
-THRESHOLDS = Thresholds()
 
 
 class TrialVerdict(enum.Enum):

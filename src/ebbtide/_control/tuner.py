@@ -38,7 +38,6 @@ from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
 from ebbtide._control.speed_scale import ComputeScale, LinkRates, Speeds
 from ebbtide._control.trial import (
-    THRESHOLDS,
     Observation,
     Trial,
     TrialVerdict,
@@ -53,7 +52,8 @@ from ebbtide._errors import EbbtideWarning, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
 from ebbtide._planner.process import solve_elsewhere, solve_here
-from ebbtide._planner.solve import MAX_SLOWDOWN, Answer, Question
+from ebbtide._planner.solve import Answer, Question
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import StepMonitor
@@ -61,9 +61,6 @@ from ebbtide._utils.logs import logger_of
 from ebbtide._utils.sizes import format_bytes
 
 _log = logger_of(__name__)
-
-_WAITS_FOR_CPU = 0.01  # of a step: the real waiting time is unknown
-_UNMEASURED = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention
 
 
 class PlanTarget(Protocol):
@@ -127,7 +124,7 @@ class PlanTuner:
         self._budget = budget
         self._waits = waits
         self._only_moves = max_slowdown is None
-        self._max_slowdown = MAX_SLOWDOWN if max_slowdown is None else max_slowdown
+        self._max_slowdown = THRESHOLDS.slower if max_slowdown is None else max_slowdown
         self._first = first
         self._replans_on_oom = replans_on_oom
         self._ranks = ranks
@@ -492,7 +489,9 @@ class PlanTuner:
         size, limit_bytes = wanting[0], self.limit_bytes
         profile = size.profile.scaled(size.tokens)
         if limit_bytes is None and size.tokens != self._measured_tokens:
-            profile = dataclasses.replace(profile, link=profile.link.times(_UNMEASURED, _UNMEASURED))
+            profile = dataclasses.replace(
+                profile, link=profile.link.times(THRESHOLDS.unmeasured, THRESHOLDS.unmeasured)
+            )
         budget_bytes = None if limit_bytes is None else limit_bytes - size.margin_bytes
         # Once training is under way by a plan, an error would stop it: the smallest plan follows instead.
         must_fit = size.tokens == self._measured_tokens and not size.is_used
@@ -740,7 +739,9 @@ def _as_measured(plan: Plan, trial: Trial) -> Plan:
 
 
 def _waits_for_cpu(plan: Plan) -> bool:
-    return plan.predicted is not None and plan.predicted.host_wait_s > _WAITS_FOR_CPU * plan.predicted.step_s
+    return (
+        plan.predicted is not None and plan.predicted.host_wait_s > THRESHOLDS.slower * plan.predicted.step_s
+    )  # the real waiting time is unknown
 
 
 def _took(trial: Trial) -> str:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide._planner.options import Option, option_for, options_of
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Profile, RegionProfile
-
-_ALIKE_BYTES = 0.02
-_ALIKE_SECONDS = 0.2  # equal work, measured once
 
 Choices = tuple[int, ...]
 """Per unit, the index of a recipe."""
@@ -109,8 +107,8 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
     times = ((one.forward_s, other.forward_s), (one.backward_s, other.backward_s), (one.recompute_s, other.recompute_s))
     return (
         _shape(one) == _shape(other)
-        and all(_near(a, b, _ALIKE_BYTES) for a, b in zip(_sizes(one), _sizes(other), strict=True))
-        and all(_near(a, b, _ALIKE_SECONDS) for a, b in times)
+        and all(_near(a, b, THRESHOLDS.alike_bytes) for a, b in zip(_sizes(one), _sizes(other), strict=True))
+        and all(_near(a, b, THRESHOLDS.alike_seconds) for a, b in times)
     )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import OP_CLASSES, Recipe
 from ebbtide._profiling.profile import ExpensiveOp, Host, HostTime, RegionProfile, SavedTensor
 from ebbtide._utils.sizes import format_bytes
@@ -64,7 +65,6 @@ class Option:
 
 
 _MARKS = tuple(step / 8 for step in range(1, 8))
-_DERIVE_STEPS = 6  # recipes that derive little to all
 
 
 def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
@@ -84,7 +84,8 @@ def _derived(region: RegionProfile) -> Iterator[list[SavedTensor]]:
     derivable = [tensor for tensor in region.saved_tensors if tensor.derive_s > 0 and tensor.nbytes > 0]
     cheapest_first = sorted(derivable, key=lambda tensor: (tensor.derive_s / tensor.nbytes, tensor.index))
     total = sum(tensor.nbytes for tensor in cheapest_first)
-    marks = [total * step / _DERIVE_STEPS for step in range(_DERIVE_STEPS + 1)]
+    steps = THRESHOLDS.derive_steps
+    marks = [total * step / steps for step in range(steps + 1)]
     taken: list[SavedTensor] = []
     for tensor in cheapest_first:
         if sum(each.nbytes for each in taken) >= marks[0]:

@@ -22,13 +22,10 @@ from ebbtide._planner.groups import Grouping
 from ebbtide._planner.options import option_for
 from ebbtide._planner.search import Assignment, assignment_of, assignments_of
 from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_bytes, simulate_below, windows_within
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Cost, Plan, Prediction, Recipe, RegionPlan, ReleasePoint
 from ebbtide._profiling.profile import Profile
 
-MAX_SLOWDOWN = 0.01
-"""Largest slowdown of a plan without a goal, as a share of the step that keeps everything."""
-
-_WORTH_MOVING = 0.005  # share of the peak: a smaller gain is not worth the copies
 _FINE = 1e-3  # relative precision of the budget for a largest slowdown
 
 
@@ -121,7 +118,7 @@ class Solver:
         Args:
             budget_bytes: most device memory allocated at once, memory from before the step included.
             max_slowdown: without a budget, the largest slowdown as a share of the step that keeps everything. None:
-                MAX_SLOWDOWN, by moves alone.
+                THRESHOLDS.slower, by moves alone.
             only_moves: exclude recomputation. Default: only if neither is given.
 
         Raises:
@@ -130,7 +127,7 @@ class Solver:
         if only_moves is None:
             only_moves = budget_bytes is None and (max_slowdown is None or not self.profile.has_recomputation)
         if budget_bytes is None:
-            return self._least_peak(MAX_SLOWDOWN if max_slowdown is None else max_slowdown, only_moves)
+            return self._least_peak(THRESHOLDS.slower if max_slowdown is None else max_slowdown, only_moves)
         return _plan(self.profile, self._space(only_moves).fastest(budget_bytes), budget_bytes)
 
     def _least_peak(self, max_slowdown: float, only_moves: bool) -> Plan:
@@ -235,7 +232,7 @@ class _Space:
         """The fastest plan within about the smallest budget at which the step takes at most `most_s`, by bisection.
         None if that budget is hardly smaller than everything takes."""
         peak_bytes = self.all_kept.outcome.peak_bytes
-        best = self._fastest(int(peak_bytes * (1 - _WORTH_MOVING)), most_s)
+        best = self._fastest(int(peak_bytes * (1 - THRESHOLDS.worth_moving)), most_s)
         low = self.leanest.least_bytes
         while best is not None and best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
             middle = (low + best.outcome.peak_bytes) // 2

@@ -5,6 +5,7 @@ import fnmatch
 import functools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from benchmarks.measure import Step, one_step
 from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
 from benchmarks.zoo.models import ZOO, built
+from ebbtide._devices.accelerator import AcceleratorDevice
 from ebbtide._utils.sizes import GIB
 
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
@@ -122,10 +124,12 @@ def _rival(
 
 
 def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, **settings: object) -> dict[str, object]:
-    """Steps from `offload` on: time, peak over `act_bytes`, and how long the first steps hold training up."""
+    """Steps from `offload` on: time, peak over `act_bytes`, and how long the first steps hold training up, with pinning
+    apart: a process that has the memory already pins none."""
     handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **settings)
     try:
-        steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(FIRST + count)]
+        with _pinning() as pinned:
+            steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(FIRST + count)]
         predicted = handle.plan.predicted
     finally:
         handle.remove()
@@ -141,10 +145,31 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         "steps_over": sum(step.act_peak_bytes > act_bytes for step in steps),
         "most_over": _peak(steps) / max(1, act_bytes),
         "first_steps_cost_s": sum(step.step_ms - typical_ms for step in steps[:FIRST]) / 1e3,
+        "pinning_s": sum(seconds for seconds, _ in pinned),
+        "pinned_gib": sum(nbytes for _, nbytes in pinned) / GIB,
         "slowest_later": max(step.step_ms for step in steady) / typical_ms,
         "steps_ms": [round(step.step_ms, 1) for step in steps],
         "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],
     }
+
+
+@contextlib.contextmanager
+def _pinning() -> Iterator[list[tuple[float, int]]]:
+    """Seconds and bytes of each allocation of pinned memory inside."""
+    pinned: list[tuple[float, int]] = []
+    host_bytes = AcceleratorDevice.host_bytes
+
+    def timed(device: AcceleratorDevice, nbytes: int) -> torch.Tensor:
+        began_s = time.perf_counter()
+        memory = host_bytes(device, nbytes)
+        pinned.append((time.perf_counter() - began_s, nbytes))
+        return memory
+
+    AcceleratorDevice.host_bytes = timed
+    try:
+        yield pinned
+    finally:
+        AcceleratorDevice.host_bytes = host_bytes
 
 
 def _median(steps: Sequence[Step]) -> float:

@@ -398,8 +398,8 @@ then decompose differently). A bare tuple: every saved tensor needs one in forwa
 
 
 def _metadata_of(t: torch.Tensor) -> _Metadata:
-    node = t.grad_fn
-    return t.dtype, sizes_of(t), t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
+    node, sizes = t.grad_fn, sizes_of(t) if t.is_nested else t.shape
+    return t.dtype, sizes, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
 
 
 def _matches(recomputed: _Metadata, saved: _Metadata) -> bool:
@@ -452,6 +452,7 @@ class Recomputation:
         self._name = frame._name
         self._holders = frame._holders
         self._metadata = frame._metadata
+        self._downstream = frame._downstream
         self._read_downstream = frame._read_downstream
         self._evidence = frame._evidence
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
@@ -466,7 +467,7 @@ class Recomputation:
         self.count += 1
         holder = self._holders[number]() if number < len(self._holders) else None
         # Without a holder the held tensor may have been changed legally; reading it would raise ModifiedError.
-        held = None if holder is None else self._read_downstream(number)
+        held = self._read_downstream(number) if self._downstream and holder is not None else None
         t = t if held is None else held
         if type(t) is PrunedTensor:
             raise t.reads.refuse(f"a saved tensor of {self._name}")

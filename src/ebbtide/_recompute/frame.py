@@ -183,7 +183,7 @@ class Frame:
         else:
             self._downstream[holder.number] = packed
         self._holders.append(weakref.ref(holder))
-        self._metadata.append(_metadata_of(t))
+        self._metadata.append(_metadata_of(t, dispatch_modes() > 0))
         return holder
 
     def _learn(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
@@ -397,9 +397,9 @@ for leaves; a region's inputs are leaves in recomputation), and whether dispatch
 then decompose differently). A bare tuple: every saved tensor needs one in forward and in recomputation."""
 
 
-def _metadata_of(t: torch.Tensor) -> _Metadata:
+def _metadata_of(t: torch.Tensor, has_modes: bool) -> _Metadata:
     node, sizes = t.grad_fn, sizes_of(t) if t.is_nested else t.shape
-    return t.dtype, sizes, t.device, "" if node is None else type(node).__name__, dispatch_modes() > 0
+    return t.dtype, sizes, t.device, "" if node is None else type(node).__name__, has_modes
 
 
 def _matches(recomputed: _Metadata, saved: _Metadata) -> bool:
@@ -471,7 +471,8 @@ class Recomputation:
         t = t if held is None else held
         if type(t) is PrunedTensor:
             raise t.reads.refuse(f"a saved tensor of {self._name}")
-        alias = _alias(t)
+        has_modes = dispatch_modes() > 0
+        alias = _alias(t) if has_modes else t.detach()
         if self._evidence is not None and holder is not None and held is None:
             with numbering_paused():
                 self._evidence.compare(number, t)
@@ -479,7 +480,7 @@ class Recomputation:
             self.recorder.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)
         if number < len(self._holders):
-            metadata = _metadata_of(t)
+            metadata = _metadata_of(t, has_modes)
             if not _matches(metadata, self._metadata[number]):
                 raise self._mismatch(number, metadata)
             if holder is not None and holder.value is None:
@@ -548,10 +549,10 @@ def _read(packed: Any, hooks: SavedTensorHooks) -> torch.Tensor:
 
 
 def _alias(t: torch.Tensor) -> torch.Tensor:
-    if dispatch_modes() and type(t) is torch.Tensor:
-        with without_dispatch():  # a call of a mode costs as much as several operators
-            return t.detach()
-    return t.detach()
+    if type(t) is not torch.Tensor:
+        return t.detach()
+    with without_dispatch():  # a call of a mode costs as much as several operators
+        return t.detach()
 
 
 def _lacks_value(holder: Holder | None) -> bool:

@@ -108,7 +108,7 @@ def test_a_model_in_which_nothing_qualifies_rests_and_looks_now_and_then():
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")
-@pytest.mark.parametrize("change", ["larger batch", "unfrozen", "train", "min_bytes"])
+@pytest.mark.parametrize("change", ["larger batch", "other shape", "unfrozen", "train", "min_bytes"])
 def test_a_forward_that_may_qualify_does_not_rest(change):
     """The limit is above all tensors of the first forwards, and below some of a forward after the change."""
     model, twin = make(), make()
@@ -121,7 +121,7 @@ def test_a_forward_that_may_qualify_does_not_rest(change):
     assert same(step(model), step(twin))
     # Not if all small tensors together are larger than one that would move.
     assert model.layers[0].hooked[-1] == (change == "min_bytes")
-    x = torch.randn(512 if change == "larger batch" else 4, 8)
+    x = torch.randn({"larger batch": (512, 8), "other shape": (2, 2, 8)}.get(change, (4, 8)))
     for each in (model, twin):
         each.layers.requires_grad_(True)
         each.train()

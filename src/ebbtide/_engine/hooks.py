@@ -192,7 +192,7 @@ class SavedTensorHooks:
         `limits`: limits of the reading region. The forward may be in another region now.
         """
         context = self.region_call.context
-        if not context.recorder.stats.parcels.count:
+        if not tickets and not context.recorder.stats.parcels.count:
             return  # nothing has ever left
         with without_dispatch():
             for device in filter(context.serves, devices):

@@ -18,7 +18,7 @@ from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._errors import EbbtideWarning, ModuleError
-from ebbtide._model.batches import tokens_of
+from ebbtide._model.batches import sizes_in, tokens_of
 from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
@@ -199,7 +199,8 @@ class Attachment:
 
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
-        self.tokens = tokens_of(args, kwargs)
+        if self.controller is not None or not self._schedule.is_off:
+            self.tokens = tokens_of(args, kwargs)
         self._was_entered = True
         if env.is_disabled():
             self._sessions.stack.append(None)
@@ -225,7 +226,7 @@ class Attachment:
             if self.plan_step is not None:
                 recorder, verifies = self.plan_step(self.tokens, verifies)
         kept = self._kept
-        if recorder is None and kept is not None and top_pack_hook() is None and self._repeats(kept):
+        if recorder is None and kept is not None and top_pack_hook() is None and self._repeats(kept, args, kwargs):
             self._sessions.stack.append(kept)  # the whole model rests
             return
         for hook in self._all_hooks():
@@ -242,9 +243,8 @@ class Attachment:
         pushed = hooks.hooks()
         pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
-        session.tokens = self.tokens
         if not self.config.include and torch.is_grad_enabled() and self._moves is not self.plan:
-            hooks.kept = {}
+            hooks.kept, session.sizes = {}, sizes_in(args, kwargs)
         self._sessions.stack.append(session)
 
     def leave_root(self, is_complete: bool) -> None:
@@ -279,19 +279,19 @@ class Attachment:
         ):
             self._moves = plan
         elif hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
-            self._kept = Kept(plan, kept, only_for=self._conditions(session.tokens))
+            self._kept = Kept(plan, kept, only_for=self._conditions(session.sizes))
 
-    def _repeats(self, kept: Kept) -> bool:
+    def _repeats(self, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the forward that begins keeps what the forward of `kept` kept."""
         if kept.plan is not self.plan or kept.only_for is None:
             return kept.plan is self.plan
-        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(self.tokens)
+        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(sizes_in(args, kwargs))
 
-    def _conditions(self, tokens: int) -> Hashable:
+    def _conditions(self, sizes: tuple[Hashable, ...]) -> Hashable:
         """What decides which tensors a forward saves, and of which sizes, unless the values of tensors do."""
         owners = modules_of(self.module)
         trained = [p.requires_grad for owner in owners for p in owner._parameters.values() if p is not None]
-        return tokens, self.module.training, tuple(trained), self._placement.storages()
+        return sizes, self.module.training, tuple(trained), self._placement.storages()
 
     @contextlib.contextmanager
     def recomputation(

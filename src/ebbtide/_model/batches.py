@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,11 @@ _SCALARS = (int, float, str, bytes, type(None))
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Size of a batch: the number of elements of the largest tensor among the arguments; 0 without a tensor."""
     return max((t.numel() for t in first_tensors((*args, *kwargs.values()))), default=0)
+
+
+def sizes_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """Sizes of the tensors among the arguments."""
+    return tuple(t.numel() if t.is_nested else t.shape for t in first_tensors((*args, *kwargs.values())))
 
 
 def first_tensors(values: Iterable[Any], most_values: int = 1024, most_each: int = 256) -> Iterator[torch.Tensor]:

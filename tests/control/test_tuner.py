@@ -984,6 +984,14 @@ def test_a_plan_whose_steps_are_mostly_slow_gives_way():
     assert handle.plan.keeps_all
 
 
+def test_a_plan_that_is_always_slow_gives_way_on_a_machine_that_is_slow_now_and_then():
+    controller, handle = controller_of()
+    plain_s = controller.profile.plain_s
+    for k in range(60):
+        run(controller, handle, kept_s=plain_s * (1.0, 1.5)[k % 2], moved_s=plain_s * 1.4, count=1)
+    assert handle.plan.keeps_all
+
+
 def test_a_plan_as_fast_as_keeping_everything_stays():
     """A synchronous device: only the comparison says that the machine is slow."""
     controller, handle = controller_of()

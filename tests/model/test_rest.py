@@ -108,13 +108,14 @@ def test_a_model_in_which_nothing_qualifies_rests_and_looks_now_and_then():
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")
-@pytest.mark.parametrize("change", ["larger batch", "other shape", "unfrozen", "train", "min_bytes"])
+@pytest.mark.parametrize("change", ["larger batch", "other shape", "unfrozen", "train", "train a part", "min_bytes"])
 def test_a_forward_that_may_qualify_does_not_rest(change):
     """The limit is above all tensors of the first forwards, and below some of a forward after the change."""
     model, twin = make(), make()
     for each in (model, twin):
         each.layers.requires_grad_(change != "unfrozen")
         each.train(change != "train")
+        each.layers[0].train(change != "train a part")
     limit = 4 * 8 * 4 if change == "min_bytes" else 4096
     handle = ebbtide.offload(model, mode="all", min_bytes=limit)
     assert same(step(model), step(twin))
@@ -128,6 +129,21 @@ def test_a_forward_that_may_qualify_does_not_rest(change):
         each(x).backward()
     assert model.layers[0].hooked[-1]
     assert (handle.stats().parcels.count > 0) == (change in ("larger batch", "min_bytes"))
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+def test_a_frozen_model_moves_for_an_input_that_needs_a_gradient():
+    """A perceptual loss: the same model on a target, of which autograd saves nothing, and on a prediction."""
+    model = make().requires_grad_(False)
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    moved = []
+    for seed in range(4):
+        before = handle.stats().parcels.count
+        target = model(torch.ones(4, 8))
+        (model(torch.full((4, 8), 0.5 * seed, requires_grad=True)) - target).square().backward()
+        moved.append(handle.stats().parcels.count - before)
+    assert moved[0] > 0
+    assert len(set(moved)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")

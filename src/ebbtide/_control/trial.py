@@ -9,7 +9,8 @@ Note [Trials]
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster: a plan that keeps the host
    busy has slow steps more often, and its fastest step says nothing of them. Some machines are slow now and then,
-   whatever the plan: median over fastest step, of the plan that keeps everything, is a difference that says nothing.
+   whatever the plan: if the fastest steps of two plans are alike, median over fastest step of the plan that keeps
+   everything is a difference that says nothing.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 """
 

@@ -414,11 +414,15 @@ class PlanTuner:
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
         slow = next((each for each in ran if not each.is_fallback), trial)
-        slowdown = unresolved = 0.0
+        most = 1 + self._slowdown
+        slowdown, is_as_fast = 0.0, True
         if kept is not None and kept.is_measured(None) and self._may_keep_all:
-            slowdown = slow.seen.typical_s / kept.seen.typical_s - 1
-            unresolved = kept.seen.typical_s / kept.seen.fastest_s - 1  # steps differ by as much, whatever the plan
-        if slowdown <= self._slowdown + unresolved:
+            own, other = slow.seen, kept.seen
+            slowdown = own.typical_s / other.typical_s - 1
+            # Steps of some machines differ, whatever the plan. The fastest then tell whether the plan is a cause.
+            unresolved = other.typical_s / other.fastest_s - 1 if own.fastest_s <= other.fastest_s * most else 0.0
+            is_as_fast = slowdown <= self._slowdown + unresolved
+        if is_as_fast:
             self._freeze(size, slow, "no other was faster")
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1

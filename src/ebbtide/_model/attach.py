@@ -18,7 +18,7 @@ from ebbtide._engine.engine import Engine
 from ebbtide._engine.engines import Engines
 from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._errors import EbbtideWarning, ModuleError
-from ebbtide._model.batches import sizes_in, tokens_of
+from ebbtide._model.batches import likeness_of, tokens_of
 from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
@@ -244,7 +244,7 @@ class Attachment:
         pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
         if not self.config.include and torch.is_grad_enabled() and self._moves is not self.plan:
-            hooks.kept, session.sizes = {}, sizes_in(args, kwargs)
+            hooks.kept, session.likeness = {}, likeness_of(args, kwargs)
         self._sessions.stack.append(session)
 
     def leave_root(self, is_complete: bool) -> None:
@@ -278,20 +278,21 @@ class Attachment:
             r.recipe.recomputes or r.recipe.derives or r.recipe.sites for r in plan.regions.values()
         ):
             self._moves = plan
-        elif hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
-            self._kept = Kept(plan, kept, only_for=self._conditions(session.sizes))
+        elif kept and hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
+            self._kept = Kept(plan, kept, only_for=self._conditions(session.likeness))
 
     def _repeats(self, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the forward that begins keeps what the forward of `kept` kept."""
         if kept.plan is not self.plan or kept.only_for is None:
             return kept.plan is self.plan
-        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(sizes_in(args, kwargs))
+        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(likeness_of(args, kwargs))
 
-    def _conditions(self, sizes: tuple[Hashable, ...]) -> Hashable:
+    def _conditions(self, likeness: tuple[Hashable, ...]) -> Hashable:
         """What decides which tensors a forward saves, and of which sizes, unless the values of tensors do."""
         owners = modules_of(self.module)
         trained = [p.requires_grad for owner in owners for p in owner._parameters.values() if p is not None]
-        return sizes, self.module.training, tuple(trained), self._placement.storages()
+        modes = [owner.training for owner in owners]
+        return likeness, tuple(modes), tuple(trained), self._placement.storages()
 
     @contextlib.contextmanager
     def recomputation(

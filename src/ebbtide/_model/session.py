@@ -8,8 +8,9 @@ all.
 2. A region with another hooked module inside never rests, and neither does a module named by the user. A tensor without
    room may move tomorrow: only a plan decides.
 3. A model also rests if nothing qualified to move in a forward and nothing can qualify in the next: all tensors too
-   small together, outside of regions that keep, are smaller than one that would move, the arguments have the same
-   sizes, and the same parameters are trained. Sizes may depend on data, so one forward in sixteen looks again.
+   small together, outside of regions that keep, are smaller than one that would move, the arguments are alike, all
+   modules are in the same mode, and the same parameters are trained. Sizes may depend on data, so one forward in
+   sixteen looks again.
 4. Hooks of the user around ours would receive tensors saved at rest: under foreign hooks nothing rests. Hooks pushed
    inside a region and not yet popped at the region's end stay above ours.
 """
@@ -102,7 +103,7 @@ class Session:
         unable: fixed for the forward, because backward recomputes only the regions that forward has prepared.
         outputs_mode: keeps outputs of expensive operators at the current place of the forward.
         enclosing: the settings of the modules around, innermost last.
-        sizes: of the arguments, if later forwards may rest because of this one.
+        likeness: of the arguments, if later forwards may rest because of this one.
         packs_directly: `pack_hook` is the one of `hooks`, not of a recomputing region.
         is_paused: `pushed` is off: the forward is in a module that rests.
         is_recording: the forward of the root runs with grad on.
@@ -116,7 +117,7 @@ class Session:
     unable: UnableRegions = field(default_factory=dict[str, Unable])
     outputs_mode: SaveOutputsMode | None = None
     enclosing: list[Enclosing] = field(default_factory=list[Enclosing])
-    sizes: tuple[Hashable, ...] = ()
+    likeness: tuple[Hashable, ...] = ()
 
     def __post_init__(self) -> None:
         self.is_paused = False

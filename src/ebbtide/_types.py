@@ -169,11 +169,9 @@ class StepRecorder(Protocol):
 
     Attributes:
         sees_saved_tensors: every saved tensor has to pass, also of a region that keeps all.
-        sees_reads: wants to know of further reads.
     """
 
     sees_saved_tensors: bool
-    sees_reads: bool
 
     def entered(self, region: str) -> None:
         """Forward has entered a region."""

@@ -25,7 +25,7 @@ class StepObserver:
     """Monitors the steps of plans, and adds the figures of finished steps to the trials.
 
     The durations of steps are compared with predictions without waiting for a step, so several monitors are in flight.
-    Overlapping steps (two forwards, then backward) are not compared. Steps that are not timed take part in no figure.
+    Overlapping steps (two forwards, then backward) are not compared.
 
     Args:
         link_rates: tells the stalls.
@@ -36,7 +36,6 @@ class StepObserver:
         self._link_rates = link_rates
         self._in_flight: list[_PlannedStep] = []
         self._rests = False  # in the step before: no hook tells of its backward
-        self._was_timed = True  # the step before
         self._failed_allocations = 0 if device is None else device.failed_allocations()
 
     @property
@@ -49,16 +48,13 @@ class StepObserver:
         self._rests = True
 
     def step_begins(
-        self, device: Device, size: BatchSize, share: float, reads_peak: bool, is_timed: bool, is_verified: bool
+        self, device: Device, size: BatchSize, share: float, reads_peak: bool, is_verified: bool
     ) -> StepMonitor:
         """The monitor of a step by the plan of `size`. The duration of a verified step is ignored."""
         assert size.trial is not None
         self._rests = False
-        if is_timed and not self._was_timed:
-            self._link_rates.waited_s()  # of the steps before
-        self._was_timed = is_timed
-        monitor = StepMonitor(device, reads_peak, is_timed)
-        monitor.is_alone &= not is_verified
+        monitor = StepMonitor(device, reads_peak)
+        monitor.is_alone = not is_verified
         for each in self._in_flight:
             other = each.step.pending
             if other is not None:
@@ -91,8 +87,7 @@ class StepObserver:
                 monitor.reads_peak = False
                 observed.append(each.size)
             if monitor is not None and monitor.is_readable:
-                if monitor.is_timed:
-                    finished.append((each, monitor))
+                finished.append((each, monitor))
             elif monitor is not None or each.step.pending is not None:
                 left.append(each)  # all other graphs were dropped
         self._in_flight = left[-_MOST_IN_FLIGHT:]

@@ -235,17 +235,16 @@ class PlanTuner:
             other = "" if size.tokens == self._measured_tokens else f" for batches of {size.tokens} tokens"
             self._log_plan(f"plan in force{other}", trial.plan, size.answer.seconds)
         trial.begun += 1
-        is_timed = not trial.is_frozen or self._looks_soon(trial)
-        if trial.plan.keeps_all and not is_timed:
+        if trial.is_frozen and trial.plan.keeps_all and not self._looks_soon(trial):
             self._observer.rest()
             return None
         planned_tokens = size.tokens if self._ranks is None else self._own_tokens
         share = tokens / planned_tokens if tokens > 0 and planned_tokens > 0 else 1.0
         reads_peak = self.limit_bytes is not None and not trial.is_frozen
-        return self._observer.step_begins(engine.device, size, share, reads_peak, is_timed, is_verified)
+        return self._observer.step_begins(engine.device, size, share, reads_peak, is_verified)
 
     def _looks_soon(self, trial: Trial) -> bool:
-        """Whether the steps of a frozen plan are looked at now."""
+        """Whether memory is looked at before the next step."""
         return trial.begun % THRESHOLDS.look_every == 0 if self._ranks is None else self._ranks.meet_next
 
     def _decide(self, observed: Collection[BatchSize], condition: Condition) -> None:

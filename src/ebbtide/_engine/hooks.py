@@ -162,7 +162,7 @@ class SavedTensorHooks:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Autograd reads a saved tensor: bit for bit the packed tensor, on the current stream."""
         self._was_read = True
-        if self.step_recorder is not None and self.step_recorder.sees_reads:
+        if self.step_recorder is not None:
             self.step_recorder.read(_region_of(packed))
         if type(packed) is tuple:
             # Most reads: what `kept_tensor` does, without a call.

@@ -5,7 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
@@ -15,10 +15,8 @@ from ebbtide._utils.sizes import GIB, MIB, format_bytes
 _TIMINGS_IN_FLIGHT = 512
 _WEIGHTS = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER)
 
-# Reading two events costs as much as queueing a small copy: one copy per so many bytes is timed, and few between two
-# looks at the timings, which come once in a step.
+# Reading two events costs as much as queueing a small copy: one copy per so many bytes is timed.
 TIMED_EVERY_BYTES = 8 * MIB
-_TIMED_AT_ONCE = 16  # of a direction
 
 
 class StatsSource(Protocol):
@@ -200,9 +198,6 @@ _USES = ("parcels", "recomputed", "derived")  # counts that grow in a forward th
 _COUNTS = [f.name for f in fields(Stats) if f.type in (Count, CopyTiming)]
 
 
-_TimedCopy: TypeAlias = tuple[Device, StreamEvent, StreamEvent, StreamEvent, int]
-
-
 class StatsRecorder:
     """Collects the Stats of a HookContext.
 
@@ -213,7 +208,7 @@ class StatsRecorder:
         self.stats = Stats()
         self.listeners = Listeners()
         self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
-        self._copies: dict[bool, deque[_TimedCopy]] = {True: deque(), False: deque()}  # by is_out
+        self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
         self._untimed_bytes = 0
         self._draining = threading.Lock()
         self._before_first_step: Stats | None = None
@@ -330,9 +325,8 @@ class StatsRecorder:
             self._untimed_bytes += nbytes
             if self._untimed_bytes >= TIMED_EVERY_BYTES:
                 self._untimed_bytes = 0
-                copies = self._copies[is_out]
-                if last is not None and len(copies) < _TIMED_AT_ONCE:
-                    copies.append((device, ready, last, end, nbytes))
+                if last is not None:
+                    self._copies.append((device, ready, last, end, nbytes, is_out))
 
     def drain(self) -> None:
         """Read the timings that have passed, without waiting.
@@ -346,12 +340,10 @@ class StatsRecorder:
                     self.stats.stall_forward_s += seconds
                 else:
                     self.stats.stall_backward_s += seconds
-            for copies, sample in zip(
-                self._copies.values(), (self.stats.out_sample, self.stats.in_sample), strict=True
-            ):
-                while copies and _has_passed(copies[0][0], copies[0][3]):
-                    device, ready, last, end, nbytes = copies.popleft()
-                    sample.add(nbytes, min(device.seconds_between(ready, end), device.seconds_between(last, end)))
+            while self._copies and _has_passed(self._copies[0][0], self._copies[0][3]):
+                device, ready, last, end, nbytes, is_out = self._copies.popleft()
+                seconds = min(device.seconds_between(ready, end), device.seconds_between(last, end))
+                (self.stats.out_sample if is_out else self.stats.in_sample).add(nbytes, seconds)
 
 
 def _has_passed(device: Device, event: StreamEvent) -> bool:

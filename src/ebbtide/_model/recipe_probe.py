@@ -93,7 +93,7 @@ class _Model(torch.nn.Module):
 class _Clock(StepRecorder):
     """Seconds of forward, and of preparing for recomputation, of one step."""
 
-    sees_saved_tensors = sees_reads = False
+    sees_saved_tensors = False
 
     def __init__(self) -> None:
         self.forward_s = self.prepared_s = 0.0

@@ -21,7 +21,6 @@ class BackwardObserver(abc.ABC):
 
     def __init__(self) -> None:
         self.is_over = False
-        self.sees_reads = True
         self.on_end: Callable[[], None] | None = None
         self._is_awaited = False
 
@@ -133,25 +132,23 @@ class StepMonitor(BackwardObserver):
 
     Attributes:
         reads_peak: measure peak memory too, which resets the peak statistics of the device.
-        is_timed: record events. Otherwise the monitor only tells when backward has ended, and cannot read peaks.
-        is_alone: timed, and no other step overlapped. Set by the owner of the monitor.
+        is_alone: no other step overlapped. Set by the owner of the monitor.
         launch_times: None on a device that computes synchronously.
         peak_bytes: largest peak seen; 0 without `reads_peak`.
     """
 
-    def __init__(self, device: Device, reads_peak: bool, is_timed: bool = True) -> None:
+    def __init__(self, device: Device, reads_peak: bool) -> None:
         super().__init__()
         self.device = device
         self.reads_peak = reads_peak
-        self.is_timed = is_timed
         self.sees_saved_tensors = reads_peak and not device.tracks_peak  # the peak is the largest that was seen
-        self.is_alone = is_timed
-        self.launch_times = LaunchTimes(device) if device.is_async and is_timed else None
+        self.is_alone = True
+        self.launch_times = LaunchTimes(device) if device.is_async else None
         self.peak_bytes = 0
         self._region_read: str | None = None
         if reads_peak:
             device.reset_peak_stats()
-        self._began: StreamEvent = device.record(device.current_stream()) if is_timed else None
+        self._began = device.record(device.current_stream())
         self._ended: StreamEvent = None
 
     def forward_ended(self) -> None:
@@ -182,7 +179,6 @@ class StepMonitor(BackwardObserver):
             self._region_read = region
             self._backward_began()
             self._read_peak()
-            self.sees_reads = self.is_timed
             # Reads after the end of backward (a retained graph, or a partial backward) belong to no step.
             if self.launch_times is not None and region and not self.is_over:
                 self.launch_times.read(region)
@@ -195,13 +191,12 @@ class StepMonitor(BackwardObserver):
         return contextlib.nullcontext()
 
     def _conclude(self) -> None:
-        if self.is_timed:
-            self._ended = self.device.record(self.device.current_stream())
+        self._ended = self.device.record(self.device.current_stream())
         self._read_peak()
 
     @property
     def is_readable(self) -> bool:
-        return self.is_over and (not self.is_timed or self.device.is_done(self._ended))
+        return self.is_over and self.device.is_done(self._ended)
 
     def seconds(self) -> float:
         """Duration of the step, forward and backward, on the compute stream."""

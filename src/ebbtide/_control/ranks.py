@@ -183,6 +183,7 @@ def _stages() -> list[Any]:
     stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None:
         return []
+    gc.collect()  # stages of an earlier pipeline
     found = [each for each in gc.get_objects() if stages._PipelineStageBase in type(each).__mro__]
     return [each for each in found if isinstance(getattr(each, "submod", None), torch.nn.Module)]
 

@@ -60,7 +60,7 @@ class Trial:
 
     Attributes:
         plan: the plan.
-        predicted: what the planner has predicted.
+        predicted: what the planner has predicted for the trial; `plan` may carry the measured time by now.
         is_fallback: whether the plan is a fallback.
         is_as_measured: the step time of `plan.predicted` was measured.
         begun: forwards so far.

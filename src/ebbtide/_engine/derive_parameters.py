@@ -44,7 +44,6 @@ class RegionParameters:
         self._norms = [
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
         ]
-        self._alive: list[Parameter] = []  # during a forward
         self._identities: list[int] = []  # at entry, as the values
         self._at_entry = _Values([], [])
         self._plain: list[int] | None = None  # addresses of parameters known as plain
@@ -52,18 +51,16 @@ class RegionParameters:
 
     def enter(self) -> None:
         """The forward of the region begins."""
-        # Subclasses may have no address.
-        self._alive = [p for ref in self._known if (p := ref()) is not None and type(p) is Parameter]
-        self._identities, self._at_entry = list(map(id, self._alive)), _values_of(self._alive)
+        parameters = self._parameters()
+        self._identities, self._at_entry = list(map(id, parameters)), _values_of(parameters)
         if self._is_steady is None and self._is_measured:
             self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:
         """The forward of the region has ended."""
         if self._is_steady is not False:
-            values = _values_of(self._alive)
+            values = _values_of(self._parameters())
             self._is_steady = self._at_entry == values and self._are_plain(values)
-        self._alive = []
 
     @property
     def is_steady(self) -> bool:
@@ -82,6 +79,10 @@ class RegionParameters:
         """A norm with `weight`, or any norm without a weight; None if norms in question differ in their epsilon."""
         norms = [norm for ref in self._norms if (norm := ref()) is not None and _has_weight(norm, weight)]
         return norms[0] if len({norm.eps for norm in norms}) == 1 else None
+
+    def _parameters(self) -> list[Parameter]:
+        """Those still alive, without subclasses: these may have no address."""
+        return [p for ref in self._known if (p := ref()) is not None and type(p) is Parameter]
 
     def _are_plain(self, values: _Values) -> bool:
         """Whether all parameters are plain; looked up again only after a change of addresses."""

@@ -88,7 +88,8 @@ class Stats:
         host_bytes, host_reserved_bytes: bytes in the stores of the process, and memory or file space taken for them.
         host_captured_bytes: share of `host_bytes` that captured graphs keep for replays, until release_memory().
         budget_bytes: the user's budget; None without a budget.
-        predicted_step_s, predicted_peak_bytes: prediction of the current plan; None for a plan without a prediction.
+        predicted_step_s, predicted_peak_bytes: prediction of the current plan; None for a plan without a prediction. A
+            frozen plan whose steps were other than predicted has their median.
         measured_step_s: median of the last steps under the current plan; None without a planner or before any step.
         measured_peak_bytes: peak of a step under the current plan. Before any measured step, and without a budget:
             `torch.accelerator.max_memory_allocated()`. None on the CPU.

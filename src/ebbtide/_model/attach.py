@@ -66,6 +66,7 @@ class Attachment:
         self._placement = PlacementCache(module)
         self._schedule = Schedule(config.verify)
         self._kept: Kept | None = None
+        self._rested = 0  # forwards since `_kept`
         self._moves: Plan | None = None  # by which some forward has moved, derived or recomputed
         self.expensive_ops = functools.cache(ExpensiveOps)
         self._weight_storages: tuple[int, ...] | None = None
@@ -228,6 +229,7 @@ class Attachment:
         kept = self._kept
         if recorder is None and kept is not None and top_pack_hook() is None and self._repeats(kept, args, kwargs):
             self._sessions.stack.append(kept)  # the whole model rests
+            self._rested += 1
             return
         for hook in self._all_hooks():
             hook.wrap_compiled_call()  # a block may have been compiled after `offload`
@@ -253,7 +255,6 @@ class Attachment:
         session = stack.pop() if stack else None
         if isinstance(session, Kept) and is_complete and not stack and torch.is_grad_enabled():
             session.repeat(self.context.recorder)
-            self._forwards += 1
         if not isinstance(session, Session) or session is self.session():
             return
         if is_complete:
@@ -278,14 +279,14 @@ class Attachment:
             r.recipe.recomputes or r.recipe.derives or r.recipe.sites for r in plan.regions.values()
         ):
             self._moves = plan
-        elif kept and hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
-            self._kept = Kept(plan, kept, only_for=self._conditions(session.likeness))
+        elif kept and session.likeness and hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
+            self._kept, self._rested = Kept(plan, kept, only_for=self._conditions(session.likeness)), 0
 
     def _repeats(self, kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the forward that begins keeps what the forward of `kept` kept."""
         if kept.plan is not self.plan or kept.only_for is None:
             return kept.plan is self.plan
-        return self._forwards % _LOOK_EVERY > 0 and kept.only_for == self._conditions(likeness_of(args, kwargs))
+        return self._rested < _LOOK_EVERY and kept.only_for == self._conditions(likeness_of(args, kwargs))
 
     def _conditions(self, likeness: tuple[Hashable, ...]) -> Hashable:
         """What decides which tensors a forward saves, and of which sizes, unless the values of tensors do."""

@@ -17,10 +17,11 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def likeness_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """Sizes of the tensors among the arguments, whether they need gradients, and plain values passed directly."""
+    """Sizes of the tensors among the arguments, whether they need gradients, and plain values passed directly. Empty
+    without a tensor."""
     values = *args, *kwargs.values()
-    sizes = ((t.numel() if t.is_nested else t.shape, t.requires_grad) for t in first_tensors(values))
-    return *sizes, *(value for value in values if isinstance(value, _SCALARS))
+    sizes = [(t.numel() if t.is_nested else t.shape, t.requires_grad) for t in first_tensors(values)]
+    return (*sizes, *(value for value in values if isinstance(value, _SCALARS))) if sizes else ()
 
 
 def first_tensors(values: Iterable[Any], most_values: int = 1024, most_each: int = 256) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from ebbtide._profiling.files import Profiles, count_compiled, store_name
 from ebbtide._profiling.profile import Profile
 from ebbtide._recompute.provenance import AnyExpensiveOp
 from ebbtide._types import StepRecorder
-from ebbtide._utils.distributed import group_size
+from ebbtide._utils.distributed import ThisRank, group_size
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Planning:
         module = attachment.module
         if goal.may_recompute:
             group = group_of(module, group)
-            self.may_be_stage = group is None
+            self.may_be_stage = group is not ThisRank.ALONE
         named = names_of(module, find_named(module, as_names("regions", self.regions), "regions"))
         regions = named or {**attachment.blocks, **attachment.norm}
         if not regions:
@@ -122,7 +122,8 @@ class Planning:
         is_measuring = counts_steps = False
         try:
             # The stage or the process group may have been made after `offload`: all ranks come by in the same forward.
-            is_stage = self.may_be_stage and group_of(self.attachment.module, None) is not None
+            group = self.process_group
+            is_stage = self.may_be_stage and group_of(self.attachment.module, group) is not group
             if is_stage or (self.may_have_peers and group_size(None) > 1):
                 self.start()
             self.may_be_stage = False

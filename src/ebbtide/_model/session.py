@@ -9,8 +9,8 @@ all.
    room may move tomorrow: only a plan decides.
 3. A model also rests if nothing qualified to move in a forward and nothing can qualify in the next: all tensors too
    small together, outside of regions that keep, are smaller than one that would move, the arguments are alike, all
-   modules are in the same mode, and the same parameters are trained. Sizes may depend on data, so one forward in
-   sixteen looks again.
+   modules are in the same mode, and the same parameters are trained. Sizes may depend on data and on
+   attributes of the model, so one forward in seventeen looks again.
 4. Hooks of the user around ours would receive tensors saved at rest: under foreign hooks nothing rests. Hooks pushed
    inside a region and not yet popped at the region's end stay above ours.
 """

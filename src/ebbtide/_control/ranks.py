@@ -13,9 +13,10 @@ Note [Ranks]
 4. Profiles of equal structure are merged by a reduction of their numbers. Ranks whose structures differ send theirs.
 5. Each stage of a pipeline has a plan, for the blocks of stages differ. A stage waits in the middle of a step for the
    output of another stage, so only the ranks of one stage meet, before the first forward of a step. A rank arrives when
-   its former step is over, whatever happens in the present step elsewhere: no two meetings wait for each other. In a
-   pipeline over all ranks of the job each rank plans alone; otherwise `process_group=` has to name the ranks of the
-   stage, and a budget without the name is an error before the first step.
+   its former step is over, whatever happens in the present step elsewhere: no two meetings wait for each other. Until
+   an optimizer has stepped, forwards count, and a first meeting may come between the forwards of one step: shown for
+   GPipe and 1F1B only. In a pipeline over all ranks of the job each rank plans alone; otherwise `process_group=` has to
+   name the ranks of the stage, and a budget without the name is an error before the first step.
 """
 
 import gc

@@ -413,8 +413,7 @@ class PlanTuner:
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
         slow = next((each for each in ran if not each.is_fallback), trial)
-        most = 1 + self._slowdown
-        slowdown, is_as_fast = 0.0, True
+        most, slowdown, is_as_fast = 1 + self._slowdown, 0.0, True
         if kept is not None and kept.is_measured(None) and self._may_keep_all:
             own, other = slow.seen, kept.seen
             slowdown = own.typical_s / other.typical_s - 1
@@ -492,9 +491,8 @@ class PlanTuner:
         size, limit_bytes = wanting[0], self.limit_bytes
         profile = size.profile.scaled(size.tokens)
         if limit_bytes is None and size.tokens != self._measured_tokens:
-            profile = dataclasses.replace(
-                profile, link=profile.link.times(THRESHOLDS.unmeasured, THRESHOLDS.unmeasured)
-            )
+            link = profile.link.times(THRESHOLDS.unmeasured, THRESHOLDS.unmeasured)
+            profile = dataclasses.replace(profile, link=link)
         budget_bytes = None if limit_bytes is None else limit_bytes - size.margin_bytes
         # Once training is under way by a plan, an error would stop it: the smallest plan follows instead.
         must_fit = size.tokens == self._measured_tokens and not size.is_used
@@ -742,9 +740,8 @@ def _as_measured(plan: Plan, trial: Trial) -> Plan:
 
 
 def _waits_for_cpu(plan: Plan) -> bool:
-    return (
-        plan.predicted is not None and plan.predicted.host_wait_s > THRESHOLDS.slower * plan.predicted.step_s
-    )  # the real waiting time is unknown
+    """Whether compute waits for the CPU: for how long in reality is unknown."""
+    return plan.predicted is not None and plan.predicted.host_wait_s > THRESHOLDS.slower * plan.predicted.step_s
 
 
 def _took(trial: Trial) -> str:

@@ -275,9 +275,7 @@ class Attachment:
             return
         if plan.keeps_all:
             self._kept = Kept(plan, kept)
-        elif hooks.has_moved or any(
-            r.recipe.recomputes or r.recipe.derives or r.recipe.sites for r in plan.regions.values()
-        ):
+        elif hooks.has_moved or any(region.recipe.names_any for region in plan.regions.values()):
             self._moves = plan
         elif kept and session.likeness and hooks.small_bytes < self.config.min_bytes and kept.keys() <= NEVER_MOVE:
             self._kept, self._rested = Kept(plan, kept, only_for=self._conditions(session.likeness)), 0

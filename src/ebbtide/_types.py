@@ -188,8 +188,9 @@ class StepRecorder(Protocol):
     def read(self, region: str) -> None:
         """The unpack hook was called for a tensor saved in the region."""
 
-    def running(self, region: str) -> "AbstractContextManager[None]":
-        """Around the forward of a region that is recomputed, without the preparation for recomputing."""
+    def running(self, region: str) -> "AbstractContextManager[RecomputeRecorder | None]":
+        """Around the forward of a region that is recomputed, without the preparation for recomputing; yields a recorder
+        of its saved tensors, if there is any."""
         ...
 
     def recomputing(self, region: str) -> "AbstractContextManager[RecomputeRecorder | None]":

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from planner.workloads import GIB, layers, outside, profile
@@ -28,15 +27,8 @@ def remembered(question):
     return _ANSWERS[key]
 
 
-class ScriptedEvent(NamedTuple):
-    """Of the step that begins or ends here, or of a region within it."""
-
-    step_s: float
-    at_s: float
-
-
 class ScriptedDevice:
-    """A clock and an allocator that say what a test wants them to."""
+    """A clock and an allocator that say what a test wants them to. An event is the duration of its step."""
 
     supports_timing = True
     is_async = False
@@ -45,7 +37,6 @@ class ScriptedDevice:
 
     def __init__(self):
         self.step_s = 1.0
-        self.at_s = 0.0  # how far compute has come within the step
         self.is_behind = False
         self.allocated_bytes = 0
         self.peak_bytes = 0
@@ -56,7 +47,7 @@ class ScriptedDevice:
         return None
 
     def record(self, stream):
-        return ScriptedEvent(self.step_s, self.at_s)
+        return self.step_s
 
     def matches_capture(self):
         return True
@@ -65,7 +56,7 @@ class ScriptedDevice:
         return not self.is_behind
 
     def seconds_between(self, start, end):
-        return start.step_s if start.at_s == end.at_s == 0.0 else end.at_s - start.at_s
+        return start
 
     def memory(self):
         return Memory(self.allocated_bytes, self.peak_bytes)
@@ -131,7 +122,7 @@ class ScriptedHandle:
 def controller_of(budget_bytes=None, host=None, link=1.0, slower=1.0, device_bytes=None, starts=True, **settings):
     """A controller with a profile, and the handle."""
     measured = with_host(profile(*layers(6), outside=outside(after_s=0.001, peak_bytes=500_000_000)), host)
-    measured = replace(measured, link=measured.link.times(link, link)).refitted(slower, slower)
+    measured = replace(measured, link=measured.link.times(link, link)).at_speed(slower)
     measured = replace(measured, device_bytes=device_bytes)
     handle = ScriptedHandle()
     scope = handle.scope = HookContext(Limits(1, 1, 1), lambda _: True)

@@ -678,7 +678,7 @@ def test_ranks_plan_from_the_slowest_of_their_profiles():
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
     follow(model, 5)
     mine = handle.profile
-    slow = mine.refitted(2.0, 3.0)
+    slow = mine.at_speed(2.0)
     agreed = agreed_profile([mine, slow])
     assert agreed.plain_s == pytest.approx(slow.plain_s)
     assert agreed.regions[0].saved_tensors == slow.regions[0].saved_tensors

@@ -4,7 +4,6 @@ import contextlib
 import random
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from ebbtide import EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Ranks
 from ebbtide._planner.options import option_for
-from ebbtide._planner.simulate import forward_launch_s, host_wait_s, options_of_plan, simulate, windows_within
+from ebbtide._planner.simulate import simulate, windows_within, with_host
 from ebbtide._planner.solve import Solver
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Host, HostTime
-from ebbtide._profiling.step_events import LaunchTimes, StepMonitor
+from ebbtide._profiling.step_events import StepMonitor
 from ebbtide._types import Memory
 
 BUDGET = int(2.5 * GIB)
@@ -581,14 +580,6 @@ def test_few_copies_say_nothing_of_the_link():
     assert controller.profile.link == LINK
 
 
-@pytest.fixture
-def cpu_clock(monkeypatch):
-    """The host's, for a test to set: seconds."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("ebbtide._profiling.step_events.time.perf_counter", lambda: clock.now)
-    return clock
-
-
 def a_host(forward_ms=8.0):
     times = HostTime(forward_ms * MS, 10 * MS, 5 * MS, ops=10)
     small = {"frame_s": 1 * MS, "op_s": 0.1 * MS, "saved_output_s": 0.2 * MS, "moved_s": 0.1 * MS}
@@ -603,166 +594,30 @@ def a_host(forward_ms=8.0):
     )
 
 
-def queued_step(controller, handle, clock, launch_overhead_s, is_ahead, compute=1.0, stalls_s=0.0):
-    """A step whose regions took the host so long in forward.
-
-    Args:
-        is_ahead: of compute; in forward and backward as a pair.
-        compute: what it takes for a region by itself, times what the profile says; as a pair too.
-        stalls_s: what it waits for copies in backward.
-    """
-    device, profile = handle.device, controller.tuner._profile
-    in_forward, in_backward = is_ahead if isinstance(is_ahead, tuple) else (is_ahead, is_ahead)
-    forward, backward = compute if isinstance(compute, tuple) else (compute, compute)
-    monitor = controller.step_begins(1000)
-    if monitor is None:
-        return
-    options = options_of_plan(profile, handle.plan)
-    handle.waits(stalls_s)
-    device.is_behind = in_forward
-    for region in profile.regions:
-        monitor.entered(region.name)
-        clock.now += launch_overhead_s / 6
-        monitor.left(region.name)
-        device.at_s += forward * region.forward_s
-    monitor.forward_ended()
-    device.is_behind = in_backward
-    for region, option in zip(reversed(profile.regions), reversed(options), strict=True):
-        monitor.launch_times.read(region.name)
-        device.at_s += backward * (option.recompute_s + region.backward_s) + stalls_s / 5
-    device.is_behind, device.at_s = False, 0.0
-    monitor._end()
-
-
-def refitted(clock, host_ratio, is_ahead, compute=None, host=None):
-    """Profiles after and before a correction. CPU and compute took so many times the profiled time.
-
-    Without `compute` the CPU alone determines the time of the steps.
-    """
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=host or a_host())
-    handle.device.is_async = True
-    before, plan = controller.profile, handle.plan
-    predicted = plan.predicted
-    stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
-    if compute is None:
-        slow = replace(before, host=before.host.times(host_ratio))
-        slower_s = host_wait_s(slow, plan) - predicted.host_wait_s
-    else:
-        slower_s = (compute - 1) * (predicted.step_s - stalls_s - predicted.host_wait_s)
-    assert abs(slower_s) > 0.05 * predicted.step_s
-    handle.device.step_s = predicted.step_s + slower_s
-    launch_overhead_s = host_ratio * forward_launch_s(before, before.host, plan)
-    for _ in range(10):
-        queued_step(controller, handle, clock, launch_overhead_s, is_ahead, compute or 1.0, stalls_s)
-    assert len(handle.plans) == 2
-    return controller.profile, before
-
-
-def test_a_slow_cpu_is_refitted(cpu_clock):
-    after, before = refitted(cpu_clock, host_ratio=3.0, is_ahead=False)
-    assert after.plain_s == pytest.approx(before.plain_s)
-    assert after.host.regions[0].forward_s == pytest.approx(3 * before.host.regions[0].forward_s)
-    assert after.host.op_s == pytest.approx(3 * before.host.op_s)
-
-
-@pytest.mark.parametrize("host_ratio", [1.5, 2.0, 3.0, 5.0])
-def test_a_slow_cpu_is_predicted_from_then_on(host_ratio, cpu_clock):
-    """Of the plan that was followed, and of those that come of it."""
-    budget = int(2.0 * GIB)
-    controller, handle = controller_of(budget_bytes=budget, host=a_host())
-    handle.device.is_async = True
-    first = controller.profile
-
-    def true_steps(host, count):
-        true, seen = replace(first, host=host), []
-        for _ in range(count):
-            plan = handle.plan
-            outcome = step_by(true, plan, budget)
-            seen.append((plan, outcome.step_s))
-            handle.device.step_s = outcome.step_s
-            stalls_s = outcome.stall_forward_s + outcome.stall_backward_s
-            is_ahead = outcome.host_wait_s < 1e-6
-            launch_overhead_s = forward_launch_s(true, host, plan)
-            queued_step(controller, handle, cpu_clock, launch_overhead_s, is_ahead, stalls_s=stalls_s)
-        return seen
-
-    slow = first.host.times(host_ratio)
-    seen = true_steps(slow, 40)
-    assert controller.profile.plain_s == pytest.approx(first.plain_s, rel=0.02)
-    plan, took_s = seen[0]
-    assert step_by(controller.profile, plan, budget).step_s == pytest.approx(took_s, rel=0.02)
-    assert handle.plan.predicted.step_s == pytest.approx(seen[-1][1], rel=0.05)
-    assert len(handle.plans) <= 4  # the fallback is tried once
-
-
 def step_by(step, plan, budget_bytes=10**15):
     options = [option_for(each, plan.recipe_of(each.name) or Recipe("keep")) for each in step.regions]
     return simulate(step, options, windows_within(step, options, budget_bytes))
 
 
-def test_a_cpu_blocked_by_slow_compute_is_not_slow(cpu_clock):
-    """The device queues a limited number of kernels."""
-    after, before = refitted(cpu_clock, host_ratio=3.0, is_ahead=True, compute=1.4)
-    assert after.plain_s == pytest.approx(before.plain_s * 1.4, rel=0.01)
-    assert after.host.regions == before.host.regions
-
-
-@pytest.mark.parametrize("compute", [0.85, 1.2])
-@pytest.mark.parametrize("is_ahead", [(False, True), (True, False)])
-def test_regions_queued_ahead_give_the_speed_of_compute(is_ahead, compute, cpu_clock):
-    """Of one way there are enough; whatever is believed of what compute waits for in the other."""
-    host = a_host()
-    waits = replace(host, regions=tuple(replace(times, backward_s=40 * MS) for times in host.regions))
-    after, before = refitted(cpu_clock, host_ratio=1.0, is_ahead=is_ahead, compute=compute, host=waits)
-    assert after.plain_s == pytest.approx(before.plain_s * compute, rel=0.01)
-
-
-def test_time_that_neither_cpu_nor_regions_explain_counts_as_compute(cpu_clock):
-    """Compute keeps up with the CPU, and the CPU takes the profiled time: the rest is between regions, or in a hook.
-    Plans are corrected until the prediction fits, not as often as allowed."""
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host())
-    handle.device.is_async = True
-    before = controller.profile
-    true = before.refitted(2.5, 2.5)
-    for _ in range(60):
-        outcome = step_by(true, handle.plan)
+@pytest.mark.parametrize("forward_ms", [2.0, 12.0], ids=["host ahead", "host behind"])
+@pytest.mark.parametrize("slower", [0.8, 1.5, 2.5])
+def test_a_machine_at_another_speed_is_predicted_from_then_on(slower, forward_ms):
+    """The plan that was followed, and those that come of it. Plans are corrected until the prediction fits, not as
+    often as allowed."""
+    budget = int(2.0 * GIB)
+    controller, handle = controller_of(budget_bytes=budget, host=a_host(forward_ms))
+    first, plan = controller.profile, handle.plan
+    true = with_host(first.at_speed(slower), first.at_speed(slower).host)
+    for _ in range(40):
+        outcome = step_by(true, handle.plan, budget)
         handle.device.step_s = outcome.step_s
-        launch_overhead_s = forward_launch_s(before, before.host, handle.plan)
-        queued_step(controller, handle, cpu_clock, launch_overhead_s, is_ahead=False)
+        handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+        step(controller)
+    assert step_by(controller.profile, plan, budget).step_s == pytest.approx(
+        step_by(true, plan, budget).step_s, rel=0.02
+    )
     assert handle.plan.predicted.step_s == pytest.approx(outcome.step_s, rel=0.05)
-
-
-def test_a_cpu_faster_than_profiled_is_ahead(cpu_clock):
-    after, before = refitted(cpu_clock, host_ratio=0.5, is_ahead=True, compute=1.4)
-    assert after.host.regions[0].forward_s == pytest.approx(before.host.regions[0].forward_s / 2)
-
-
-def test_a_captured_part_is_not_recorded():
-    device = ScriptedDevice()
-    device.matches_capture = lambda: False
-    device.is_done = lambda event: pytest.fail("asked")
-    device.record = lambda stream: pytest.fail("recorded")
-    launch_times = LaunchTimes(device)
-    for _ in range(3):
-        launch_times.entered("a")
-        launch_times.left()
-        launch_times.read("a")
-    assert not launch_times.is_cpu_bound
-
-
-def test_reads_after_the_end_of_backward_belong_to_no_step(monkeypatch):
-    """A retained graph runs backward twice, or in parts."""
-    monkeypatch.setattr("ebbtide._profiling.step_events.graph_task_id", lambda: 1)
-    monkeypatch.setattr("ebbtide._profiling.step_events.at_end_of_backward", lambda callback: None)
-    device = ScriptedDevice()
-    device.is_async = True
-    monitor = StepMonitor(device, reads_peak=False)
-    for region in ("b", "b", "", "a"):
-        monitor.read(region)
-    monitor._end()
-    for region in ("b", "a"):
-        monitor.read(region)
-    assert [point.region for point in monitor.launch_times.backward] == ["b", "a"]
+    assert len(handle.plans) <= 4  # the fallback is tried once
 
 
 @pytest.mark.parametrize("remembers", [True, False])
@@ -784,11 +639,11 @@ def test_peaks_are_read_as_often_as_needed(remembers, monkeypatch):
     assert monitor.peak_bytes == 7
 
 
-# -- the speed of compute ----------------------------------------------------------------------------------------------
+# -- the speed of a step -----------------------------------------------------------------------------------------------
 
 
 def speed_by(controller, handle, ratio, count=8):
-    """Change of the profiled compute time, after steps in which compute takes `ratio` times the predicted time."""
+    """Change of the profiled time of compute, after steps that take `ratio` times the predicted time."""
     before, predicted = controller.profile.plain_s, handle.plan.predicted
     waits_s = predicted.stall_forward_s + predicted.stall_backward_s
     handle.device.step_s = waits_s + (predicted.step_s - waits_s) * ratio
@@ -817,7 +672,7 @@ def test_a_new_plan_is_not_scaled_twice():
     controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
     before = controller.profile
     for slower in (1.04, 1.1):
-        true = before.refitted(slower, slower)
+        true = before.at_speed(slower)
         for _ in range(20):
             outcome = step_by(true, handle.plan)
             handle.device.step_s = outcome.step_s
@@ -848,59 +703,17 @@ def test_ranks_that_share_a_plan_share_its_profile():
 
 def test_a_plan_of_another_profile_has_no_speed(monkeypatch):
     controller, _ = controller_of()
-    monkeypatch.setattr("ebbtide._control.trial.Trial.compute_scale", 1.02)
+    monkeypatch.setattr("ebbtide._control.trial.Trial.step_ratio", 1.02)
     assert controller.profile.plain_s == pytest.approx(1.02 * controller.tuner._profile.plain_s)
-    monkeypatch.setattr(controller.tuner, "_profile", controller.tuner._profile.refitted(1.1, 1.1))
+    monkeypatch.setattr(controller.tuner, "_profile", controller.tuner._profile.at_speed(1.1))
     assert controller.profile is controller.tuner._profile
-
-
-@pytest.mark.parametrize(("forward_ms", "says"), [(6.0, True), (8.4, True), (12.0, False)])
-def test_compute_that_waits_for_the_cpu_has_no_speed(forward_ms, says):
-    """How long is not measured; a little is believed."""
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host(forward_ms))
-    without_corrections(controller)
-    predicted, before_s = handle.plan.predicted, controller.profile.plain_s
-    assert (predicted.host_wait_s <= 0.01 * predicted.step_s) is says
-    stalls_s = predicted.stall_forward_s + predicted.stall_backward_s
-    for slower, expected in ((1.0, 1.0), (1.03, 1.03 if says else 1.0)):
-        compute_s = predicted.step_s - predicted.host_wait_s - stalls_s
-        handle.device.step_s = stalls_s + predicted.host_wait_s + compute_s * slower
-        for _ in range(12):
-            handle.waits(stalls_s)
-            step(controller)
-        assert controller.profile.plain_s == pytest.approx(before_s * expected, rel=1e-6)
-    assert len(handle.plans) == 1
-
-
-@pytest.mark.parametrize(
-    ("compute", "host_ratio", "is_ahead"),
-    [((1.03, 1.03), 1.0, True), ((0.98, 0.98), 1.1, False), ((1.03, 1.03), 2.0, True), ((1.06, 1.01), 1.0, True)],
-)
-def test_the_profile_has_the_speed_of_cpu_and_compute(compute, host_ratio, is_ahead, cpu_clock):
-    """Where compute waits for the host in forward, and not in backward. Where it does not, the host is not slow."""
-    controller, handle = controller_of(budget_bytes=int(2.0 * GIB), host=a_host(12.0))
-    without_corrections(controller)
-    handle.device.is_async = True
-    before, plan = controller.profile, handle.plan
-    stalls_s = plan.predicted.stall_forward_s + plan.predicted.stall_backward_s
-    handle.device.step_s = 1.04 * plan.predicted.step_s
-    launch_overhead_s = host_ratio * forward_launch_s(before, before.host, plan)
-    for _ in range(8):
-        queued_step(controller, handle, cpu_clock, launch_overhead_s, (is_ahead, True), compute, stalls_s)
-    controller.step_begins(1000)
-    region, was = controller.profile.regions[0], before.regions[0]
-    assert region.forward_s == pytest.approx(compute[0] * was.forward_s, rel=0.005)
-    assert region.backward_s == pytest.approx(compute[1] * was.backward_s, rel=0.005)
-    expected = 1.0 if is_ahead else host_ratio
-    assert controller.profile.host.regions[0].forward_s == pytest.approx(expected * before.host.regions[0].forward_s)
-    assert len(handle.plans) == 1
 
 
 def test_at_any_speed_a_step_that_keeps_everything_waits_for_no_cpu():
     controller, handle = controller_of(host=a_host(20.0))
     assert speed_by(controller, handle, 0.96) == pytest.approx(0.96, rel=0.001)
     kept = Solver(controller.profile).keeping_all()
-    assert host_wait_s(controller.profile, kept) == pytest.approx(0.0, abs=1e-9)
+    assert step_by(controller.profile, kept).host_wait_s == pytest.approx(0.0, abs=1e-9)
 
 
 # -- without a budget, nothing may be slower than with everything kept -------------------------------------------------
@@ -913,52 +726,45 @@ def run(controller, handle, kept_s, moved_s, count=40):
         step(controller)
 
 
-def machine_steps(controller, handle, clock, slowdowns, plan_cost=1.0, in_regions=False):
-    """Steps of a machine slower than profiled, in every region; `plan_cost`: times, for a plan that offloads, outside
-    of the regions or inside."""
-    first = controller.profile
-    handle.device.is_async = True
+def machine_steps(controller, handle, slowdowns, plan_cost=1.0):
+    """Steps of a machine slower than profiled; `plan_cost`: times, for a plan that offloads."""
+    plain_s = controller.profile.plain_s
     for slower in slowdowns:
-        ratio = controller.tuner._profile.plain_s / first.plain_s
-        cost = plan_cost if handle.plan.predicted.moved_bytes else 1.0
-        handle.device.step_s = first.plain_s * slower * cost
-        launch_s = forward_launch_s(first, first.host, handle.plan)
-        compute = slower * (cost if in_regions else 1.0) / ratio
-        queued_step(controller, handle, clock, launch_s, is_ahead=True, compute=compute)
+        handle.device.step_s = plain_s * slower * (plan_cost if handle.plan.predicted.moved_bytes else 1.0)
+        step(controller)
 
 
 @pytest.mark.parametrize("slower", [1.03, 1.1])
-def test_a_slow_machine_is_no_reason_to_offload_less(slower, cpu_clock):
+def test_a_slow_machine_is_no_reason_to_offload_less(slower):
     """The regions are slow as well. A machine that grows slower later is no reason either."""
     controller, handle = controller_of(host=a_host())
     first, plain_s = handle.plan, controller.profile.plain_s
     assert first.predicted.moved_bytes > 0
-    machine_steps(controller, handle, cpu_clock, [slower] * 40)
-    machine_steps(controller, handle, cpu_clock, [1.04] * 40)  # times the speed of the profile by now
+    machine_steps(controller, handle, [slower] * 40)
+    machine_steps(controller, handle, [1.04] * 40)  # times the speed of the profile by now
     assert handle.plan.predicted.moved_bytes >= first.predicted.moved_bytes
     assert handle.plan.predicted.step_s == pytest.approx(1.04 * slower * plain_s, rel=0.05)
 
 
 @pytest.mark.parametrize("most", [1.06, 1.12])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_machine_that_is_slow_now_and_then_does_not_end_offloading(seed, most, cpu_clock):
+def test_a_machine_that_is_slow_now_and_then_does_not_end_offloading(seed, most):
     """As one H200 was: half of its steps took 2 to 6 % more than the others, whatever the plan."""
     controller, handle = controller_of(host=a_host())
     draw = random.Random(seed)
     slowdowns = [draw.uniform(1.02, most) if draw.random() < 0.5 else 1.0 for _ in range(200)]
-    machine_steps(controller, handle, cpu_clock, slowdowns, plan_cost=1.004)
+    machine_steps(controller, handle, slowdowns, plan_cost=1.004)
     assert handle.plan.predicted.moved_bytes > 0
 
 
-@pytest.mark.parametrize("in_regions", [False, True])
 @pytest.mark.parametrize("slower", [1.0, 1.05])
-def test_a_plan_that_costs_time_gives_way(slower, in_regions, cpu_clock):
-    """Law 12, on a fast machine and on a slow machine, also if the plan slows its own regions."""
+def test_a_plan_that_costs_time_gives_way(slower):
+    """Law 12, on a fast machine and on a slow machine."""
     controller, handle = controller_of(host=a_host())
-    machine_steps(controller, handle, cpu_clock, [slower] * 60, plan_cost=1.06, in_regions=in_regions)
+    machine_steps(controller, handle, [slower] * 60, plan_cost=1.06)
     assert handle.plan.predicted.moved_bytes == 0
     before = len(handle.plans)
-    machine_steps(controller, handle, cpu_clock, [1.0] * 60, plan_cost=1.06, in_regions=in_regions)
+    machine_steps(controller, handle, [1.0] * 60, plan_cost=1.06)
     assert len(handle.plans) == before
 
 

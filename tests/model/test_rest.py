@@ -107,6 +107,30 @@ def test_a_model_in_which_nothing_qualifies_rests_and_looks_now_and_then():
     steps_equal_to_twin(model, twin)
 
 
+class SavesElsewhere(torch.autograd.Function):
+    """As attention with dropout on an accelerator does: the state of the generator is a tensor of the CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.empty(2, device="meta"), torch.eye(2).to_sparse())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert [t.layout for t in ctx.saved_tensors] == [torch.strided, torch.sparse_coo]
+        return grad
+
+
+@pytest.mark.filterwarnings("ignore:offload.* moved nothing")
+def test_tensors_of_another_device_or_layout_do_not_end_the_rest():
+    model, twin = make(), make()
+    for each in (model, twin):
+        each.layers[1].register_forward_hook(lambda module, args, y: SavesElsewhere.apply(y))
+    ebbtide.offload(model, mode="all", min_bytes="1MiB")
+    steps_equal_to_twin(model, twin)
+    assert model.layers[0].hooked == [True, False, False, False]
+
+
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")
 @pytest.mark.parametrize("change", ["larger batch", "other shape", "unfrozen", "train", "train a part", "min_bytes"])
 def test_a_forward_that_may_qualify_does_not_rest(change):

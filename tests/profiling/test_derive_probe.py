@@ -6,10 +6,12 @@ from torch import nn
 from torch.nn import functional
 
 import ebbtide
+from ebbtide import Plan, Recipe, RegionPlan
 from ebbtide._devices.cpu import CpuDevice
-from ebbtide._engine.derive import Expression
+from ebbtide._engine.derive import Derivation, Expression
 from ebbtide._profiling.derive_probe import key_of, probe_derivations
 from ebbtide._profiling.recorder import Operand, SeenTensor
+from ebbtide._types import Memory
 
 ITEM = 4
 
@@ -252,3 +254,57 @@ def test_equal_blocks_have_equal_derivations(profile):
 def test_a_profile_that_derives_comes_back_from_its_file(profile, tmp_path):
     profile.save(tmp_path / "profile.json")
     assert type(profile).load(tmp_path / "profile.json") == profile
+
+
+class Mixer(nn.Module):
+    """A linear layer of torch adds the bias in place if its input is no matrix in memory, unless a mode looks on."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm, self.up = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.gate = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        mixed = self.mix(x.transpose(0, 1)) * self.gate
+        return x + self.up(functional.silu(self.norm(mixed))).transpose(0, 1)
+
+
+class Mixers(Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer() for _ in range(3))
+
+
+@pytest.mark.parametrize(("make", "size"), [(Stack, (8, 16)), (Mixers, (4, 8, 16))])
+def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(make, size, monkeypatch):
+    """A comparison needs memory, and so does a tensor that is kept against the plan."""
+    torch.manual_seed(0)
+    model = make()
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    for _ in range(5):
+        model(torch.randn(size)).backward()
+    tensors = {region.name: region.saved_tensors for region in handle.profile.regions}
+    derive = {name: tuple(t.index for t in own if t.derive_s > 0) for name, own in tensors.items()}
+    assert all(derive.values())
+    monkeypatch.setattr(Derivation, "equals", lambda *_: pytest.fail("compared"))
+    regions = {name: RegionPlan(Recipe("keep", derive=numbers)) for name, numbers in derive.items()}
+    handle.set_plan(Plan(regions, outside=RegionPlan("keep")))
+    for steps in (1, 2):
+        before = handle.stats().derived.count
+        model(torch.randn(size)).backward()
+        assert handle.stats().derived.count - before == sum(map(len, derive.values())), steps
+
+
+@pytest.mark.parametrize(("free_bytes", "can_compare"), [(100, False), (1 << 20, True)])
+def test_without_room_to_compare_nothing_is_derivable(free_bytes, can_compare, monkeypatch):
+    limit = 1 << 30
+    allocated = [limit - free_bytes]
+    monkeypatch.setattr(CpuDevice, "tracks_peak", True)
+    monkeypatch.setattr(CpuDevice, "memory", lambda _: Memory(allocated[0], allocated[0]))
+    model = Stack()
+    handle = ebbtide.offload(model, budget=limit, store="mock", min_bytes=1)
+    for _ in range(5):
+        model(torch.randn(8, 16)).backward()
+        allocated[0] = 0
+    derivable = [t for region in handle.profile.regions for t in region.saved_tensors if t.derive_s > 0]
+    assert bool(derivable) is can_compare

@@ -237,21 +237,19 @@ def test_whole_seconds_are_scaled():
     assert profile(region(forward_s=1)).scaled(300).regions[0].forward_s == pytest.approx(0.3)
 
 
-def test_a_refit_changes_times_and_work():
-    step = profile(*layers(1), outside=outside(before_s=1 * MS, backward_after_s=1 * MS, peak_bytes=100))
-    fitted = step.refitted(forward=2.0, backward=3.0, memory=1.5)
-    one, fit = step.regions[0], fitted.regions[0]
-    assert fitted.plain_s == pytest.approx((2 * 11 + 3 * 21) * MS)
-    assert fit.recompute_s == pytest.approx(3 * one.recompute_s)
-    assert fit.backward_work_bytes == 1.5 * one.backward_work_bytes
-    assert fitted.outside.peak_bytes == 150
-    assert [tensor.at_s for tensor in fit.saved_tensors] == [2 * tensor.at_s for tensor in one.saved_tensors]
-
-
-def test_a_refit_scales_expensive_calls_as_the_recomputation():
-    """A recomputation with all outputs saved must not seem longer."""
-    fit = profile(*layers(1)).refitted(forward=1.0, backward=2.0).regions[0]
-    assert [op.recompute_s for op in fit.expensive_ops] == pytest.approx([8 * MS, 6 * MS])
+def test_another_speed_changes_all_seconds_and_no_bytes():
+    around = outside(before_s=1 * MS, backward_after_s=1 * MS, peak_bytes=100)
+    step = with_host(profile(*layers(2), outside=around), HOST)
+    slow = step.at_speed(2.0)
+    assert slow.plain_s == pytest.approx(2 * step.plain_s)
+    assert slow.host.seconds == pytest.approx(2 * step.host.seconds)
+    assert (slow.host.launch_ahead_s, slow.link) == (step.host.launch_ahead_s, step.link)
+    assert slow.outside.peak_bytes == 100
+    one, two = step.regions[0], slow.regions[0]
+    assert two.recompute_s == pytest.approx(2 * one.recompute_s)
+    assert two.backward_work_bytes == one.backward_work_bytes
+    assert [tensor.at_s for tensor in two.saved_tensors] == [2 * tensor.at_s for tensor in one.saved_tensors]
+    assert [op.recompute_s for op in two.expensive_ops] == [2 * op.recompute_s for op in one.expensive_ops]
 
 
 @pytest.mark.parametrize("interference", [-0.1, 1.0])

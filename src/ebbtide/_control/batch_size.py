@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-from ebbtide._control.speed_scale import SpeedScales
 from ebbtide._control.trial import Trial
 from ebbtide._planner.solve import Answer
 from ebbtide._planner.thresholds import THRESHOLDS
@@ -44,7 +43,6 @@ class BatchSize:
     answer: Answer | None = None
     corrections: int = 0
     is_used: bool = False
-    scales: SpeedScales = dataclasses.field(default_factory=SpeedScales)
 
     @property
     def smallest_bytes(self) -> int:
@@ -55,7 +53,6 @@ class BatchSize:
         """Put `trial` in force. The plan before joins those that may return."""
         others = [each for each in (*self.tried, self.trial) if each is not None and each is not trial]
         self.trial, self.tried = trial, others
-        self.scales.clear()
 
     def measured(self, limit_bytes: int | None) -> list[Trial]:
         """Earlier trials that may be compared with."""

@@ -354,6 +354,7 @@ class PlanController:
             engine, self._context, is_detailed=is_detailed, recomputes=self.recomputes,
             op_classes=self._op_classes if self.recomputes else None, is_first=self.phase is Phase.WARM,
             cpu_region_s=self._cpu_region_s, kept=self._handle.never_recomputed(),
+            limit_bytes=self._goal_bytes() if engine.device.tracks_peak else None,
         )  # fmt: skip
         recorder.graphs = 1 + self._pending_graphs()
         self._recorded = InFlightStep(recorder)
@@ -401,6 +402,7 @@ class PlanController:
         """Begin the next phase, or plan."""
         if self.phase is Phase.WARM:
             self.phase, self._overwritten = Phase.TIMES, recorder.overwritten()
+            self._context.derived |= recorder.derived()
             self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
             self.phase, self._times = Phase.DETAILS, recorder

@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 from ebbtide._control.batch_size import BatchSize
-from ebbtide._control.speed_scale import FinishedStep, LinkRates
+from ebbtide._control.speeds import LinkRates
 from ebbtide._control.trial import Trial
-from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._types import Device
 
@@ -95,7 +94,7 @@ class StepObserver:
             return observed
         # Stalls are known in total only: a step gets a share by duration.
         took_s = max(sum(monitor.seconds() for _, monitor in finished), 1e-9)
-        forward, backward = (waited_s / took_s for waited_s in self._link_rates.waited_s())
+        waited = min(1.0, self._link_rates.waited_s() / took_s)
         for each, monitor in finished:
             trial = each.trial
             if trial is not each.size.trial:
@@ -105,8 +104,5 @@ class StepObserver:
                 trial.count_step()
                 continue
             seconds = monitor.seconds() / each.share
-            trial.add_step(seconds, seconds * min(1.0, forward + backward))
-            if monitor.launch_times is not None and trial.steps > THRESHOLDS.learning_steps:
-                stalls_s = monitor.seconds() * forward, monitor.seconds() * backward
-                each.size.scales.add_step(FinishedStep(monitor.launch_times, each.share, *stalls_s))
+            trial.add_step(seconds, seconds * waited)
         return observed

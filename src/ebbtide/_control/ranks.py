@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide._control.speed_scale import Speeds
+from ebbtide._control.speeds import Speeds
 from ebbtide._control.trial import Observation
 from ebbtide._errors import ConfigError
 from ebbtide._planner.simulate import with_host

@@ -137,23 +137,20 @@ class Trial:
         predicted_s = 0.0 if self.predicted is None else self.predicted.step_s
         return self.is_timed and predicted_s > 0 and abs(self.seen.typical_s / predicted_s - 1) > THRESHOLDS.off
 
-    def compute_ratio(self, host_wait_s: float) -> float:
-        """Measured over predicted time of compute, if the typical step waits for the CPU for `host_wait_s`."""
-        predicted, step_s = self.predicted, self.seen.typical_s
-        assert predicted is not None
-        compute_s = step_s - self.seen.stall_s - host_wait_s
-        if compute_s < THRESHOLDS.least_compute * step_s:
-            return 1.0
-        waits_s = predicted.stall_forward_s + predicted.stall_backward_s + predicted.host_wait_s
-        return bounded(compute_s / max(predicted.step_s - waits_s, 1e-9))
-
     @property
-    def compute_scale(self) -> float:
-        """Measured over predicted time of compute, by whole steps; 1 if unknown."""
-        predicted = self.predicted
-        if predicted is None or self.is_as_measured or not self.is_timed:
+    def step_ratio(self) -> float:
+        """Measured over predicted seconds of a step, without waits for copies; 1 if unknown, or if copies alone tell
+        the duration."""
+        predicted, seen = self.predicted, self.seen
+        own_s = seen.typical_s - seen.stall_s
+        if (
+            predicted is None
+            or self.is_as_measured
+            or not self.is_timed
+            or own_s < THRESHOLDS.least_own * seen.typical_s
+        ):
             return 1.0
-        return self.compute_ratio(predicted.host_wait_s)
+        return bounded(own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9))
 
 
 def verdict(

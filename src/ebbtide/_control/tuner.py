@@ -9,9 +9,8 @@ Note [PlanTuner]
    compare or freeze. A single rank judges its own steps before each step. Several ranks judge the worst of their
    observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose answers
    are awaited at the next meeting.
-3. A correction refits the profile: the link gets the rates of measured copies, the CPU the time of forward if compute
-   waits for the CPU, and compute the time of regions without such waiting (speed_scale.py), or else the step without
-   stalls. Compute must not be blamed for a slow CPU.
+3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
+   without stalls (Note [Speeds]).
 4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
    without a budget keeping everything. The fallback runs, and is measured, while the solver works. If a plan looks
    slower than an unmeasured fallback, the fallback runs for a trial. While a slow plan is corrected, the fastest
@@ -36,12 +35,11 @@ import torch
 from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
 from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
-from ebbtide._control.speed_scale import ComputeScale, LinkRates, Speeds
+from ebbtide._control.speeds import LinkRates, Speeds
 from ebbtide._control.trial import (
     Observation,
     Trial,
     TrialVerdict,
-    bounded,
     first_margin,
     margin_after,
     verdict,
@@ -136,7 +134,6 @@ class PlanTuner:
         self._oom_bytes = 0  # taken off the budget of all sizes, for good
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
-        self._was_cpu_refitted = False
         self._link_rates = LinkRates(recorder)
         self._observer = StepObserver(self._link_rates, None if engine is None else engine.device)
         self._agreed_speeds = Speeds()  # of all ranks, as of the last meeting
@@ -163,20 +160,11 @@ class PlanTuner:
 
     @property
     def profile(self) -> Profile:
-        """Source of the plans, at the measured speed of compute and CPU for the current batch size (see Note [Speed
-        scales])."""
+        """Source of the plans, at the speed of the last steps of the current batch size (see Note [Speeds])."""
         size = self._size
         if self._ranks is not None or size.trial is None or size.profile is not self._profile:
             return self._profile  # equal on all ranks; or the last steps were compared with another profile
-        speeds = self._own_speeds(size, size.trial)
-        cpu, compute = speeds.cpu, speeds.compute
-        if compute is None:
-            waits = size.profile.host is not None and _waits_for_cpu(size.trial.plan)
-            scale = 1.0 if waits else size.trial.compute_scale
-            compute = ComputeScale(scale, scale)
-        if cpu == compute.forward == compute.backward == 1.0:
-            return self._profile
-        return self._at_speed(cpu, compute, is_cpu_refitted=cpu != 1.0 or self._was_cpu_refitted)
+        return _at_speed(self._profile, size.trial.step_ratio)
 
     @property
     def tokens(self) -> int:
@@ -259,7 +247,7 @@ class PlanTuner:
         """Decide as all ranks do, by the worst of their observations. An answer is awaited, whoever has it already."""
         size, trial = self._size, self._size.trial
         own = Observation() if trial is None else trial.own
-        speeds = Speeds() if trial is None else self._own_speeds(size, trial)
+        speeds = Speeds() if trial is None else self._own_speeds(trial)
         worst = ranks.worst(Summary(own, self._condition(engine), speeds))
         self._await_answer()
         self._ran_out = self._is_asked = False
@@ -356,7 +344,7 @@ class PlanTuner:
         size.corrections += 1
         reasons: list[str] = []
         if trial.is_off:
-            self._refit(size, trial)
+            self._refit(trial)
             reasons.append(_took(trial))
         limit_bytes = self.limit_bytes
         if limit_bytes is not None:
@@ -424,7 +412,7 @@ class PlanTuner:
             self._freeze(size, slow, "no other was faster")
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
-            self._refit(size, trial)
+            self._refit(trial)
             size.target *= THRESHOLDS.target * self._slowdown / slowdown
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
@@ -588,41 +576,15 @@ class PlanTuner:
 
     # -- refits ----------------------------------------------------------------------------------------------------
 
-    def _refit(self, size: BatchSize, trial: Trial) -> None:
-        """Refit link, CPU and compute of the profile to measured speeds. Without a change by regions, whole steps give
-        the speed of compute."""
-        speeds = self._own_speeds(size, trial) if self._ranks is None else self._agreed_speeds
-        cpu, compute = speeds.cpu, speeds.compute
-        if compute is None or all(math.isclose(each, 1.0, rel_tol=1e-6) for each in (cpu, *compute)):
-            ratio = self._ratio_by_steps(size, trial, cpu)
-            compute = ComputeScale(ratio, ratio)
+    def _refit(self, trial: Trial) -> None:
+        """Refit the profile to measured speeds."""
+        speeds = self._own_speeds(trial) if self._ranks is None else self._agreed_speeds
         self._profile = dataclasses.replace(self._profile, link=self._profile.link.times(speeds.out, speeds.back))
         self._link_rates.restart()
-        self._was_cpu_refitted = cpu != 1.0
-        self._profile = self._at_speed(cpu, compute, self._was_cpu_refitted)
+        self._profile = _at_speed(self._profile, speeds.step)
 
-    def _at_speed(self, cpu: float, compute: ComputeScale, is_cpu_refitted: bool) -> Profile:
-        """Waiting for a CPU measured as slow is not part of the compute times: no launch-ahead compensates for it."""
-        refitted = _with_cpu_times(self._profile, cpu).refitted(compute.forward, compute.backward)
-        return refitted if is_cpu_refitted else simulate.with_host(refitted, refitted.host)
-
-    def _own_speeds(self, size: BatchSize, trial: Trial) -> Speeds:
-        """Of compute by regions in which compute does not wait for the CPU."""
-        profile = size.profile.scaled(size.tokens)
-        compute = size.scales.of_compute(profile, trial.plan)
-        forward, backward = (0.0, 0.0) if compute is None else map(bounded, compute)
-        cpu = bounded(size.scales.of_cpu(profile, trial.plan))
-        return Speeds(cpu, forward, backward, *self._link_rates.ratios(self._profile.link))
-
-    def _ratio_by_steps(self, size: BatchSize, trial: Trial, cpu: float) -> float:
-        """Measured over predicted time of compute, if compute waits for the CPU as long as predicted at scale `cpu`."""
-        predicted = trial.plan.predicted
-        assert predicted is not None
-        host_wait_s = predicted.host_wait_s
-        if cpu != 1.0:
-            slowed = _with_cpu_times(size.profile.scaled(size.tokens), cpu)
-            host_wait_s = simulate.host_wait_s(slowed, trial.plan)
-        return trial.compute_ratio(host_wait_s)
+    def _own_speeds(self, trial: Trial) -> Speeds:
+        return Speeds(trial.step_ratio, *self._link_rates.ratios(self._profile.link))
 
     def never_recompute(self, names: Collection[str]) -> None:
         """Plan without recomputing `names`: regions with a recomputation that differed from forward. Several ranks plan
@@ -739,14 +701,11 @@ def _as_measured(plan: Plan, trial: Trial) -> Plan:
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.seen.typical_s))
 
 
-def _waits_for_cpu(plan: Plan) -> bool:
-    """Whether compute waits for the CPU: for how long in reality is unknown."""
-    return plan.predicted is not None and plan.predicted.host_wait_s > THRESHOLDS.slower * plan.predicted.step_s
-
-
 def _took(trial: Trial) -> str:
     return f"the last steps took {trial.seen.typical_s * 1e3:.1f} ms"
 
 
-def _with_cpu_times(profile: Profile, ratio: float) -> Profile:
-    return profile if profile.host is None else dataclasses.replace(profile, host=profile.host.times(ratio))
+def _at_speed(profile: Profile, ratio: float) -> Profile:
+    """`profile` at another speed, with the launch-ahead that keeping everything needs at that speed."""
+    scaled = profile if ratio == 1.0 else profile.at_speed(ratio)
+    return profile if scaled is profile else simulate.with_host(scaled, scaled.host)

@@ -164,12 +164,12 @@ class Derivation:
                 self._value, self._stream = results[self], stream  # until the last ticket ends
         return results[self]
 
-    def equals(self, owner: torch.Tensor) -> bool:
-        """Whether the derived bytes are those of `owner`. Waits for the device."""
+    def equals(self, owner: torch.Tensor) -> torch.Tensor | bool:
+        """Whether the derived bytes are those of `owner`; a tensor on the device unless known at once."""
         value = self._compute({})
         if value.dtype is not owner.dtype or value.device != owner.device:
             return False
-        return bool((checksum_of(value.untyped_storage()) == checksum_of(owner.untyped_storage())).all())
+        return (checksum_of(value.untyped_storage()) == checksum_of(owner.untyped_storage())).all()
 
     def _compute(self, results: Results) -> torch.Tensor:
         """New memory with the layout of the owner."""
@@ -238,6 +238,9 @@ def _is_ready(packed: Any) -> bool:
         return packed.is_current
     if isinstance(packed, Ticket):
         return packed.counter._version == packed.version
-    alias, version, _ = cast("Kept", packed)
+    if type(packed) is torch.Tensor:  # saved by a recomputation
+        alias, version = packed, packed._version
+    else:
+        alias, version, _ = cast("Kept", packed)
     is_plain = type(alias) in (torch.Tensor, torch.nn.Parameter) and alias.layout is torch.strided
     return is_plain and alias._version == version and alias.untyped_storage().nbytes() > 0

@@ -5,7 +5,7 @@ rule for padding (the node does not tell the value), dropout (whether it is in t
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -61,6 +61,11 @@ class Deriver:
     def signature(self) -> Signature:
         """Of the expression found last."""
         return tuple(self._signature)
+
+    def comparison(self, index: int, dtype: torch.dtype) -> Hashable:
+        """Equal for tensors of which one comparison with the derived tensor serves all: saved tensor number `index` of
+        equal regions, by the expression found last."""
+        return self._parameters.region if self.has_norm else "", index, dtype, self.signature
 
     def _expression_of(self, node: Any, number: int) -> Expression | None:
         rule = _RULES.get(type(node).__name__)

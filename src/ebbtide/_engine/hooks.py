@@ -299,14 +299,14 @@ class SavedTensorHooks:
         derivation = Derivation(expression, owner, self._read)
         if not derivation.is_possible:
             return None
-        key = call.region if deriver.has_norm else "", site.index, owner.dtype, deriver.signature
+        key = deriver.comparison(site.index, owner.dtype)
         if key in call.context.derived:
             site.is_derived = True
             return derivation
         if isinstance(self._engines.on(owner.device), Reason):
             return None  # captured: nothing can be compared
         try:
-            is_equal = derivation.equals(owner)
+            is_equal = bool(derivation.equals(owner))
         except torch.OutOfMemoryError:
             return None
         if not is_equal:

@@ -80,7 +80,10 @@ class Kept(NamedTuple):
             recorder.keep(reason, count.nbytes, count.count)
 
 
-NEVER_MOVE = {Reason.SMALL, Reason.PARAMETER, Reason.BUFFER, Reason.AUTOCAST_WEIGHT, Reason.EMPTY, Reason.RECIPE}
+NEVER_MOVE = {
+    Reason.SMALL, Reason.PARAMETER, Reason.BUFFER, Reason.AUTOCAST_WEIGHT, Reason.EMPTY, Reason.LAYOUT, Reason.SUBCLASS,
+    Reason.OTHER_DEVICE, Reason.RECIPE,
+}  # fmt: skip
 """Reasons to stay that hold in equal forwards."""
 
 
@@ -177,13 +180,16 @@ class Session:
 
     @contextlib.contextmanager
     def recording(
-        self, pack_hook: object, mode: SaveOutputsMode | None, recorded: contextlib.AbstractContextManager[None]
+        self,
+        pack_hook: object,
+        mode: SaveOutputsMode | None,
+        recorded: contextlib.AbstractContextManager[RecomputeRecorder | None],
     ) -> Generator[RecomputeRecorder | None, None, None]:
         """The forward of a region that will recompute, with a pack hook of its own."""
         before = self.pack_hook, self.packs_directly, self.outputs_mode
         self.pack_hook, self.packs_directly, self.outputs_mode = pack_hook, False, mode
         try:
-            with recorded:
-                yield None
+            with recorded as recorder:
+                yield recorder
         finally:
             self.pack_hook, self.packs_directly, self.outputs_mode = before

@@ -535,18 +535,6 @@ def _equal_windows(profile: Profile, nbytes: int) -> Windows:
     return Windows(windows, (nbytes,) * len(profile.outside.post_region_points), windows)
 
 
-def forward_launch_s(profile: Profile, host: Host, plan: Plan) -> float:
-    """CPU time of a forward under `plan`, from the first region to the end of the last."""
-    own = zip(options_of_plan(profile, plan), host.regions, strict=True)
-    return sum(region.forward_s + launch_overhead_s(option, host, region) for option, region in own)
-
-
-def host_wait_s(profile: Profile, plan: Plan) -> float:
-    """How long compute waits for the host in a step under `plan`, with no other waits."""
-    windows = _equal_windows(profile, 2**62)  # more than any step has
-    return simulate(profile, options_of_plan(profile, plan), windows).host_wait_s
-
-
 def options_of_plan(profile: Profile, plan: Plan) -> list[Option]:
     """The plan's option for each region of the profile."""
     return [option_for(region, plan.recipe_of(region.name) or Recipe("keep")) for region in profile.regions]

@@ -35,9 +35,8 @@ class Thresholds:
     oom: float = 0.05  # of the planned bytes, left free after running out of memory
 
     remembered: int = 8  # steps of a plan in force, for speeds and for what the handle reports
-    remembered_forwards: int = 32  # for the speed of the CPU, which fluctuates
     furthest: float = 5.0  # largest change of a refit: beyond, the steps are of something else
-    least_compute: float = 0.2  # of a step that only waits compute cannot be judged
+    least_own: float = 0.2  # of a step: one that waits for copies all the time says nothing of compute
     least_copied_bytes: int = 64 * MIB  # for a rate of the link
 
     look_every: int = 16  # forwards between two looks at the device's peak, and between timed steps of a frozen plan

@@ -380,19 +380,12 @@ class Profile:
         base = {**self.base, "reserved": self.base.get("reserved", 0) + nbytes}
         return dataclasses.replace(self, base_bytes=self.base_bytes + nbytes, base=base)
 
-    def refitted(self, forward: float, backward: float, memory: float = 1.0) -> "Profile":
-        """The step with the seconds of forward and of backward, and the work bytes, multiplied by the arguments."""
-
-        def refitted(name: str, value: Any) -> Any:
-            if name in ("backward_work_bytes", "moved_work_bytes", "peak_bytes"):
-                return int(value * memory)
-            if not name.endswith("_s"):
-                return value
-            # Times of expensive calls too, as of the recomputation that the calls are a part of.
-            return value * (forward if name in ("before_s", "after_s", "forward_s", "at_s") else backward)
-
-        regions = tuple(dataclasses.replace(changed(r, refitted), inputs=r.inputs) for r in self.regions)
-        return dataclasses.replace(self, regions=regions, outside=changed(self.outside, refitted))
+    def at_speed(self, ratio: float) -> "Profile":
+        """The step with all seconds of compute and host multiplied by `ratio`. The link stays, and so does the
+        launch-ahead."""
+        regions, outside = changed((self.regions, self.outside), lambda n, v: v * ratio if n.endswith("_s") else v)
+        host = None if self.host is None else self.host.times(ratio)
+        return dataclasses.replace(self, regions=regions, outside=outside, host=host)
 
     def __str__(self) -> str:
         lines = [(region.name, *_cells(region)) for region in self.regions]

@@ -13,7 +13,8 @@ Note [How a step is measured]
    the timed step before backward begins, and before each region that compute would reach too early; in a detailed step
    before each recomputation. The CPU gets ahead meanwhile.
 5. Some kernels overwrite the output of an expensive operator (see _recompute/saved_outputs.py), and the output cannot
-   be saved. The warm-up compares the outputs that are alive at the end of a recomputation.
+   be saved. The warm-up compares the outputs that are alive at the end of a recomputation. The warm-up also compares
+   derived tensors with saved tensors: a comparison needs memory for both, and the first step of a plan has none left.
 6. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
 """
 
@@ -22,17 +23,18 @@ import enum
 import itertools
 import time
 import weakref
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from ebbtide._engine.context import HookContext
-from ebbtide._engine.derive import Expression, owner_of
+from ebbtide._engine.derive import Derivation, Expression, owner_of
 from ebbtide._engine.derive_rules import Deriver, KnownOperands, Signature
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
+from ebbtide._engine.parcel import Kept, keep
 from ebbtide._engine.select import why_never
 from ebbtide._profiling.profile import OUTSIDE, UNSHARED
 from ebbtide._profiling.step_events import BackwardObserver
@@ -139,7 +141,7 @@ class RegionRecord:
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
     known: KnownOperands = field(default_factory=KnownOperands)
-    operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
+    operands: "list[Operand | Kept]" = field(default_factory=list["Operand | Kept"])  # that `known` refers to
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +180,7 @@ class ProfilingRecorder(BackwardObserver):
         op_classes: classes of operators; None without recomputation.
         is_first: look for overwritten outputs of expensive operators.
         cpu_region_s: mean CPU time of a region's forward in an earlier step; 0: unknown.
+        limit_bytes: what comparisons may allocate together with everything else; None: what the device has.
 
     Attributes:
         outside: a TENSOR_SAVED for each tensor saved after the last region, with the peak since the previous event.
@@ -200,6 +203,7 @@ class ProfilingRecorder(BackwardObserver):
         is_first: bool = False,
         cpu_region_s: float = 0.0,
         kept: Collection[str] = (),
+        limit_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.sees_saved_tensors = True
@@ -219,8 +223,13 @@ class ProfilingRecorder(BackwardObserver):
         self._timed_by = op_classes if is_detailed else None
         self._compared_by = op_classes if is_first else None
         self._is_for_times = not is_detailed and not is_first
+        self._sees_parameters = not self._is_for_times
         self._earlier_s = cpu_region_s
+        self._compares_derived = is_first
+        self._limit_bytes = limit_bytes
         self._compared: list[tuple[str, int, torch.Tensor]] = []
+        self._derived: dict[Hashable, torch.Tensor | bool] = {}
+        self._changed: set[tuple[str, int]] = set()  # saved tensors that forward has changed in place before
         self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -248,7 +257,7 @@ class ProfilingRecorder(BackwardObserver):
                 kind = StepEventKind.REGION_ENTERED if self.records else StepEventKind.STEP_BEGAN
                 self._get_ahead_of(kind, self._earlier_s)
             self.add(StepEventKind.REGION_ENTERED, region)
-            if self._is_detailed and region in self._context.parameters:
+            if self._sees_parameters and region in self._context.parameters:
                 self._context.parameters[region].enter()
             if self.records:
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
@@ -260,7 +269,7 @@ class ProfilingRecorder(BackwardObserver):
     def left(self, region: str) -> None:
         with self._cpu_clock.stopped():
             self.add(StepEventKind.REGION_LEFT, region)
-            if self._is_detailed and region in self._context.parameters:
+            if self._sees_parameters and region in self._context.parameters:
                 self._context.parameters[region].leave()
             self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
             self.outside.clear()
@@ -281,16 +290,16 @@ class ProfilingRecorder(BackwardObserver):
         self.add(StepEventKind.REGION_READ, region)
 
     @contextlib.contextmanager
-    def running(self, region: str) -> Generator[None, None, None]:
+    def running(self, region: str) -> "Generator[_ChangeRecorder | None, None, None]":
         is_recorded = not self._is_detailed and graph_task_id() == -1  # in backward a part of a recomputation
         if is_recorded:
             self.add(StepEventKind.REGION_RUNS, region)
-        yield
+        yield _ChangeRecorder(region, self._changed) if self._compares_derived else None
         if is_recorded:
             self.add(StepEventKind.REGION_RAN, region)
 
     @contextlib.contextmanager
-    def recomputing(self, region: str) -> "Generator[_TensorRecorder | None, None, None]":
+    def recomputing(self, region: str) -> "Generator[_TensorRecorder | _DerivationCheck | None, None, None]":
         if graph_task_id() == -1:
             yield None
             return
@@ -306,9 +315,16 @@ class ProfilingRecorder(BackwardObserver):
         try:
             with self._mode(region, record):
                 record.began = self.device.record(self.device.current_stream())  # entering a mode takes time
-                yield _TensorRecorder(self, record) if self._is_detailed else None
+                yield self._recompute_recorder(record)
         finally:
+            if not self._is_detailed:
+                record.operands.clear()
             self.add(StepEventKind.RECOMPUTE_ENDED, region)
+
+    def _recompute_recorder(self, record: RegionRecord) -> "_TensorRecorder | _DerivationCheck | None":
+        if self._is_detailed:
+            return _TensorRecorder(self, record)
+        return _DerivationCheck(self, record) if self._compares_derived else None
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         if not self._is_detailed or not self._context.serves(t.device):
@@ -338,15 +354,45 @@ class ProfilingRecorder(BackwardObserver):
         """Region and index of each overwritten output of an expensive operator. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
+    def derived(self) -> set[Hashable]:
+        """Of the comparisons with derived tensors, those that found equal bytes; as `Deriver.comparison`. Waits for the
+        device."""
+        return {comparison for comparison, is_equal in self._derived.items() if bool(is_equal)}
+
+    def compare_derived(self, record: RegionRecord, index: int, t: torch.Tensor) -> None:
+        """Compare `t`, recomputed saved tensor number `index`, with the tensor derived from others."""
+        owner, parameters = owner_of(t), self._context.parameters.get(record.region)
+        if owner is None or parameters is None or self.why_never(t) is not None:
+            return
+        if (record.region, index) in self._changed:
+            return
+        deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
+        expression = deriver.derive(owner.grad_fn)
+        comparison = deriver.comparison(index, owner.dtype)
+        if expression is None or comparison in self._derived or not self._has_room_for(expression, owner):
+            return
+        derivation = Derivation(expression, owner, _plain)
+        if derivation.is_possible:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._derived[comparison] = derivation.equals(owner)
+
+    def _has_room_for(self, expression: Expression, owner: torch.Tensor) -> bool:
+        """Whether all results fit the limit: as many elements as the largest operand, in four bytes or more."""
+        if self._limit_bytes is None:
+            return True
+        largest = max(owner.numel(), *(_plain(packed).numel() for packed in expression.packed()))
+        result_bytes = largest * max(owner.element_size(), 4)
+        return self.device.memory().allocated_bytes + len(expression.operators()) * result_bytes <= self._limit_bytes
+
     def add_tensor(
         self, seen: list[SeenTensor], record: RegionRecord, index: int, t: torch.Tensor, input_index: int = -1
     ) -> None:
         """Append `t` to `seen`, a list of `record`, or count the bytes if no recipe moves `t`."""
-        reason = self.why_never(t)
-        if reason in _NO_ACTIVATION:
-            return
+        reason, is_input = self.why_never(t), seen is record.inputs
         if reason is not None:
-            record.not_movable_bytes += t.numel() * t.element_size()
+            record.not_movable_bytes += 0 if reason in _NO_ACTIVATION else t.numel() * t.element_size()
+            if not is_input:
+                self._note_operand(record, index, t)
             return
         storage = t.untyped_storage()
         span = span_of(t, storage.nbytes())
@@ -355,12 +401,10 @@ class ProfilingRecorder(BackwardObserver):
             index, span.nbytes, event, input_index=input_index, origin=_origin(record, t), is_bits=span.is_bits
         )
         seen.append(own)
-        is_input = seen is record.inputs
         if not is_input:
             with without_dispatch():
-                own.expression, own.signature = self._expression_of(record, t)
-                record.operands.append(self._operand(record, t))
-            record.known.add(t, record.operands[-1], index)
+                own.expression, own.signature = self._expression_of(record, index, t)
+            self._note_operand(record, index, t)
         first = (self._given_first if is_input else self._saved_first).setdefault(storage, _FirstUse(record, own, []))
         if first.seen is own:
             return
@@ -373,13 +417,22 @@ class ProfilingRecorder(BackwardObserver):
             record.common_bytes += span.nbytes
             self._common.setdefault(weakref.ref(storage), span.nbytes)
 
-    def _expression_of(self, record: RegionRecord, t: torch.Tensor) -> tuple[Expression | None, Signature]:
+    def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor) -> None:
+        if type(t) in _MAY_BE_OPERAND:
+            with without_dispatch():
+                record.operands.append(self._operand(record, t))
+            record.known.add(t, record.operands[-1], index)
+
+    def _expression_of(self, record: RegionRecord, index: int, t: torch.Tensor) -> tuple[Expression | None, Signature]:
+        """Computes `t`. With recomputation only what the warm-up has compared: see Note [How a step is measured], 5."""
         owner, parameters = owner_of(t), self._context.parameters.get(record.region)
         if owner is None or parameters is None:
             return None, ()
         deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
         found = deriver.derive(owner.grad_fn)
         if found is None or not all(each.is_plain for each in found.packed() if type(each) is Operand):
+            return None, ()
+        if self._recomputes and deriver.comparison(index, owner.dtype) not in self._context.derived:
             return None, ()
         return found.with_operands(lambda packed: self._operand(record, packed), {}), deriver.signature
 
@@ -495,6 +548,50 @@ class _TensorRecorder:
             self._recorder.add(StepEventKind.TENSOR_READ, self._record.region, index)
 
 
+class _ChangeRecorder:
+    """Records which saved tensors of a forward were changed in place before the save: nothing derives them. A dispatch
+    mode, as around the recomputation of the warm-up, has a linear layer add its bias to a new tensor instead."""
+
+    def __init__(self, region: str, changed: set[tuple[str, int]]) -> None:
+        self._region = region
+        self._changed = changed
+
+    def given(self, index: int, t: torch.Tensor) -> None:
+        pass
+
+    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:  # noqa: ARG002 (protocol of RecomputeRecorder)
+        if t._version:
+            self._changed.add((self._region, index))
+
+    def asked(self, index: int) -> None:
+        pass
+
+
+class _DerivationCheck:
+    """Compares the tensors of one recomputation that can be derived from others. The memory of all of them is there."""
+
+    def __init__(self, recorder: ProfilingRecorder, record: RegionRecord) -> None:
+        self._recorder = recorder
+        self._record = record
+
+    def given(self, index: int, t: torch.Tensor) -> None:
+        pass
+
+    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
+        if is_dead or type(t) not in _MAY_BE_OPERAND:
+            return
+        with without_dispatch():
+            self._recorder.compare_derived(self._record, index, t)
+            packed = keep(t, self._record.region)
+            self._record.operands.append(packed)
+            self._record.known.add(t, packed, index)
+
+    def asked(self, index: int) -> None:
+        pass
+
+
+_MAY_BE_OPERAND = (torch.Tensor, torch.nn.Parameter)
+
 # Saved tensors that no recipe moves, keeps or spares.
 _NO_ACTIVATION = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER, Reason.EMPTY, Reason.OTHER_DEVICE)
 
@@ -575,6 +672,11 @@ class _OverwriteCheck(OperatorMode):
 def _is_operand(packed: object, _unpack: object) -> bool:
     """Whether a packed tensor is on the device: kept, or saved by a recomputation."""
     return isinstance(packed, tuple | torch.Tensor)
+
+
+def _plain(packed: Any, _results: object = None) -> torch.Tensor:
+    """The tensor of an operand that was kept, or saved by a recomputation."""
+    return cast("torch.Tensor", packed[0] if isinstance(packed, tuple) else packed)
 
 
 def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:

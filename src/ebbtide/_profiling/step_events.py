@@ -1,14 +1,13 @@
-"""Observers of one training step: start, region entries, end of backward, peak memory, CPU launch times.
+"""Observers of one training step: start, end of backward, peak memory.
 
 Nothing in this file waits for the device. Times are read from events that have passed.
 """
 
 import abc
 import contextlib
-import time
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -68,72 +67,12 @@ class InFlightStep(Generic[Observer]):
         return self._alive() if self.ended is None else None
 
 
-class RegionEntry(NamedTuple):
-    """Arrival of forward or backward at a region.
-
-    Attributes:
-        was_queued_ahead: compute had not reached the previous entry when the CPU recorded `event`. All work between the
-            two entries was queued before compute began with any of the work.
-    """
-
-    region: str
-    event: StreamEvent
-    was_queued_ahead: bool
-
-
-class LaunchTimes:
-    """How the CPU queued one step. Captured parts of a step are not recorded.
-
-    Attributes:
-        forward, backward: region entries; in backward the first read of a saved tensor of the region, or recomputation.
-        seconds: CPU time of forward, from entering the first region to leaving the last region. The device queues about
-            a thousand kernels, so a CPU far ahead is blocked by compute, and a region of more kernels looks as if
-            compute waited for the CPU.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.forward: list[RegionEntry] = []
-        self.backward: list[RegionEntry] = []
-        self.seconds = 0.0
-        self._device = device
-        self._began_s: float | None = None
-
-    def entered(self, region: str) -> None:
-        if self._began_s is None:
-            self._began_s = time.perf_counter()
-        self._add_entry(region, self.forward)
-
-    def left(self) -> None:
-        if self._began_s is not None:
-            self.seconds = time.perf_counter() - self._began_s
-
-    def read(self, region: str) -> None:
-        if not self.backward or self.backward[-1].region != region:
-            self._add_entry(region, self.backward)
-
-    def _add_entry(self, region: str, entries: list[RegionEntry]) -> None:
-        if self._device.matches_capture():
-            was_queued_ahead = bool(entries) and not self._device.is_done(entries[-1].event)
-            entries.append(RegionEntry(region, self._device.record(self._device.current_stream()), was_queued_ahead))
-
-    def seconds_between(self, start: RegionEntry, end: RegionEntry) -> float:
-        """Seconds of compute between two entries. Both events must have passed."""
-        return self._device.seconds_between(start.event, end.event)
-
-    @property
-    def is_cpu_bound(self) -> bool:
-        """Whether compute had caught up with the CPU at more than half of the region entries of forward."""
-        caught_up = [not entry.was_queued_ahead for entry in self.forward[1:]]
-        return 2 * sum(caught_up) > len(caught_up)
-
-
 class StepMonitor(BackwardObserver):
-    """Measures a planned step for two events, and two more for each region.
+    """Measures a planned step, for two events.
 
     Attributes:
         reads_peak: measure peak memory too, which resets the peak statistics of the device.
         is_alone: no other step overlapped. Set by the owner of the monitor.
-        launch_times: None on a device that computes synchronously.
         peak_bytes: largest peak seen; 0 without `reads_peak`.
     """
 
@@ -143,7 +82,6 @@ class StepMonitor(BackwardObserver):
         self.reads_peak = reads_peak
         self.sees_saved_tensors = reads_peak and not device.tracks_peak  # the peak is the largest that was seen
         self.is_alone = True
-        self.launch_times = LaunchTimes(device) if device.is_async else None
         self.peak_bytes = 0
         self._region_read: str | None = None
         if reads_peak:
@@ -159,15 +97,11 @@ class StepMonitor(BackwardObserver):
         if self.reads_peak and (self._ended is not None or not self.device.tracks_peak):
             self.peak_bytes = max(self.peak_bytes, self.device.memory().peak_bytes)
 
-    def entered(self, region: str) -> None:
+    def entered(self, region: str) -> None:  # noqa: ARG002 (protocol of StepRecorder)
         self._read_peak()
-        if self.launch_times is not None:
-            self.launch_times.entered(region)
 
-    def left(self, region: str) -> None:  # noqa: ARG002 (protocol of StepRecorder)
+    def left(self, region: str) -> None:  # noqa: ARG002 (as in `entered`)
         self._read_peak()
-        if self.launch_times is not None:
-            self.launch_times.left()
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         pass
@@ -179,11 +113,8 @@ class StepMonitor(BackwardObserver):
             self._region_read = region
             self._backward_began()
             self._read_peak()
-            # Reads after the end of backward (a retained graph, or a partial backward) belong to no step.
-            if self.launch_times is not None and region and not self.is_over:
-                self.launch_times.read(region)
 
-    def running(self, region: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 (as in `left`)
+    def running(self, region: str) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:  # noqa: ARG002 (as in `entered`)
         return contextlib.nullcontext()
 
     def recomputing(self, region: str) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:

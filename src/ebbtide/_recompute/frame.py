@@ -142,11 +142,12 @@ class Frame:
         self._save_mode = save_mode
         is_whole = False
         try:
-            with self._around(pair.pack_hook, False), pair, save_mode or contextlib.nullcontext(), refuse_rng:
+            around = self._around(pair.pack_hook, False)
+            with around as self._recorder, pair, save_mode or contextlib.nullcontext(), refuse_rng:
                 output = self._call(*args, **kwargs)
             is_whole = True
         finally:
-            self._save_mode = None
+            self._save_mode = self._recorder = None
             self._autocast_rng.close()
             if save_mode is not None:
                 save_mode.close(is_whole, self._metadata)
@@ -174,6 +175,8 @@ class Frame:
             self._state.unable = Unable.UNKNOWN_RNG
             return _SavedAsIs(self._pack_input(t), self.hooks)
         holder = Holder(self, len(self._holders))
+        if self._recorder is not None:
+            self._recorder.saved(holder.number, t, is_dead=False)
         if self._evidence is not None:
             with numbering_paused():
                 holder.copy = self._evidence.take(holder.number, t)

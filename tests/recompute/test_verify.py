@@ -575,3 +575,27 @@ def test_rounding_is_distinguished_from_differences(value, monkeypatch):
     assert is_rounding(forward, rounded)
     assert not is_rounding(forward, rounded + torch.tensor([0.0, 1e-4, 0.0]))
     assert not is_rounding(forward, torch.tensor([1.0, float("inf"), value]))
+
+
+class ReadsGlobalPath(Region):
+    """By a global that changes between forward and backward: sine or tanh, which save equal shapes."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        return x * (torch.tanh(y) + y.exp() if FACTOR > 0 else torch.exp(y) + y.tanh())
+
+
+def test_another_path_with_equal_shapes_is_noticed_in_the_first_forward_and_each_16th():
+    global FACTOR
+    model = nn.Sequential(ReadsGlobalPath(), nn.Linear(8, 1))
+    ebbtide.offload(model, recipe={"0": "recompute"}, min_bytes=1)
+    noticed = []
+    for step in range(33):
+        FACTOR = 1.0
+        loss = model(torch.randn(2, 8)).sum()
+        FACTOR = -1.0
+        try:
+            loss.backward()
+        except RecomputeError:
+            noticed.append(step)
+    assert noticed == [0, 16, 32]

@@ -155,6 +155,17 @@ class Attributes:
             self._varying = [self._snapshot(module, memo) for module in known.varying]
         self._steady = known.steady
 
+    @property
+    def are_current(self) -> bool:
+        """Whether the modules have no contents, and their attributes are those of forward."""
+        return not self._varying and self._steady.is_current()
+
+    def leave_current(self) -> None:
+        """Undo changes since `are_current` was true."""
+        if not self._steady.is_current():
+            for snapshot in self._steady.snapshots:
+                _undo(snapshot, snapshot.attributes, set())
+
     @contextlib.contextmanager
     def restored(self) -> Generator[None, None, None]:
         """The attributes of forward inside; the attributes of now again at exit."""

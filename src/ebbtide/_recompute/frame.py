@@ -98,6 +98,7 @@ class Frame:
         self._downstream: dict[int, Any] = {}  # held saved tensors by number; see Note [Pruning]
         self._recorder: RecomputeRecorder | None = None
         self._recomputations = 0
+        self._may_hand_over = False  # a recomputed tensor to the node that reads
         self._ended_at = -1  # number of the saved tensor that ended the recomputation early, or -1
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -117,6 +118,8 @@ class Frame:
             CaptureError: the forward uses random numbers during a graph capture.
         """
         self._state = state
+        compares_nodes = state.compares_nodes() or save_mode is not None
+        self._metadata_of = _metadata_with_node if compares_nodes else _metadata_of
         self._arguments = Arguments(args, kwargs)
         tensors = self._arguments.take_tensors()
         versions = list(map(version_of, tensors))
@@ -186,7 +189,7 @@ class Frame:
         else:
             self._downstream[holder.number] = packed
         self._holders.append(weakref.ref(holder))
-        self._metadata.append(_metadata_of(t, dispatch_modes() > 0))
+        self._metadata.append(self._metadata_of(t, dispatch_modes() > 0))
         return holder
 
     def _learn(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
@@ -239,7 +242,7 @@ class Frame:
         if graph_task_id() == -1:
             for each in self._live_holders():
                 each.value = None
-        elif keeps_graph() or self._may_hand_over():
+        elif keeps_graph() or (self._may_hand_over and self._is_large(value) and not is_in_custom_function()):
             # The node that reads owns the tensor from here, and frees the memory before autograd sums up the gradients
             # of broadcast operands, such as biases, in buffers of 100 MiB. A second read is right, but recomputes.
             holder.value = None
@@ -248,11 +251,9 @@ class Frame:
             check_unmodified(value, holder.version, what, value.dtype, value.device, sizes_of(value))
         return value
 
-    def _may_hand_over(self) -> bool:
-        """Whether the reader may own a tensor. In a recorded step tensors live as long as kept and moved tensors do, as
-        the peak tells what these take as well."""
-        is_first = self._recomputations < 2  # hooks that read the saved tensors of every node would recompute for each
-        return is_first and self._outputs is None and self._recorder is None and not is_in_custom_function()
+    def _is_large(self, value: torch.Tensor) -> bool:
+        """Whether the memory of `value` is worth a look at the node that reads."""
+        return value.numel() * value.element_size() >= self._limits.min_bytes
 
     def _recompute(self) -> None:
         self._recomputations += 1
@@ -335,7 +336,7 @@ class Frame:
             replay.tensor_count = recomputation.tensor_count
         with (
             span("ebbtide::recompute", self._name),
-            self._restored(snapshot),
+            contextlib.nullcontext() if snapshot is None else self._undone(snapshot),
             numbering_paused(),
             self._autocast_rng.restored(),
             self._found.restored(),
@@ -355,6 +356,9 @@ class Frame:
                 if stop.recomputation is not recomputation:
                     raise
                 self._ended_at = recomputation.count - 1
+        # Hooks that read the saved tensors of every node would recompute for each. In a recorded step tensors live as
+        # long as kept and moved tensors do, as the peak tells what these take as well.
+        self._may_hand_over = self._recomputations < 2 and self._outputs is None and recorder is None
         if replay is not None:
             replay.reads.check(self._name)
         recomputation.check()
@@ -369,14 +373,12 @@ class Frame:
                 self._was_recomputed = True
 
     @contextlib.contextmanager
-    def _restored(self, snapshot: Snapshot | None) -> Generator[None, None, None]:
+    def _undone(self, snapshot: Snapshot) -> Generator[None, None, None]:
         """Undo side effects of a verified recomputation. Raises RecomputeError for any that a state does not cover."""
-        changed: list[str] = []
         try:
             yield
         finally:
-            if snapshot is not None:
-                changed = snapshot.put_back()
+            changed = snapshot.put_back()
         if changed:
             raise RecomputeError(
                 f"the recomputation of {self._name} changed {', '.join(dict.fromkeys(changed))} once more. Make it a "
@@ -397,12 +399,20 @@ class Frame:
 _Metadata: TypeAlias = tuple[torch.dtype, tuple[object, ...], torch.device, str, bool]
 """Properties that a saved tensor shares with the recomputed one: dtype, shape, device, class name of the grad_fn (""
 for leaves; a region's inputs are leaves in recomputation), and whether dispatch modes were active (composite operators
-then decompose differently). A bare tuple: every saved tensor needs one in forward and in recomputation."""
+then decompose differently). A bare tuple: every saved tensor needs one in forward and in recomputation. Most forwards
+go without the name, which takes as long as all the rest: see `RegionState.compares_nodes`."""
 
 
 def _metadata_of(t: torch.Tensor, has_modes: bool) -> _Metadata:
-    node, sizes = t.grad_fn, sizes_of(t) if t.is_nested else t.shape
-    return t.dtype, sizes, t.device, "" if node is None else type(node).__name__, has_modes
+    try:
+        return t.dtype, t.shape, t.device, "", has_modes
+    except RuntimeError:  # asking every tensor whether it is nested takes longer
+        return t.dtype, sizes_of(t), t.device, "", has_modes
+
+
+def _metadata_with_node(t: torch.Tensor, has_modes: bool) -> _Metadata:
+    dtype, sizes, device, _, _ = _metadata_of(t, has_modes)
+    return dtype, sizes, device, "" if t.grad_fn is None else type(t.grad_fn).__name__, has_modes
 
 
 def _matches(recomputed: _Metadata, saved: _Metadata) -> bool:
@@ -455,6 +465,7 @@ class Recomputation:
         self._name = frame._name
         self._holders = frame._holders
         self._metadata = frame._metadata
+        self._metadata_of = frame._metadata_of
         self._downstream = frame._downstream
         self._read_downstream = frame._read_downstream
         self._evidence = frame._evidence
@@ -483,7 +494,7 @@ class Recomputation:
             self.recorder.saved(number, t, is_dead=holder is None)
         self._wanted.discard(number)
         if number < len(self._holders):
-            metadata = _metadata_of(t, has_modes)
+            metadata = self._metadata_of(t, has_modes)
             if not _matches(metadata, self._metadata[number]):
                 raise self._mismatch(number, metadata)
             if holder is not None and holder.value is None:

@@ -69,9 +69,19 @@ class AutocastRngState:
                 return True
         return False
 
-    @contextlib.contextmanager
-    def restored(self) -> Generator[None, None, None]:
+    def restored(self) -> contextlib.AbstractContextManager[object]:
         """The surroundings of forward inside; the surroundings of now again at exit."""
+        is_as_found = (
+            not self._generators
+            and all(autocast.is_off for autocast in self._autocasts)
+            and self._attention == _attention_back_ends()
+            and self._default_dtype is torch.get_default_dtype()
+            and self._default_device == default_device()
+        )
+        return torch.enable_grad() if is_as_found else self._set_back()
+
+    @contextlib.contextmanager
+    def _set_back(self) -> Generator[None, None, None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(restored(self._generators))
             for autocast in self._autocasts:
@@ -96,6 +106,11 @@ class _Autocast:
         self._is_enabled = torch.is_autocast_enabled(device_type)
         self._dtype = torch.get_autocast_dtype(device_type)
         self._is_cached = torch.is_autocast_cache_enabled()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether autocast was off in forward, and is now."""
+        return not (self._is_enabled or torch.is_autocast_enabled(self._type))
 
     def restored(self) -> contextlib.AbstractContextManager[object]:
         if self._is_enabled:

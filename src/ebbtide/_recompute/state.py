@@ -18,7 +18,8 @@ tensors that are no buffers. Note [Verification] finds the effects.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+import operator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -49,6 +50,13 @@ class RegionState:
         self.unable: Unable | None = None
         self._metadata: list[Any] = []
         self._region = region
+        self._forwards = 0
+
+    def compares_nodes(self) -> bool:
+        """Whether the recomputation of the forward that begins also compares the classes of autograd nodes: the first,
+        and each 16th. Another path through the code with equal shapes seldom comes once alone."""
+        self._forwards += 1
+        return self._forwards % 16 == 1
 
     def shared_metadata(self, metadata: list[Any]) -> list[Any]:
         """The list of the previous forward, if it equals `metadata`. Thousands of tuples that live until backward would
@@ -71,7 +79,7 @@ class RegionSnapshot:
     def __init__(self, state: RegionState, modules: list[Module]) -> None:
         self._state = state
         self.modules = modules
-        self._training = [module.training for module in modules]
+        self._training = self._modes()
         self._buffers = {
             module: {name: self._buffer(module, name, buffer) for name, buffer in module._buffers.items()}
             for module in modules
@@ -81,7 +89,7 @@ class RegionSnapshot:
         self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
         self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
         self._versions = versions_of(self._parameters)
-        self._are_trained = [p.requires_grad for p in self._parameters]
+        self._are_trained = self._are_trained_now()
         self._attributes = Attributes(modules, state.attributes)
 
     @property
@@ -111,15 +119,23 @@ class RegionSnapshot:
     def restored(self) -> Generator[None, None, None]:
         """The state of forward inside; the state of now again at exit. Raises ModifiedError, RecomputeError."""
         self._check_parameters()
+        exchanged = self._exchanged_parameters()
+        modes, are_trained = self._modes(), self._are_trained_now()
+        is_as_found = modes == self._training and are_trained == self._are_trained and not exchanged
+        if is_as_found and not self._has_buffers() and self._attributes.are_current:  # most regions, at less cost
+            try:
+                yield
+            finally:
+                self._train(are_trained)
+                self._attributes.leave_current()
+            return
         with contextlib.ExitStack() as undo:
-            if [module.training for module in self.modules] != self._training:
+            if modes != self._training:
                 for module, was_training in zip(self.modules, self._training, strict=True):
                     _set_entry(module.__dict__, "training", was_training, undo)
-            now = [p.requires_grad for p in self._parameters]
-            undo.callback(_train, self._parameters, now)  # the forward may change it
-            if now != self._are_trained:
-                _train(self._parameters, self._are_trained)
-            for module, name, p in self._exchanged_parameters():
+            undo.callback(self._train, are_trained)  # the forward may change it
+            self._train(self._are_trained)
+            for module, name, p in exchanged:
                 _set_entry(module._parameters, name, p, undo)
             copies: dict[int, torch.Tensor] = {}  # two modules that share a buffer share the copy
             for module in self.modules:
@@ -131,7 +147,14 @@ class RegionSnapshot:
             undo.enter_context(self._attributes.restored())
             yield
 
+    def _modes(self) -> list[bool]:
+        return [module.training for module in self.modules]
+
     # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _has_buffers(self) -> bool:
+        """Whether any module has a buffer now, or had one when forward began."""
+        return bool(self._buffers) or any(module._buffers for module in self.modules)
 
     def _buffer(self, module: Module, name: str, buffer: torch.Tensor | None) -> "_Buffer":
         if buffer is None:
@@ -178,6 +201,15 @@ class RegionSnapshot:
                 "region the recipe 'keep' or 'offload'"
             )
 
+    def _are_trained_now(self) -> list[bool]:
+        return list(map(_requires_grad, self._parameters))
+
+    def _train(self, are_trained: Sequence[bool]) -> None:
+        if self._are_trained_now() != are_trained:
+            for p, is_trained in zip(self._parameters, are_trained, strict=True):
+                if p.requires_grad is not is_trained:
+                    p.requires_grad_(is_trained)
+
     def _exchanged_parameters(self) -> list[tuple[Module, str, torch.Tensor]]:
         """Parameters of forward with another in their place now. FSDP exchanges sharded and gathered ones by itself."""
         return [
@@ -214,6 +246,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 class _Buffer(NamedTuple):
@@ -237,12 +270,6 @@ class _Buffer(NamedTuple):
 def _set_entry(entries: dict[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
     undo.callback(put_attribute, entries, name, entries.get(name, ABSENT))
     put_attribute(entries, name, value)
-
-
-def _train(parameters: Sequence[torch.Tensor], are_trained: Sequence[bool]) -> None:
-    for p, is_trained in zip(parameters, are_trained, strict=True):
-        if p.requires_grad is not is_trained:
-            p.requires_grad_(is_trained)
 
 
 def _set_buffers(registered: dict[str, torch.Tensor | None], buffers: dict[str, torch.Tensor | None]) -> None:

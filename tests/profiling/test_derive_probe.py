@@ -1,5 +1,8 @@
 """Costs of derivations: measured once for tensors that are alike, and written to profiles."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +74,24 @@ def test_tensors_that_are_alike_are_measured_once(device):
 )
 def test_keys_tell_apart(expression, signature):
     assert key_of(seen(expression, signature)) != key_of(seen(Expression(torch.sin, (operand(3, 4),))))
+
+
+def test_nothing_stays_allocated(device):
+    """Whether or not Python collects garbage."""
+    made = []
+
+    def sine(t):
+        result = torch.sin(t)
+        made.extend((weakref.ref(t.untyped_storage()), weakref.ref(result.untyped_storage())))
+        return result
+
+    gc.disable()
+    try:
+        probe_derivations(device, [seen(Expression(sine, (Expression(sine, (operand(3, 4),)),)))])
+        assert made
+        assert not any(ref() for ref in made)
+    finally:
+        gc.enable()
 
 
 def test_tensors_without_an_expression_are_left_out(device):

@@ -98,28 +98,43 @@ def _cost(device: Device, expression: Expression, draw: torch.Generator) -> Deri
 
 
 def _work_bytes(expression: Expression, values: Mapping[Operand, torch.Tensor]) -> int:
-    """Most bytes of results in between at once. As in `Expression.compute`, shared results live to the end."""
-    results: dict[Expression, torch.Tensor] = {}
-    alive: list[torch.UntypedStorage] = []  # of operators under way
-    moments: list[set[torch.UntypedStorage]] = []
+    """Most bytes of results in between at once."""
+    run = _CountedRun(values)
+    others = {run.result_of(expression).untyped_storage(), *(t.untyped_storage() for t in values.values())}
+    return max(sum(storage.nbytes() for storage in moment - others) for moment in run.moments)
 
-    def run(each: Expression) -> torch.Tensor:
-        if each in results:
-            return results[each]
-        begin = len(alive)
+
+class _CountedRun:
+    """Computes as `Expression.compute` does: shared results live to the end. (No function inside of a function: one
+    that calls itself is a reference cycle, and would hold the results until Python collects garbage.)
+
+    Attributes:
+        moments: the storages alive behind each operator.
+    """
+
+    def __init__(self, values: Mapping[Operand, torch.Tensor]) -> None:
+        self.moments: list[set[torch.UntypedStorage]] = []
+        self._values = values
+        self._results: dict[Expression, torch.Tensor] = {}
+        self._alive: list[torch.UntypedStorage] = []  # of operators under way
+
+    def result_of(self, each: Expression) -> torch.Tensor:
+        """The result of `each`."""
+        if each in self._results:
+            return self._results[each]
+        begin = len(self._alive)
         operands: list[torch.Tensor | None] = []
         for own in each.operands:
-            operands.append(own if own is None else run(own) if type(own) is Expression else values[own])
-            alive.extend(t.untyped_storage() for t in operands[-1:] if t is not None)
+            t = own if own is None else self.result_of(own) if type(own) is Expression else self._values[own]
+            operands.append(t)
+            self._alive += [] if t is None else [t.untyped_storage()]
         result = each.operate(*operands, **each.settings)
-        moments.append({*alive, result.untyped_storage(), *(t.untyped_storage() for t in results.values())})
-        del alive[begin:]
+        shared = (t.untyped_storage() for t in self._results.values())
+        self.moments.append({*self._alive, result.untyped_storage(), *shared})
+        del self._alive[begin:]
         if each.is_shared:
-            results[each] = result
+            self._results[each] = result
         return result
-
-    others = {run(expression).untyped_storage(), *(t.untyped_storage() for t in values.values())}
-    return max(sum(storage.nbytes() for storage in moment - others) for moment in moments)
 
 
 def _nbytes_of(operand: Operand) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import ebbtide
-from ebbtide import ConfigError
+from ebbtide import ConfigError, Profile
 
 pytestmark = pytest.mark.long
 
@@ -76,7 +76,9 @@ def as_its_twin(rank, folder, name, settings, has_budget=False):
     torch.set_num_threads(1)
     join(rank, folder)
     module, twin = part(rank), part(rank)
-    handle = ebbtide.offload(module, **settings, **(within() if has_budget else {}), **SETTINGS)
+    if has_budget:
+        settings = {**settings, **within(), "profile": f"{folder}/profile.json"}
+    handle = ebbtide.offload(module, **settings, **SETTINGS)
     is_equal = train(staged(module, rank, name), module, rank) == train(staged(twin, rank, name), twin, rank)
     graphs = None if handle.profile is None or handle.plan.status else handle.profile.graphs
     write_down(rank, folder, [is_equal, list(handle.regions), handle.stats().recomputed.count, graphs])
@@ -100,6 +102,8 @@ def test_a_stage_alone_on_its_rank_plans_within_a_budget(tmp_path, name, graphs)
     """For all the forwards in flight."""
     spawn(as_its_twin, str(tmp_path), name, {}, True)
     assert [[is_equal, count] for is_equal, _, _, count in read(tmp_path)] == [[True, count] for count in graphs]
+    files = [tmp_path / file for file in ("profile.json", "profile-rank1.json")]
+    assert [Profile.load(file).graphs for file in files] == graphs
 
 
 def in_a_mesh(rank, folder, name, names_ranks, is_staged_first, wrap):

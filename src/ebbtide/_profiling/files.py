@@ -13,7 +13,7 @@ from ebbtide._errors import ConfigError, EbbtideError, EbbtideWarning
 from ebbtide._profiling.profile import OtherVersionError, Profile
 from ebbtide._types import StoreFactory
 from ebbtide._utils import env
-from ebbtide._utils.distributed import Group, Value, gather, is_first
+from ebbtide._utils.distributed import Group, Value, first_of, gather, is_first
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Profiles:
             PlanError: the file holds something else, and must not be overwritten.
         """
         if self._path is not None:
-            self._known = self._in_file(self._path, regions, needs_recomputation)
+            self._known = self._in_file(self._of_group(self._path), regions, needs_recomputation)
         return self._known
 
     def keep(self, profile: Profile) -> None:
@@ -76,6 +76,12 @@ class Profiles:
             if env.ends_with_profile():
                 _log.warning("the profile is measured, and this run ends here, as EBBTIDE_PROFILE_END says")
                 raise ProfileWritten(0)
+
+    def _of_group(self, path: Path) -> Path:
+        """`path`, with the group's first rank in the name unless that is rank 0: stages of a pipeline have profiles of
+        their own."""
+        first = first_of(self.group)
+        return path if first == 0 else path.with_stem(f"{path.stem}-rank{first}")
 
     def _in_file(self, path: Path, regions: Collection[str], needs_recomputation: bool) -> Profile | None:
         found = self._of_all(_load(path) if is_first(self.group) else None)[0]
@@ -104,6 +110,7 @@ class Profiles:
     def _write(self, profile: Profile, path: Path) -> None:
         """Write the profile on the first rank. A failure is a warning: training continues without the file."""
         if is_first(self.group):
+            path = self._of_group(path)
             try:
                 dataclasses.replace(profile, made_for={**profile.made_for, **self.settings()}).save(path)
             except OSError as error:

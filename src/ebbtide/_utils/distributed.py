@@ -135,6 +135,13 @@ def is_first(group: Group) -> bool:
     return group is ThisRank.ALONE or not _is_distributed() or torch.distributed.get_rank(group) == 0
 
 
+def first_of(group: Group) -> int:
+    """Number in the job of rank 0 of `group`."""
+    if group is None or not _is_distributed():
+        return 0
+    return torch.distributed.get_rank() if group is ThisRank.ALONE else torch.distributed.get_global_rank(group, 0)
+
+
 def group_size(group: Group) -> int:
     return torch.distributed.get_world_size(group) if group is not ThisRank.ALONE and _is_distributed() else 1
 

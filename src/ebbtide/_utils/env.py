@@ -12,7 +12,7 @@
 
 With EBBTIDE_PROFILE=profile.json, each planning handle of `offload` writes its profile at the start of step 4. The
 first three steps recompute every region, with or without a budget: the profile serves any budget. The last handle wins,
-and only rank 0 writes.
+and only the first of the ranks that share a plan writes: a rank other than 0 adds its number to the file's name.
 """
 
 import os

@@ -27,7 +27,7 @@ from ebbtide import ConfigError, EbbtideWarning, PlanError
 from ebbtide._control import tuner
 from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Condition, Ranks, Summary, agreed_profile
-from ebbtide._control.speeds import Speeds
+from ebbtide._control.speeds import LinkRatios
 from ebbtide._control.trial import Observation
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.merge_ranks import structure_of
@@ -404,7 +404,7 @@ def test_ranks_meet_ever_more_rarely_with_messages_of_one_size(scripted):
     assert len(summaries) < len(found["rows"]) / THRESHOLDS.meet_every
 
 
-SUMMARY = len(Observation._fields) + len(Condition._fields) + len(Speeds._fields)
+SUMMARY = len(Observation._fields) + len(Condition._fields) + len(LinkRatios._fields)
 
 
 def test_a_frozen_plan_is_looked_at_after_intervals_that_double():
@@ -439,7 +439,7 @@ def test_forwards_count_until_an_optimizer_steps(stepped, meetings):
 
 def test_the_worst_of_a_single_rank_is_its_own():
     observation = Observation(True, 4, 1.5, 1.25, 0.5, 7 * GIB + 1, 3)
-    own = Summary(observation, Condition(-5, 9, False, True), Speeds(1.5, 0.25, 4.0))
+    own = Summary(observation, Condition(-5, 9, False, True), LinkRatios(0.25, 4.0))
     worst = Ranks(None, "a plan").worst(own)
     assert worst == own
     assert [type(value) for part in worst for value in part] == [type(value) for part in own for value in part]

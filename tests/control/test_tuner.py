@@ -701,12 +701,43 @@ def test_ranks_that_share_a_plan_share_its_profile():
     assert speed_by(controller, handle, 1.03) == 1.0
 
 
-def test_a_plan_of_another_profile_has_no_speed(monkeypatch):
-    controller, _ = controller_of()
-    monkeypatch.setattr("ebbtide._control.trial.Trial.step_ratio", 1.02)
-    assert controller.profile.plain_s == pytest.approx(1.02 * controller.tuner._profile.plain_s)
-    monkeypatch.setattr(controller.tuner, "_profile", controller.tuner._profile.at_speed(1.1))
-    assert controller.profile is controller.tuner._profile
+def test_a_speed_counts_once_however_often_plans_are_asked_for():
+    """The plan stays, and so does its prediction."""
+    controller, handle = controller_of(budget_bytes=90 * GIB)
+    plain_s, first = controller.profile.plain_s, handle.plan
+    for _ in range(4):
+        for _ in range(10):
+            handle.device.step_s = 1.04 * first.predicted.step_s
+            step(controller)
+        controller.replan()
+        assert controller.profile.plain_s == pytest.approx(1.04 * plain_s)
+
+
+def test_a_correction_for_one_batch_size_counts_for_another():
+    controller, handle = controller_of(budget_bytes=int(2.5 * GIB))
+    plain_s = controller.profile.plain_s
+    for tokens in [500] * 5 + [1000] * 30 + [500] * 30:
+        plan = controller.tuner.plans.get(tokens, handle.plan)
+        true = controller_of(budget_bytes=int(2.5 * GIB))[0].profile.scaled(tokens).at_speed(1.3)
+        outcome = step_by(true, plan)
+        handle.device.step_s = outcome.step_s
+        handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+        step(controller, tokens)
+        assert controller.profile.plain_s <= 1.4 * plain_s
+    assert controller.profile.plain_s == pytest.approx(1.3 * plain_s, rel=0.05)
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.3])
+def test_ranks_refit_to_the_worst_of_their_steps(slower):
+    controller, handle = controller_of(budget_bytes=int(2.5 * GIB), ranks=Ranks(None, "a plan"))
+    first = controller.profile
+    for _ in range(40):
+        outcome = step_by(first.at_speed(slower), handle.plan)
+        handle.device.step_s = outcome.step_s
+        handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
+        handle.has_stepped = True
+        step(controller)
+    assert controller.profile.plain_s == pytest.approx(slower * first.plain_s, rel=0.02)
 
 
 def test_at_any_speed_a_step_that_keeps_everything_waits_for_no_cpu():

@@ -1358,7 +1358,8 @@ def test_every_saved_tensor_counts_once_in_each_forward(moved):
 
 def test_parameters_without_memory_are_no_operands():
     """A lazy module has no addresses to compare before its first forward."""
-    lazy = RegionParameters("lazy", nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)), is_measured=True)
+    lazy = RegionParameters("lazy", nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)))
+    lazy.trust()
     lazy.enter()
     assert not lazy.is_steady
     lazy.leave()

@@ -1,5 +1,6 @@
 """Costs of derivations: measured once for tensors that are alike, and written to profiles."""
 
+import copy
 import gc
 import weakref
 
@@ -12,6 +13,7 @@ import ebbtide
 from ebbtide import Plan, Recipe, RegionPlan
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.derive import Derivation, Expression
+from ebbtide._planner.solve import Solver
 from ebbtide._profiling.derive_probe import key_of, probe_derivations
 from ebbtide._profiling.recorder import Operand, SeenTensor
 from ebbtide._types import Memory
@@ -329,3 +331,101 @@ def test_without_room_to_compare_nothing_is_derivable(free_bytes, can_compare, m
         allocated[0] = 0
     derivable = [t for region in handle.profile.regions for t in region.saved_tensors if t.derive_s > 0]
     assert bool(derivable) is can_compare
+
+
+class Quantised(torch.autograd.Function):
+    """Saves a weight of whole numbers."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(x, weight, scale)
+        return x * weight * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        return grad * weight * scale, None, (grad * x * weight).sum(0)
+
+
+class Odd(Block):
+    """Saves what most models do not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(16))
+        self.register_buffer("whole", torch.randint(-3, 4, (16,), dtype=torch.int32))
+        self.inner = []
+
+    def forward(self, x):
+        if self.kind == "whole numbers":
+            x = Quantised.apply(x, self.whole, self.scale)
+        elif self.kind == "nested":
+            halves = torch.nested.as_nested_tensor([x[:4] * 1.5, x[4:]])
+            x = halves.sin().cos().to_padded_tensor(0.0).view(8, 16)
+        elif self.kind == "sparse":
+            x = x + torch.sparse.mm((self.scale.diag() * 2).to_sparse(), x.t()).t()
+        elif self.kind == "hooks of others":
+            with torch.autograd.graph.save_on_cpu():
+                y = functional.silu(x * self.scale)
+            x = x + y.square()
+        elif self.kind == "changed unseen":
+            x = self.up(x) * self.up(x)
+            with torch.no_grad():
+                x.clamp_(-100.0, 100.0)
+            x = self.down(functional.silu(x + 1.0))
+        elif self.kind == "asks for gradients":
+            y = x.sin()
+            x = x + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+            y = x.exp()
+            self.inner.append(weakref.ref(y.untyped_storage()))
+            x = y.log()
+        return super().forward(x)
+
+
+class OddStack(Stack):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(Odd(kind) for _ in range(2))
+
+
+ODD = ["whole numbers", "nested", "sparse", "hooks of others", "changed unseen", "asks for gradients"]
+
+
+@pytest.mark.filterwarnings("error::ebbtide.EbbtideWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_saved_tensors_are_measured_and_planned(kind):
+    torch.manual_seed(0)
+    model = OddStack(kind)
+    twin = copy.deepcopy(model)
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    count = sum(type(o) is torch.Tensor and o.dtype is torch.int32 for o in gc.get_objects())
+    for number in range(6):
+        x = torch.randn(8, 16, requires_grad=True)
+        found = []
+        for each in (model, twin):
+            each.zero_grad()
+            loss = each(x)
+            if each is model and number < 3:  # measured steps keep nothing
+                assert not any(ref() for layer in model.layers for ref in layer.inner)
+            loss.backward()
+            found.append([loss.detach(), x.grad, *(p.grad for p in each.parameters())])
+            x.grad = None
+        assert all(one is other is None or torch.equal(one, other) for one, other in zip(*found, strict=True))
+        now = sum(type(o) is torch.Tensor and o.dtype is torch.int32 for o in gc.get_objects())
+        assert now <= count
+    assert handle.profile is not None
+    derivable = [t for region in handle.profile.regions for t in region.saved_tensors if t.derive_s > 0]
+    assert bool(derivable) == (kind != "changed unseen")
+
+
+def test_a_plan_from_elsewhere_derives_in_its_first_step(profile):
+    derive = {region.name: tuple(t.index for t in region.saved_tensors if t.derive_s > 0) for region in profile.regions}
+    regions = {name: RegionPlan(Recipe("keep", derive=numbers)) for name, numbers in derive.items()}
+    measured = Solver(profile).keeping_all().predicted
+    model = Stack()
+    handle = ebbtide.offload(model, budget="1GiB", profile=profile, store="mock", min_bytes=1)
+    handle.set_plan(Plan(regions, outside=RegionPlan("keep"), predicted=measured))
+    model(torch.randn(8, 16)).backward()
+    assert handle.stats().derived.count == sum(map(len, derive.values()))

@@ -767,3 +767,56 @@ def test_attributes_changed_after_some_steady_forwards(change):
         for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(ours.grad, plain.grad)
     assert handle.stats().recomputed.count > 0
+
+
+class UndoesALastChange(torch.nn.Module):
+    """Changes its state for the length of a forward, and saves the last tensor before the state is back."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.scale = kind, 1.0
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        kept = self.first._parameters["weight"]
+        if self.kind == "training":
+            self.first.eval()
+        elif self.kind == "requires_grad":
+            self.second.requires_grad_(False)
+        elif self.kind == "parameter":
+            self.first._parameters["weight"] = torch.nn.Parameter(kept.detach() * 2)
+        elif self.kind == "buffer":
+            self.register_buffer("mask", torch.ones(8))
+        else:
+            self.scale = 2.0
+        y = self.second(self.first(x).tanh() * self.scale).sin()
+        self.first.train()
+        self.second.requires_grad_(True)
+        self.first._parameters["weight"] = kept
+        self.scale = 1.0
+        if self.kind == "buffer":
+            del self.mask
+        return y
+
+
+@pytest.mark.parametrize("kind", ["training", "requires_grad", "parameter", "buffer", "attribute"])
+def test_a_change_that_the_end_of_forward_undoes_is_undone_without_the_end(kind):
+    """Recomputation stops at the last saved tensor."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(UndoesALastChange(kind), torch.nn.Linear(8, 1))
+    twin, region = copy.deepcopy(model), model[0]
+    ebbtide.offload(model, recipe={"0": "recompute"}, min_bytes=1)
+    weight = region.first.weight
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        for each in (model, twin):
+            each.zero_grad()
+            each(x).sum().backward()
+        assert all(
+            one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        assert region.first.training
+        assert region.first.weight is weight
+        assert all(p.requires_grad for p in region.parameters())
+        assert (not region._buffers, region.scale) == (True, 1.0)

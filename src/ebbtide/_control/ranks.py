@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide._control.speeds import Speeds
+from ebbtide._control.speeds import LinkRatios
 from ebbtide._control.trial import Observation
 from ebbtide._errors import ConfigError
 from ebbtide._planner.simulate import with_host
@@ -65,7 +65,7 @@ class Summary(NamedTuple):
 
     observation: Observation
     condition: Condition
-    speeds: Speeds
+    link: LinkRatios
 
 
 _SMALLER_IS_WORSE = ("is_complete", "timed", "out", "back")

@@ -18,15 +18,9 @@ from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.profile import Link
 
 
-class Speeds(NamedTuple):
-    """Measured over profiled figures.
+class LinkRatios(NamedTuple):
+    """Measured over profiled rates of the link."""
 
-    Attributes:
-        step: seconds of a step, waits for copies left out.
-        out, back: rates of the link.
-    """
-
-    step: float = 1.0
     out: float = 1.0
     back: float = 1.0
 
@@ -48,10 +42,10 @@ class LinkRates:
         before, self._waited_s = self._waited_s, self._total_waited_s()
         return self._waited_s - before
 
-    def ratios(self, link: Link) -> tuple[float, float]:
+    def ratios(self, link: Link) -> LinkRatios:
         """Rates of the copies since `restart` over the rates of `link`, out and back. Few copies, or equal rates: 1."""
         now, before = self._total_copied(), self._copied
-        return _ratio_since(now[0], before[0], link.out), _ratio_since(now[1], before[1], link.back)
+        return LinkRatios(_ratio_since(now[0], before[0], link.out), _ratio_since(now[1], before[1], link.back))
 
     def restart(self) -> None:
         """Forget the copies so far: a profile has their rates."""

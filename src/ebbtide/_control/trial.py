@@ -61,6 +61,7 @@ class Trial:
     Attributes:
         plan: the plan.
         predicted: what the planner has predicted for the trial; `plan` may carry the measured time by now.
+        plain_s: seconds of a plain step in the profile that the prediction is from, of the measured batch size.
         is_fallback: whether the plan is a fallback.
         is_as_measured: the step time of `plan.predicted` was measured.
         begun: forwards so far.
@@ -69,8 +70,11 @@ class Trial:
         agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
 
-    def __init__(self, plan: Plan, *, is_fallback: bool = False, is_as_measured: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, plain_s: float = 0.0, *, is_fallback: bool = False, is_as_measured: bool = False
+    ) -> None:
         self.plan = plan
+        self.plain_s = plain_s
         self.predicted = plan.predicted
         self.is_fallback = is_fallback
         self.is_as_measured = is_as_measured
@@ -138,8 +142,8 @@ class Trial:
         return self.is_timed and predicted_s > 0 and abs(self.seen.typical_s / predicted_s - 1) > THRESHOLDS.off
 
     @property
-    def step_ratio(self) -> float:
-        """Measured over predicted seconds of a step, without waits for copies; 1 if unknown, or if copies alone tell
+    def step_ratio(self) -> float | None:
+        """Measured over predicted seconds of a step, without waits for copies; None if unknown, or if copies alone tell
         the duration."""
         predicted, seen = self.predicted, self.seen
         own_s = seen.typical_s - seen.stall_s
@@ -149,8 +153,8 @@ class Trial:
             or not self.is_timed
             or own_s < THRESHOLDS.least_own * seen.typical_s
         ):
-            return 1.0
-        return bounded(own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9))
+            return None
+        return own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9)
 
 
 def verdict(

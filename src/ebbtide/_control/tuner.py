@@ -35,11 +35,12 @@ import torch
 from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
 from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
-from ebbtide._control.speeds import LinkRates, Speeds
+from ebbtide._control.speeds import LinkRates, LinkRatios
 from ebbtide._control.trial import (
     Observation,
     Trial,
     TrialVerdict,
+    bounded,
     first_margin,
     margin_after,
     verdict,
@@ -136,12 +137,12 @@ class PlanTuner:
         self._has_warned_of_peak = False
         self._link_rates = LinkRates(recorder)
         self._observer = StepObserver(self._link_rates, None if engine is None else engine.device)
-        self._agreed_speeds = Speeds()  # of all ranks, as of the last meeting
+        self._agreed_link = LinkRatios()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
         self._sizes: dict[int, BatchSize] = {}
         self._size = self._new_size(profile.tokens)
         if self._only_moves and self.limit_bytes is None:
-            self._size.trial = Trial(first, is_fallback=True)
+            self._size.trial = Trial(first, profile.plain_s, is_fallback=True)
         self._ask_next()
         if self._size.answer is None:
             self._apply()
@@ -162,9 +163,9 @@ class PlanTuner:
     def profile(self) -> Profile:
         """Source of the plans, at the speed of the last steps of the current batch size (see Note [Speeds])."""
         size = self._size
-        if self._ranks is not None or size.trial is None or size.profile is not self._profile:
-            return self._profile  # equal on all ranks; or the last steps were compared with another profile
-        return _at_speed(self._profile, size.trial.step_ratio)
+        if self._ranks is not None or size.trial is None:
+            return self._profile  # equal on all ranks
+        return _at_speed(self._profile, self._ratio(size.trial))
 
     @property
     def tokens(self) -> int:
@@ -247,12 +248,12 @@ class PlanTuner:
         """Decide as all ranks do, by the worst of their observations. An answer is awaited, whoever has it already."""
         size, trial = self._size, self._size.trial
         own = Observation() if trial is None else trial.own
-        speeds = Speeds() if trial is None else self._own_speeds(trial)
-        worst = ranks.worst(Summary(own, self._condition(engine), speeds))
+        worst = ranks.worst(Summary(own, self._condition(engine), self._link_rates.ratios(self._profile.link)))
         self._await_answer()
         self._ran_out = self._is_asked = False
+        self._agreed_link = worst.link
         if trial is not None:
-            trial.agreed, self._agreed_speeds = worst.observation, worst.speeds
+            trial.agreed = worst.observation
         if worst.condition.is_asked:
             self._replan()
         if worst.condition.ran_out:
@@ -315,7 +316,7 @@ class PlanTuner:
             self._correct(size, trial)
         elif found is TrialVerdict.COMPARE and self._untried_s(size) < min([trial.seen.typical_s, *others_s]):
             assert size.fallback is not None
-            self._follow(size, Trial(size.fallback, is_fallback=True), f"compared, {_took(trial)}")
+            self._follow(size, self._fallback(size, size.fallback), f"compared, {_took(trial)}")
         elif found is TrialVerdict.COMPARE or (found is TrialVerdict.STAY and trial.is_fallback):
             self._choose(size)
         elif found is TrialVerdict.STAY:
@@ -391,7 +392,7 @@ class PlanTuner:
             best = trial if trial.seen.typical_s <= slowest_s else best
         if best.is_fallback and size.fallback is not None and not size.has_run(size.fallback):
             # The fallback by what is known now, for more of the budget. Its peak and its time are to be seen.
-            self._follow(size, Trial(size.fallback, is_fallback=True), "replaced, an earlier fallback was faster")
+            self._follow(size, self._fallback(size, size.fallback), "replaced, an earlier fallback was faster")
         else:
             self._freeze(size, best)
 
@@ -431,13 +432,16 @@ class PlanTuner:
         else:
             newest = size.fallback
             if best.is_fallback and newest is not None and run_alike(newest, best.plan):
-                best.plan = newest  # predicted by the profile of now
+                best.plan, best.plain_s = newest, size.profile.plain_s  # predicted by the profile of now
             else:
                 best.plan, best.is_as_measured = _as_measured(best.plan, best), True
             best.predicted = best.plan.predicted
             self._follow(size, best, f"frozen, {why}")
         best.is_frozen = True
         size.tried = []
+
+    def _fallback(self, size: BatchSize, plan: Plan) -> Trial:
+        return Trial(plan, size.profile.plain_s, is_fallback=True)
 
     def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
         size.follow(trial)
@@ -516,7 +520,7 @@ class PlanTuner:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
         size.asks_fallback = False
         if plan is not None and size.trial is None:
-            size.trial = Trial(plan, is_fallback=True)
+            size.trial = self._fallback(size, plan)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
@@ -538,7 +542,7 @@ class PlanTuner:
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
             return
-        trial = Trial(plan)
+        trial = Trial(plan, size.profile.plain_s)
         if size.is_used:
             self._follow(size, trial, f"corrected, {why}", answer.seconds)
         else:
@@ -578,13 +582,18 @@ class PlanTuner:
 
     def _refit(self, trial: Trial) -> None:
         """Refit the profile to measured speeds."""
-        speeds = self._own_speeds(trial) if self._ranks is None else self._agreed_speeds
-        self._profile = dataclasses.replace(self._profile, link=self._profile.link.times(speeds.out, speeds.back))
+        link = self._profile.link
+        ratios = self._link_rates.ratios(link) if self._ranks is None else self._agreed_link
+        self._profile = dataclasses.replace(
+            _at_speed(self._profile, self._ratio(trial)), link=link.times(ratios.out, ratios.back)
+        )
         self._link_rates.restart()
-        self._profile = _at_speed(self._profile, speeds.step)
 
-    def _own_speeds(self, trial: Trial) -> Speeds:
-        return Speeds(trial.step_ratio, *self._link_rates.ratios(self._profile.link))
+    def _ratio(self, trial: Trial) -> float:
+        """Measured seconds over those of the present profile, whatever profile the plan of the trial is from; 1 if
+        unknown."""
+        ratio = trial.step_ratio
+        return 1.0 if ratio is None else bounded(ratio * trial.plain_s / self._profile.plain_s)
 
     def never_recompute(self, names: Collection[str]) -> None:
         """Plan without recomputing `names`: regions with a recomputation that differed from forward. Several ranks plan

@@ -31,15 +31,11 @@ class RegionParameters:
 
     A derivation may read a parameter in backward only if the parameter still has the value that the operator has read.
     Sharding frees weights after their module has run, or swaps them: no derivation in such a region.
-
-    Args:
-        is_measured: a plan from measured steps derives in the region: in the first forward too, or the forward would go
-            over the budget. Otherwise the first forward has to show that parameters stay as they are.
     """
 
-    def __init__(self, region: str, module: torch.nn.Module, is_measured: bool = False) -> None:
+    def __init__(self, region: str, module: torch.nn.Module) -> None:
         self.region = region
-        self._is_measured = is_measured
+        self._is_trusted = False
         self._known = [weakref.ref(p) for p in parameters_of(module)]
         self._norms = [
             weakref.ref(each) for each in modules_of(module) if isinstance(getattr(each, "eps", None), float)
@@ -49,11 +45,16 @@ class RegionParameters:
         self._plain: list[int] | None = None  # addresses of parameters known as plain
         self._is_steady: bool | None = None
 
+    def trust(self) -> None:
+        """A plan from measured steps derives in the region: in the first forward too, or the forward would go over the
+        budget. Otherwise the first forward has to show that parameters stay as they are."""
+        self._is_trusted = True
+
     def enter(self) -> None:
         """The forward of the region begins."""
         parameters = self._parameters()
         self._identities, self._at_entry = list(map(id, parameters)), _values_of(parameters)
-        if self._is_steady is None and self._is_measured:
+        if self._is_steady is None and self._is_trusted:
             self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:

@@ -133,11 +133,11 @@ class Attachment:
         self.plan = plan
         known = self.context.parameters
         self.context.parameters = {
-            name: known[name]
-            if name in known and former[name] is module
-            else RegionParameters(name, module, is_measured=plan.predicted is not None)
+            name: known[name] if name in known and former[name] is module else RegionParameters(name, module)
             for name, module in regions.items()
         }
+        for parameters in self.context.parameters.values() if plan.predicted is not None else ():
+            parameters.trust()
         for name, module in {**former, **regions}.items() if has_regions else ():
             if module not in self._region_hooks:
                 self._region_hooks[module] = RegionHook(self, module, None, False)

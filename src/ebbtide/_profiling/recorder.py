@@ -230,6 +230,8 @@ class ProfilingRecorder(BackwardObserver):
         self._compared: list[tuple[str, int, torch.Tensor]] = []
         self._derived: dict[Hashable, torch.Tensor | bool] = {}
         self._changed: set[tuple[str, int]] = set()  # saved tensors that forward has changed in place before
+        self._changed_unseen: set[str] = set()  # regions that change tensors in place behind the back of autograd
+        self._comparisons: dict[str, set[Hashable]] = {}  # by region
         self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -347,7 +349,7 @@ class ProfilingRecorder(BackwardObserver):
         if self._timed_by is not None:
             return _ExpensiveOpTimer(self.device, record, self._timed_by)
         if self._compared_by is not None:
-            return _OverwriteCheck(region, self._compared_by, self._compared)
+            return _OverwriteCheck(region, self._compared_by, self._compared, self._changed_unseen)
         return contextlib.nullcontext()
 
     def overwritten(self) -> set[tuple[str, int]]:
@@ -355,20 +357,23 @@ class ProfilingRecorder(BackwardObserver):
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
     def derived(self) -> set[Hashable]:
-        """Of the comparisons with derived tensors, those that found equal bytes; as `Deriver.comparison`. Waits for the
-        device."""
-        return {comparison for comparison, is_equal in self._derived.items() if bool(is_equal)}
+        """Of the comparisons with derived tensors, those that found equal bytes; as `Deriver.comparison`. None of
+        regions with changes that no node tells of: bytes may be equal by chance. Waits for the device."""
+        unsafe = set[Hashable]().union(*(self._comparisons.get(region, ()) for region in self._changed_unseen))
+        return {each for each, is_equal in self._derived.items() if each not in unsafe and bool(is_equal)}
 
     def compare_derived(self, record: RegionRecord, index: int, t: torch.Tensor) -> None:
         """Compare `t`, recomputed saved tensor number `index`, with the tensor derived from others."""
-        owner, parameters = owner_of(t), self._context.parameters.get(record.region)
-        if owner is None or parameters is None or self.why_never(t) is not None:
+        parameters = self._context.parameters.get(record.region)
+        if parameters is None or self.why_never(t) is not None or (record.region, index) in self._changed:
             return
-        if (record.region, index) in self._changed:
+        owner = owner_of(t)
+        if owner is None:
             return
         deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
         expression = deriver.derive(owner.grad_fn)
         comparison = deriver.comparison(index, owner.dtype)
+        self._comparisons.setdefault(record.region, set()).add(comparison)
         if expression is None or comparison in self._derived or not self._has_room_for(expression, owner):
             return
         derivation = Derivation(expression, owner, _plain)
@@ -391,8 +396,8 @@ class ProfilingRecorder(BackwardObserver):
         reason, is_input = self.why_never(t), seen is record.inputs
         if reason is not None:
             record.not_movable_bytes += 0 if reason in _NO_ACTIVATION else t.numel() * t.element_size()
-            if not is_input:
-                self._note_operand(record, index, t)
+            if not is_input and t.layout is torch.strided and not t.is_nested:
+                self._note_operand(record, index, t, holds_numbers=reason not in _NO_ACTIVATION)
             return
         storage = t.untyped_storage()
         span = span_of(t, storage.nbytes())
@@ -417,10 +422,11 @@ class ProfilingRecorder(BackwardObserver):
             record.common_bytes += span.nbytes
             self._common.setdefault(weakref.ref(storage), span.nbytes)
 
-    def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor) -> None:
+    def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor, holds_numbers: bool = True) -> None:
+        """`holds_numbers`: of what to copy whole numbers; weights may be whole numbers too, and large."""
         if type(t) in _MAY_BE_OPERAND:
             with without_dispatch():
-                record.operands.append(self._operand(record, t))
+                record.operands.append(self._operand(record, t, holds_numbers))
             record.known.add(t, record.operands[-1], index)
 
     def _expression_of(self, record: RegionRecord, index: int, t: torch.Tensor) -> tuple[Expression | None, Signature]:
@@ -436,7 +442,7 @@ class ProfilingRecorder(BackwardObserver):
             return None, ()
         return found.with_operands(lambda packed: self._operand(record, packed), {}), deriver.signature
 
-    def _operand(self, record: RegionRecord, packed: Any) -> Operand:
+    def _operand(self, record: RegionRecord, packed: Any, holds_numbers: bool = True) -> Operand:
         if type(packed) is Operand:
             return packed
         t = cast("torch.Tensor", packed[0] if isinstance(packed, tuple) else packed)
@@ -444,7 +450,7 @@ class ProfilingRecorder(BackwardObserver):
             return Operand(-1, t.size(), (), t.dtype, None, is_plain=False)
         first = self._saved_first.get(t.untyped_storage())
         index = first.seen.index if first is not None and first.record is record else -1
-        has_numbers = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+        has_numbers = holds_numbers and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
         return Operand(index, t.size(), t.stride(), t.dtype, t.detach().clone() if has_numbers else None)
 
     def _count_after_bytes(self) -> None:
@@ -637,10 +643,18 @@ class _OverwriteCheck(OperatorMode):
     """Compares outputs of expensive operators, if still alive at the end of a recomputation, with their first bytes.
 
     `compared` receives region, index and whether the output differs; nothing if the recomputation raises.
+    `changed_unseen` receives the region if an operator changes a tensor with a graph while gradients are off.
     """
 
-    def __init__(self, region: str, op_classes: OpClasses, compared: list[tuple[str, int, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        region: str,
+        op_classes: OpClasses,
+        compared: list[tuple[str, int, torch.Tensor]],
+        changed_unseen: set[str],
+    ) -> None:
         super().__init__()
+        self._changed_unseen = changed_unseen
         self._region = region
         self._op_classes = op_classes
         self._compared = compared
@@ -651,6 +665,8 @@ class _OverwriteCheck(OperatorMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _changes_unseen(op, args):
+            self._changed_unseen.add(self._region)
         out = self.run_op(op, args, kwargs)
         if self._op_classes.is_expensive(op, args, kwargs):
             plain = filter(_has_storage, _tensors_of(out))
@@ -669,9 +685,18 @@ class _OverwriteCheck(OperatorMode):
                     self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
 
 
-def _is_operand(packed: object, _unpack: object) -> bool:
-    """Whether a packed tensor is on the device: kept, or saved by a recomputation."""
-    return isinstance(packed, tuple | torch.Tensor)
+def _is_operand(packed: object, unpack: object) -> bool:
+    """Whether a packed tensor is on the device: kept, or saved by a recomputation. Hooks of others are never called."""
+    is_ours = (getattr(unpack, "__module__", None) or "").startswith("ebbtide.")
+    return is_ours and isinstance(packed, tuple | torch.Tensor)
+
+
+def _changes_unseen(op: Any, args: Sequence[Any]) -> bool:
+    """Whether `op` changes a tensor in place that has a graph, with gradients off: no node tells of the change."""
+    if not op._schema.is_mutable or torch.is_grad_enabled() or not args:
+        return False
+    changed = cast("Sequence[object]", args[0] if isinstance(args[0], list | tuple) else args[:1])
+    return any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in changed)
 
 
 def _plain(packed: Any, _results: object = None) -> torch.Tensor:

@@ -96,7 +96,8 @@ class Frame:
         """The forward sets an RNG state that cannot be restored: recomputation has to stop before that place."""
         self._save_mode: SaveOutputsMode | None = None
         self._downstream: dict[int, Any] = {}  # held saved tensors by number; see Note [Pruning]
-        self._recorder: RecomputeRecorder | None = None
+        self._forward_recorder: RecomputeRecorder | None = None
+        self._recorder: RecomputeRecorder | None = None  # of a recomputation, which may be inside of forward
         self._recomputations = 0
         self._may_hand_over = False  # a recomputed tensor to the node that reads
         self._ended_at = -1  # number of the saved tensor that ended the recomputation early, or -1
@@ -146,11 +147,11 @@ class Frame:
         is_whole = False
         try:
             around = self._around(pair.pack_hook, False)
-            with around as self._recorder, pair, save_mode or contextlib.nullcontext(), refuse_rng:
+            with around as self._forward_recorder, pair, save_mode or contextlib.nullcontext(), refuse_rng:
                 output = self._call(*args, **kwargs)
             is_whole = True
         finally:
-            self._save_mode = self._recorder = None
+            self._save_mode = self._forward_recorder = None
             self._autocast_rng.close()
             if save_mode is not None:
                 save_mode.close(is_whole, self._metadata)
@@ -178,8 +179,8 @@ class Frame:
             self._state.unable = Unable.UNKNOWN_RNG
             return _SavedAsIs(self._pack_input(t), self.hooks)
         holder = Holder(self, len(self._holders))
-        if self._recorder is not None:
-            self._recorder.saved(holder.number, t, is_dead=False)
+        if self._forward_recorder is not None:
+            self._forward_recorder.saved(holder.number, t, is_dead=False)
         if self._evidence is not None:
             with numbering_paused():
                 holder.copy = self._evidence.take(holder.number, t)

@@ -20,7 +20,7 @@ tensors that are no buffers. Note [Verification] finds the effects.
 import contextlib
 import operator
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.nn import Module
@@ -54,9 +54,9 @@ class RegionState:
 
     def compares_nodes(self) -> bool:
         """Whether the recomputation of the forward that begins also compares the classes of autograd nodes: the first,
-        and each 16th. Another path through the code with equal shapes seldom comes once alone."""
+        and each 17th: paths through the code often alternate, or come once in a power of two of forwards."""
         self._forwards += 1
-        return self._forwards % 16 == 1
+        return self._forwards % 17 == 1
 
     def shared_metadata(self, metadata: list[Any]) -> list[Any]:
         """The list of the previous forward, if it equals `metadata`. Thousands of tuples that live until backward would
@@ -126,14 +126,14 @@ class RegionSnapshot:
             try:
                 yield
             finally:
-                self._train(are_trained)
-                self._attributes.leave_current()
+                self._leave_as_found()
             return
         with contextlib.ExitStack() as undo:
             if modes != self._training:
                 for module, was_training in zip(self.modules, self._training, strict=True):
                     _set_entry(module.__dict__, "training", was_training, undo)
             undo.callback(self._train, are_trained)  # the forward may change it
+            undo.callback(self._set_modes, modes)  # the same, and it may stop before the forward changes it back
             self._train(self._are_trained)
             for module, name, p in exchanged:
                 _set_entry(module._parameters, name, p, undo)
@@ -147,8 +147,25 @@ class RegionSnapshot:
             undo.enter_context(self._attributes.restored())
             yield
 
+    def _leave_as_found(self) -> None:
+        """Undo changes by a recomputation that has found everything as forward did; the recomputation may have stopped
+        before code that undoes them."""
+        self._train(self._are_trained)
+        self._set_modes(self._training)
+        for module, name, p in self._exchanged_parameters():
+            module._parameters[name] = cast("torch.nn.Parameter", p)
+        for module in self.modules:
+            if module._buffers:
+                module._buffers.clear()
+        self._attributes.leave_current()
+
     def _modes(self) -> list[bool]:
         return [module.training for module in self.modules]
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        if self._modes() != modes:
+            for module, is_training in zip(self.modules, modes, strict=True):
+                module.training = is_training
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 

@@ -89,3 +89,26 @@ def test_a_second_read_of_a_node_recomputes_again():
     handle.remove()
     assert torch.equal(x.grad, expected)
     assert torch.equal(read[0], x.detach().exp())
+
+
+class Exps(nn.Module):
+    def forward(self, x):
+        RUNS.append(None)
+        for _ in range(4):
+            x = x.exp().neg()
+        return x
+
+
+def test_hooks_that_read_what_every_node_has_saved_do_not_recompute_for_each():
+    RUNS.clear()
+    model, x = Model(Exps), torch.zeros(64, 64, requires_grad=True)
+    handle = ebbtide.offload(model, recipe={"layers.0": "recompute"}, store="mock", min_bytes=1)
+    out = model(x)
+    node = out.grad_fn
+    while node is not None:
+        if node.name() == "ExpBackward0":
+            node.register_prehook(lambda _, node=node: node._saved_result.sum() and None)
+        node = node.next_functions[0][0] if node.next_functions else None
+    out.sum().backward()
+    handle.remove()
+    assert len(RUNS) == 3  # forward, the first hook's, and the first node's

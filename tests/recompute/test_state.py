@@ -1,6 +1,7 @@
 """Buffers, attributes and weights that change: recomputation reads the values of forward, or raises."""
 
 import collections
+import contextlib
 import copy
 from collections import deque
 
@@ -820,3 +821,56 @@ def test_a_change_that_the_end_of_forward_undoes_is_undone_without_the_end(kind)
         assert region.first.weight is weight
         assert all(p.requires_grad for p in region.parameters())
         assert (not region._buffers, region.scale) == (True, 1.0)
+
+
+class ReadsSurroundings(torch.nn.Module):
+    """Makes a tensor of the default type, and takes another path with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        factor = (torch.full((8,), 1.0 / 3.0) * 1e6).sin()
+        mask = self._buffers.get("mask")
+        y = self.first(x).tanh() * factor.float()
+        y = y if mask is None else (y * mask).exp()
+        return self.second(y).sin() * factor.sum().item()
+
+
+@contextlib.contextmanager
+def other_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SURROUNDINGS = {
+    "dtype": lambda region: other_dtype(),
+    "autocast": lambda region: torch.autocast("cpu", torch.bfloat16),
+    "buffer added": lambda region: region.register_buffer("mask", torch.full((8,), 2.0)),
+    "buffer deleted": lambda region: delattr(region, "mask"),
+}
+
+
+@pytest.mark.parametrize("kind", SURROUNDINGS)
+def test_recomputation_has_the_surroundings_of_forward(kind):
+    """Backward runs in others, and finds them as they were."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(ReadsSurroundings(), torch.nn.Linear(8, 1))
+    if kind == "buffer deleted":
+        model[0].register_buffer("mask", torch.full((8,), 2.0))
+    twin = copy.deepcopy(model)
+    ebbtide.offload(model, recipe={"0": "recompute"}, min_bytes=1)
+    x = torch.randn(2, 8)
+    losses = [each(x).sum() for each in (model, twin)]
+    with SURROUNDINGS[kind](model[0]) or contextlib.nullcontext():
+        before = torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+        for loss in losses:
+            loss.backward(torch.ones((), dtype=torch.float32))
+        assert (torch.get_default_dtype(), torch.is_autocast_enabled("cpu")) == before
+    assert ("mask" in model[0]._buffers) == (kind == "buffer added")
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

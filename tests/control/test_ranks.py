@@ -26,8 +26,8 @@ import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, PlanError
 from ebbtide._control import tuner
 from ebbtide._control.controller import Phase
+from ebbtide._control.link_rates import LinkRatios
 from ebbtide._control.ranks import Condition, Ranks, Summary, agreed_profile
-from ebbtide._control.speeds import LinkRatios
 from ebbtide._control.trial import Observation
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.merge_ranks import structure_of

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ebbtide._control.batch_size import BatchSize
-from ebbtide._control.speeds import LinkRates
+from ebbtide._control.link_rates import LinkRates
 from ebbtide._control.trial import Trial
 from ebbtide._profiling.step_events import InFlightStep, StepMonitor
 from ebbtide._types import Device

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide._control.speeds import LinkRatios
+from ebbtide._control.link_rates import LinkRatios
 from ebbtide._control.trial import Observation
 from ebbtide._errors import ConfigError
 from ebbtide._planner.simulate import with_host

@@ -10,7 +10,7 @@ Note [PlanTuner]
    observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose answers
    are awaited at the next meeting.
 3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
-   without stalls (Note [Speeds]).
+   without stalls (Note [Trials], 5).
 4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
    without a budget keeping everything. The fallback runs, and is measured, while the solver works. If a plan looks
    slower than an unmeasured fallback, the fallback runs for a trial. While a slow plan is corrected, the fastest
@@ -33,9 +33,9 @@ from typing import Protocol
 import torch
 
 from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
+from ebbtide._control.link_rates import LinkRates, LinkRatios
 from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
-from ebbtide._control.speeds import LinkRates, LinkRatios
 from ebbtide._control.trial import (
     Observation,
     Trial,
@@ -161,7 +161,7 @@ class PlanTuner:
 
     @property
     def profile(self) -> Profile:
-        """Source of the plans, at the speed of the last steps of the current batch size (see Note [Speeds])."""
+        """Source of the plans, at the speed of the last steps of the current batch size (see Note [Trials], 5)."""
         size = self._size
         if self._ranks is not None or size.trial is None:
             return self._profile  # equal on all ranks
@@ -537,7 +537,7 @@ class PlanTuner:
             fallback = None
         size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
         if fallback is not None and fallback.predicted is not None:
-            # The fastest prediction so far: a refit may blame compute for what the plan itself is slow by.
+            # The fastest prediction so far: a refit may blame the machine for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
@@ -716,5 +716,7 @@ def _took(trial: Trial) -> str:
 
 def _at_speed(profile: Profile, ratio: float) -> Profile:
     """`profile` at another speed, with the launch-ahead that keeping everything needs at that speed."""
-    scaled = profile if ratio == 1.0 else profile.at_speed(ratio)
-    return profile if scaled is profile else simulate.with_host(scaled, scaled.host)
+    if ratio == 1.0:
+        return profile
+    scaled = profile.at_speed(ratio)
+    return simulate.with_host(scaled, scaled.host)

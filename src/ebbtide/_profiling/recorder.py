@@ -30,15 +30,24 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ebbtide._engine.context import HookContext
-from ebbtide._engine.derive import Derivation, Expression, owner_of
+from ebbtide._engine.derive import Expression, owner_of
 from ebbtide._engine.derive_rules import Deriver, KnownOperands, Signature
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
-from ebbtide._engine.parcel import Kept, keep
 from ebbtide._engine.select import why_never
+from ebbtide._profiling.derive_check import MAY_BE_OPERAND, DerivationChecks, is_detached_input, is_operand
 from ebbtide._profiling.profile import OUTSIDE, UNSHARED
 from ebbtide._profiling.step_events import BackwardObserver
-from ebbtide._types import CallProvenance, Device, Memory, OpClasses, Reason, StorageTrace, StreamEvent
+from ebbtide._types import (
+    CallProvenance,
+    Device,
+    Memory,
+    OpClasses,
+    Reason,
+    RecomputeRecorder,
+    StorageTrace,
+    StreamEvent,
+)
 from ebbtide._utils.storage import checksum_of
 from ebbtide._utils.torch_private import OperatorMode, graph_task_id, next_node, without_dispatch
 
@@ -141,7 +150,7 @@ class RegionRecord:
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
     known: KnownOperands = field(default_factory=KnownOperands)
-    operands: "list[Operand | Kept]" = field(default_factory=list["Operand | Kept"])  # that `known` refers to
+    operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,13 +234,8 @@ class ProfilingRecorder(BackwardObserver):
         self._is_for_times = not is_detailed and not is_first
         self._sees_parameters = not self._is_for_times
         self._earlier_s = cpu_region_s
-        self._compares_derived = is_first
-        self._limit_bytes = limit_bytes
+        self._checks = DerivationChecks(context, engine.device, limit_bytes) if is_first else None
         self._compared: list[tuple[str, int, torch.Tensor]] = []
-        self._derived: dict[Hashable, torch.Tensor | bool] = {}
-        self._changed: set[tuple[str, int]] = set()  # saved tensors that forward has changed in place before
-        self._changed_unseen: set[str] = set()  # regions that change tensors in place behind the back of autograd
-        self._comparisons: dict[str, set[Hashable]] = {}  # by region
         self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -292,16 +296,16 @@ class ProfilingRecorder(BackwardObserver):
         self.add(StepEventKind.REGION_READ, region)
 
     @contextlib.contextmanager
-    def running(self, region: str) -> "Generator[_ChangeRecorder | None, None, None]":
+    def running(self, region: str) -> Generator[RecomputeRecorder | None, None, None]:
         is_recorded = not self._is_detailed and graph_task_id() == -1  # in backward a part of a recomputation
         if is_recorded:
             self.add(StepEventKind.REGION_RUNS, region)
-        yield _ChangeRecorder(region, self._changed) if self._compares_derived else None
+        yield None if self._checks is None else self._checks.in_forward(region)
         if is_recorded:
             self.add(StepEventKind.REGION_RAN, region)
 
     @contextlib.contextmanager
-    def recomputing(self, region: str) -> "Generator[_TensorRecorder | _DerivationCheck | None, None, None]":
+    def recomputing(self, region: str) -> Generator[RecomputeRecorder | None, None, None]:
         if graph_task_id() == -1:
             yield None
             return
@@ -315,18 +319,16 @@ class ProfilingRecorder(BackwardObserver):
         record = RegionRecord(region, first_node=next_node())
         self.recomputed.append(record)
         try:
-            with self._mode(region, record):
+            with self._mode(region, record), self._recompute_recorder(record) as recorder:
                 record.began = self.device.record(self.device.current_stream())  # entering a mode takes time
-                yield self._recompute_recorder(record)
+                yield recorder
         finally:
-            if not self._is_detailed:
-                record.operands.clear()
             self.add(StepEventKind.RECOMPUTE_ENDED, region)
 
-    def _recompute_recorder(self, record: RegionRecord) -> "_TensorRecorder | _DerivationCheck | None":
-        if self._is_detailed:
-            return _TensorRecorder(self, record)
-        return _DerivationCheck(self, record) if self._compares_derived else None
+    def _recompute_recorder(self, record: RegionRecord) -> contextlib.AbstractContextManager[RecomputeRecorder | None]:
+        if self._checks is not None:
+            return self._checks.in_recomputation(record.region)
+        return contextlib.nullcontext(_TensorRecorder(self, record) if self._is_detailed else None)
 
     def saved(self, region: str, index: int, t: torch.Tensor) -> None:
         if not self._is_detailed or not self._context.serves(t.device):
@@ -348,8 +350,8 @@ class ProfilingRecorder(BackwardObserver):
     def _mode(self, region: str, record: RegionRecord) -> contextlib.AbstractContextManager[object]:
         if self._timed_by is not None:
             return _ExpensiveOpTimer(self.device, record, self._timed_by)
-        if self._compared_by is not None:
-            return _OverwriteCheck(region, self._compared_by, self._compared, self._changed_unseen)
+        if self._compared_by is not None and self._checks is not None:
+            return _OverwriteCheck(region, self._compared_by, self._compared, self._checks)
         return contextlib.nullcontext()
 
     def overwritten(self) -> set[tuple[str, int]]:
@@ -357,37 +359,8 @@ class ProfilingRecorder(BackwardObserver):
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
     def derived(self) -> set[Hashable]:
-        """Of the comparisons with derived tensors, those that found equal bytes; as `Deriver.comparison`. None of
-        regions with changes that no node tells of: bytes may be equal by chance. Waits for the device."""
-        unsafe = set[Hashable]().union(*(self._comparisons.get(region, ()) for region in self._changed_unseen))
-        return {each for each, is_equal in self._derived.items() if each not in unsafe and bool(is_equal)}
-
-    def compare_derived(self, record: RegionRecord, index: int, t: torch.Tensor) -> None:
-        """Compare `t`, recomputed saved tensor number `index`, with the tensor derived from others."""
-        parameters = self._context.parameters.get(record.region)
-        if parameters is None or self.why_never(t) is not None or (record.region, index) in self._changed:
-            return
-        owner = owner_of(t)
-        if owner is None:
-            return
-        deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
-        expression = deriver.derive(owner.grad_fn)
-        comparison = deriver.comparison(index, owner.dtype)
-        self._comparisons.setdefault(record.region, set()).add(comparison)
-        if expression is None or comparison in self._derived or not self._has_room_for(expression, owner):
-            return
-        derivation = Derivation(expression, owner, _plain)
-        if derivation.is_possible:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                self._derived[comparison] = derivation.equals(owner)
-
-    def _has_room_for(self, expression: Expression, owner: torch.Tensor) -> bool:
-        """Whether all results fit the limit: as many elements as the largest operand, in four bytes or more."""
-        if self._limit_bytes is None:
-            return True
-        largest = max(owner.numel(), *(_plain(packed).numel() for packed in expression.packed()))
-        result_bytes = largest * max(owner.element_size(), 4)
-        return self.device.memory().allocated_bytes + len(expression.operators()) * result_bytes <= self._limit_bytes
+        """Of the comparisons with derived tensors, those that found equal bytes. Waits for the device."""
+        return set() if self._checks is None else self._checks.equal()
 
     def add_tensor(
         self, seen: list[SeenTensor], record: RegionRecord, index: int, t: torch.Tensor, input_index: int = -1
@@ -424,7 +397,7 @@ class ProfilingRecorder(BackwardObserver):
 
     def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor, holds_numbers: bool = True) -> None:
         """`holds_numbers`: of what to copy whole numbers; weights may be whole numbers too, and large."""
-        if type(t) in _MAY_BE_OPERAND:
+        if type(t) in MAY_BE_OPERAND:
             with without_dispatch():
                 record.operands.append(self._operand(record, t, holds_numbers))
             record.known.add(t, record.operands[-1], index)
@@ -434,7 +407,7 @@ class ProfilingRecorder(BackwardObserver):
         owner, parameters = owner_of(t), self._context.parameters.get(record.region)
         if owner is None or parameters is None:
             return None, ()
-        deriver = Deriver(_is_operand, record.known, record.first_node, parameters)
+        deriver = Deriver(is_operand, record.known, record.first_node, parameters)
         found = deriver.derive(owner.grad_fn)
         if found is None or not all(each.is_plain for each in found.packed() if type(each) is Operand):
             return None, ()
@@ -471,7 +444,7 @@ class ProfilingRecorder(BackwardObserver):
 
     def why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
-            return why_never(t.detach() if self._recomputes and _is_detached_input(t) else t, self._context)
+            return why_never(t.detach() if self._recomputes and is_detached_input(t) else t, self._context)
         return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
 
     def _backward_began(self) -> None:
@@ -554,50 +527,6 @@ class _TensorRecorder:
             self._recorder.add(StepEventKind.TENSOR_READ, self._record.region, index)
 
 
-class _ChangeRecorder:
-    """Records which saved tensors of a forward were changed in place before the save: nothing derives them. A dispatch
-    mode, as around the recomputation of the warm-up, has a linear layer add its bias to a new tensor instead."""
-
-    def __init__(self, region: str, changed: set[tuple[str, int]]) -> None:
-        self._region = region
-        self._changed = changed
-
-    def given(self, index: int, t: torch.Tensor) -> None:
-        pass
-
-    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:  # noqa: ARG002 (protocol of RecomputeRecorder)
-        if t._version:
-            self._changed.add((self._region, index))
-
-    def asked(self, index: int) -> None:
-        pass
-
-
-class _DerivationCheck:
-    """Compares the tensors of one recomputation that can be derived from others. The memory of all of them is there."""
-
-    def __init__(self, recorder: ProfilingRecorder, record: RegionRecord) -> None:
-        self._recorder = recorder
-        self._record = record
-
-    def given(self, index: int, t: torch.Tensor) -> None:
-        pass
-
-    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
-        if is_dead or type(t) not in _MAY_BE_OPERAND:
-            return
-        with without_dispatch():
-            self._recorder.compare_derived(self._record, index, t)
-            packed = keep(t, self._record.region)
-            self._record.operands.append(packed)
-            self._record.known.add(t, packed, index)
-
-    def asked(self, index: int) -> None:
-        pass
-
-
-_MAY_BE_OPERAND = (torch.Tensor, torch.nn.Parameter)
-
 # Saved tensors that no recipe moves, keeps or spares.
 _NO_ACTIVATION = (Reason.PARAMETER, Reason.AUTOCAST_WEIGHT, Reason.BUFFER, Reason.EMPTY, Reason.OTHER_DEVICE)
 
@@ -643,7 +572,7 @@ class _OverwriteCheck(OperatorMode):
     """Compares outputs of expensive operators, if still alive at the end of a recomputation, with their first bytes.
 
     `compared` receives region, index and whether the output differs; nothing if the recomputation raises.
-    `changed_unseen` receives the region if an operator changes a tensor with a graph while gradients are off.
+    `checks` learns of every operator.
     """
 
     def __init__(
@@ -651,10 +580,10 @@ class _OverwriteCheck(OperatorMode):
         region: str,
         op_classes: OpClasses,
         compared: list[tuple[str, int, torch.Tensor]],
-        changed_unseen: set[str],
+        checks: DerivationChecks,
     ) -> None:
         super().__init__()
-        self._changed_unseen = changed_unseen
+        self._checks = checks
         self._region = region
         self._op_classes = op_classes
         self._compared = compared
@@ -665,8 +594,7 @@ class _OverwriteCheck(OperatorMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _changes_unseen(op, args):
-            self._changed_unseen.add(self._region)
+        self._checks.note_operator(self._region, op, args)
         out = self.run_op(op, args, kwargs)
         if self._op_classes.is_expensive(op, args, kwargs):
             plain = filter(_has_storage, _tensors_of(out))
@@ -685,25 +613,6 @@ class _OverwriteCheck(OperatorMode):
                     self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
 
 
-def _is_operand(packed: object, unpack: object) -> bool:
-    """Whether a packed tensor is on the device: kept, or saved by a recomputation. Hooks of others are never called."""
-    is_ours = (getattr(unpack, "__module__", None) or "").startswith("ebbtide.")
-    return is_ours and isinstance(packed, tuple | torch.Tensor)
-
-
-def _changes_unseen(op: Any, args: Sequence[Any]) -> bool:
-    """Whether `op` changes a tensor in place that has a graph, with gradients off: no node tells of the change."""
-    if not op._schema.is_mutable or torch.is_grad_enabled() or not args:
-        return False
-    changed = cast("Sequence[object]", args[0] if isinstance(args[0], list | tuple) else args[:1])
-    return any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in changed)
-
-
-def _plain(packed: Any, _results: object = None) -> torch.Tensor:
-    """The tensor of an operand that was kept, or saved by a recomputation."""
-    return cast("torch.Tensor", packed[0] if isinstance(packed, tuple) else packed)
-
-
 def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:
     return None if record.provenance is None else record.provenance.origin_of(t)
 
@@ -711,12 +620,6 @@ def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:
 def _has_storage(t: torch.Tensor) -> bool:
     """Whether `t` has one storage of its own: subclasses are flattened, and sparse layouts have several storages."""
     return type(t) is torch.Tensor and t.layout is torch.strided
-
-
-def _is_detached_input(t: torch.Tensor) -> bool:
-    """Whether `t` is an input of a recomputed region, or a view: a leaf during recomputation."""
-    base = t if t._base is None else t._base
-    return base.is_leaf and type(base) is torch.Tensor
 
 
 def _tensors_of(out: Any) -> list[torch.Tensor]:

@@ -129,11 +129,10 @@ class RegionSnapshot:
                 self._leave_as_found()
             return
         with contextlib.ExitStack() as undo:
-            if modes != self._training:
-                for module, was_training in zip(self.modules, self._training, strict=True):
-                    _set_entry(module.__dict__, "training", was_training, undo)
-            undo.callback(self._train, are_trained)  # the forward may change it
-            undo.callback(self._set_modes, modes)  # the same, and it may stop before the forward changes it back
+            # The forward may change both, and stop before it changes them back.
+            undo.callback(self._set_modes, modes)
+            undo.callback(self._train, are_trained)
+            self._set_modes(self._training)
             self._train(self._are_trained)
             for module, name, p in exchanged:
                 _set_entry(module._parameters, name, p, undo)

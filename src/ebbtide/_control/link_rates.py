@@ -1,14 +1,4 @@
-"""Speed of a step and of the link, relative to the profile, from the last steps of a plan. Never waits.
-
-Note [Speeds]
-~~~~~~~~~~~~~
-1. Steps later run at another speed than the few measured steps: clocks of a device rise and fall with temperature and
-   power, and a CPU core is half as fast while another thread shares the core. The share of each in a slow step cannot
-   be told without watching compute region by region, and a wrong guess favours the recipes that use the other. So one
-   ratio, measured over predicted duration, multiplies all seconds of compute and CPU alike.
-2. Waits for copies take no part in the ratio: the rates of the link are measured apart, from the copies themselves.
-3. A deviation below `THRESHOLDS.off` is no reason to plan again, but predictions use the speeds.
-"""
+"""Waits for copies, and rates of copies over those of the profile. Never waits."""
 
 import dataclasses
 from typing import NamedTuple

@@ -14,10 +14,9 @@ Note [Trials]
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 5. Later steps run at another speed than the few measured steps: clocks of a device rise and fall with temperature and
    power, and a CPU core is half as fast while another thread shares the core. The share of each in a slow step cannot
-   be told without watching compute region by region, and a wrong guess favours recipes that use the other. So one ratio,
-   measured over predicted duration, multiplies all seconds of compute and CPU alike. Waits for copies take no part: the
-   rates of the link are measured by the copies themselves. A small deviation is no reason to plan again, but predictions
-   use the ratio.
+   be told without watching compute region by region, and a wrong guess favours recipes that use the other. So one
+   ratio, measured over predicted duration, multiplies all seconds of compute and CPU alike. Waits for copies take no
+   part: copies tell the rates of the link. A small deviation is no reason to plan again, but predictions use the ratio.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""Compares derived tensors with saved tensors in the warm-up: a planner counts on nothing that was not equal.
+"""Compares derived tensors with saved tensors in the warm-up: planners count on equal bytes alone.
 
 A comparison needs memory for both tensors. A recomputation has the operands of a region at hand, and a warm-up has
 memory to spare; the first forward of a plan within a budget has neither.
@@ -25,8 +25,8 @@ class DerivationChecks:
     """The comparisons of one step in which every region is recomputed.
 
     Args:
-        context: knows the parameters of regions, and which saved tensors may move.
-        limit_bytes: what comparisons may allocate together with everything else; None: what the device has.
+        context: the parameters of regions, and the choice of saved tensors to move.
+        limit_bytes: limit of the allocated memory, comparisons included; None: the memory of the device.
     """
 
     def __init__(self, context: HookContext, device: Device, limit_bytes: int | None) -> None:
@@ -35,12 +35,12 @@ class DerivationChecks:
         self._limit_bytes = limit_bytes
         self._are_equal: dict[Hashable, torch.Tensor | bool] = {}
         self._comparisons: dict[str, set[Hashable]] = {}  # by region
-        self._changed: set[tuple[str, int]] = set()  # region and index of what forward has changed before the save
-        self._changed_unseen: set[str] = set()  # regions that change tensors in place and autograd does not notice
+        self._changed: set[tuple[str, int]] = set()  # region and index, changed by forward before the save
+        self._changed_unseen: set[str] = set()  # regions with changes in place unknown to autograd
 
     def equal(self) -> set[Hashable]:
-        """The comparisons that found equal bytes, as `Deriver.comparison`. None of regions with changes that no node
-        tells of: bytes may be equal by chance. Waits for the device."""
+        """The comparisons with equal bytes, as `Deriver.comparison`. None of regions with changes unknown to autograd:
+        bytes may be equal by chance. Waits for the device."""
         unsafe = set[Hashable]().union(*(self._comparisons.get(region, ()) for region in self._changed_unseen))
         return {each for each, is_equal in self._are_equal.items() if each not in unsafe and bool(is_equal)}
 
@@ -50,7 +50,7 @@ class DerivationChecks:
 
     @contextlib.contextmanager
     def in_recomputation(self, region: str) -> Generator[RecomputeRecorder, None, None]:
-        """Recorder of the region's recomputation, which begins now."""
+        """Recorder of the region's recomputation."""
         recorder = _InRecomputation(self, region)
         try:
             yield recorder
@@ -109,7 +109,7 @@ class _InForward(RecomputeRecorder):
 
 
 class _InRecomputation(RecomputeRecorder):
-    """Compares what can be derived. `kept`: operands, because those known keep no memory alive."""
+    """Compares derived tensors. `kept`: operands, because `KnownOperands` keeps no memory alive."""
 
     def __init__(self, checks: DerivationChecks, region: str) -> None:
         self.kept: list[Kept] = []

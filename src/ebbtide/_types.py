@@ -210,6 +210,10 @@ class RecomputeRecorder(Protocol):
     def asked(self, index: int) -> None:
         """Backward reads the saved tensor."""
 
+    def may_hand_over(self) -> bool:
+        """Whether each recomputed tensor is to belong to the node that reads it, as in steps that nobody records."""
+        return False
+
 
 class StorageTrace(Protocol):
     """Origin of one storage.

@@ -174,7 +174,10 @@ def test_recomputation_keeps_or_moves_inputs_and_outputs():
     dropped = option_for(each, Recipe("recompute", inputs="keep"))
     assert (dropped.kept_bytes, dropped.moved_bytes, dropped.recompute_s) == (20 * MB, 0, 10 * MS)
     assert dropped.backward_work_bytes == 380 * MB  # the inputs count as kept
+    handed = replace(each, recompute_work_bytes=350 * MB)
+    assert option_for(handed, Recipe("recompute", inputs="keep")).backward_work_bytes == 330 * MB
     saved = option_for(each, Recipe("selective", sites=(0, 1)))
+    assert saved.backward_work_bytes == option_for(handed, Recipe("selective", sites=(0, 1))).backward_work_bytes
     assert (saved.kept_bytes, saved.moved_bytes) == (0, 170 * MB)
     assert saved.recompute_s == pytest.approx(3 * MS)
     assert saved.is_recompute_batch

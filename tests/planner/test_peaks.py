@@ -16,7 +16,10 @@ import ebbtide
 from ebbtide import _offload as entry_point
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.derive import Derivation
+from ebbtide._planner.options import option_for
+from ebbtide._planner.simulate import least_budget
 from ebbtide._planner.solve import Solver
+from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import OUTSIDE
 from ebbtide._types import Memory
 
@@ -336,3 +339,46 @@ def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, voc
     assert has_derived
     assert actions >= {"keep", "offload"}
     assert make is not Model or actions & {"recompute", "selective"}  # elsewhere deriving frees as much, sooner
+
+
+class Scaled(nn.Module):
+    """Backward sums up the gradient of the row once the product's node has run, in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Row() for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x * 2).sum()  # a gradient with memory of its own, as of any head
+
+
+class Row(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, TOKENS * WIDTH))
+
+    def forward(self, x):
+        return (x + 1) * self.row
+
+
+def test_a_recomputed_tensor_is_predicted_to_die_with_the_kernels_of_its_reader(counted):
+    model, x = Scaled(), torch.randn(2, TOKENS * WIDTH, requires_grad=True)
+    for t in (*model.parameters(), x):
+        counted.count(t.untyped_storage())
+    peak_of_step(model, x, counted)
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    for _ in range(5):
+        peak_of_step(model, x, counted)
+    profile = handle.profile
+    handle.remove()
+    recompute, selective = Recipe("recompute", inputs="keep"), Recipe("selective", inputs="keep")
+    handed, held = ([option_for(region, each) for region in profile.regions] for each in (recompute, selective))
+    row_bytes = 4 * TOKENS * WIDTH
+    predicted = least_budget(profile, handed)
+    assert least_budget(profile, held) == predicted + row_bytes
+    handle = ebbtide.offload(model, recipe=recompute, store="mock", min_bytes=1, verify=0)
+    peaks = [peak_of_step(model, x, counted) for _ in range(3)]
+    handle.remove()
+    assert predicted - SCALARS <= peaks[-1] <= predicted + SCALARS

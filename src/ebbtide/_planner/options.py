@@ -304,13 +304,16 @@ def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusab
     kept = (region.inputs if recipe.inputs == "keep" else (), reused if recipe.outputs == "keep" else ())
     kept_bytes = sum(each.nbytes for each in itertools.chain(*kept))
     spared_s = sum(each.spared_s for each in reused)
+    work_bytes = region.backward_work_bytes
+    if recipe.action == "recompute" and region.recompute_work_bytes > 0:
+        work_bytes = region.recompute_work_bytes  # beside saved outputs tensors live longer
     return Option(
         recipe=recipe,
         kept_bytes=kept_bytes + region.after_bytes,
         moved=tuple(moved),
         recompute_s=max(0.0, region.recompute_s - spared_s),  # measured apart, so the sum may be larger
         forward_work_bytes=region.forward_work_bytes,
-        backward_work_bytes=max(0, region.backward_work_bytes - kept_bytes),
+        backward_work_bytes=max(0, work_bytes - kept_bytes),
         is_recompute_batch=True,
         saved_outputs=len(reused),
         pruned_ops=sum(each.pruned_ops for each in reused),

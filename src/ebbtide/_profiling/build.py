@@ -70,8 +70,9 @@ def profile_of(
         return None
     recomputed = by_forward(details.recomputed, timed.regions)
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
+    spared = _spared_by_handing_over(recomputed, memory.backward_work)
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
-    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown)
+    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, spared)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
@@ -118,6 +119,7 @@ class _ProfileBuilder(NamedTuple):
     inputs: ProfileInputs
     grad_bytes: Sequence[int]
     slowdown: float
+    spared: Sequence[int]
 
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
         """Profile of pass `k`. Saved tensors were recorded during recomputation, or in forward if the region keeps."""
@@ -131,6 +133,10 @@ class _ProfileBuilder(NamedTuple):
         is_hidden = record.region in self.inputs.compiled
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
+        work_bytes, moved_work_bytes = self.memory.backward_work[k] + present_bytes, 0
+        later_bytes, spared_bytes = (self.spared[k], 0) if source.hands_over else (0, self.spared[k])
+        if recomputed is not None:
+            moved_work_bytes = self.memory.moved_work(k, saved, present_bytes)
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -142,9 +148,10 @@ class _ProfileBuilder(NamedTuple):
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
             forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
-            backward_work_bytes=self.memory.backward_work[k] + present_bytes,
+            backward_work_bytes=work_bytes + later_bytes,
+            recompute_work_bytes=0 if recomputed is None else work_bytes - spared_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
-            moved_work_bytes=0 if recomputed is None else self.memory.moved_work(k, saved, present_bytes),
+            moved_work_bytes=moved_work_bytes + later_bytes if moved_work_bytes > 0 else 0,
             unused_bytes=self.memory.unused(k, saved),
             after_bytes=record.after_bytes,
             has_dead_tensors=source.has_dead_tensors,
@@ -185,6 +192,20 @@ class _ProfileBuilder(NamedTuple):
 
     def _between(self, start: StreamEvent, end: StreamEvent) -> float:
         return max(0.0, self.device.seconds_between(start, end))
+
+
+def _spared_by_handing_over(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> list[int]:
+    """Bytes by which the peak of each pass is smaller if recomputed tensors belong to the nodes that read them: between
+    medians of the passes of a kind, because the last region of a step may begin with more allocated or less."""
+    peaks: dict[tuple[Hashable, bool], list[int]] = {}
+    for record, nbytes in zip(recomputed, work, strict=True):
+        if record is not None:
+            peaks.setdefault((record.kind, record.hands_over), []).append(nbytes)
+    spared: list[int] = []
+    for record in recomputed:
+        held, handed = ([0] if record is None else peaks.get((record.kind, hands), [0]) for hands in (False, True))
+        spared.append(max(0, statistics.median_low(held) - statistics.median_low(handed)) if handed != [0] else 0)
+    return spared
 
 
 def _downstream(record: RegionRecord, call: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 _SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
 _ALIKE = ("index", "tensor_index", "downstream", "users", "derived_from", "derive_ops")
-_MEASURED = ("recompute_s", "moved_work_bytes", "derive_s")  # 0: not measured
+_MEASURED = ("recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")  # 0: not measured
 
 
 def structure_of(profile: Profile) -> tuple[int, int]:
@@ -122,12 +122,9 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         inputs=_merged((tensor for region in regions for tensor in region.inputs), "index"),
         expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
     )
-    was_seen = all(region.moved_work_bytes > 0 for region in regions)
-    merged = dataclasses.replace(
-        merged,
-        moved_work_bytes=merged.moved_work_bytes if was_seen else 0,
-        recompute_s=merged.recompute_s if all(region.recompute_s > 0 for region in regions) else 0.0,  # 0: not measured
-    )
+    for name in ("recompute_s", "recompute_work_bytes", "moved_work_bytes"):
+        if not all(getattr(region, name) > 0 for region in regions):
+            merged = dataclasses.replace(merged, **{name: type(getattr(merged, name))(0)})
     return _with_backward_work(merged, max(map(_short_lived_bytes, regions)))
 
 

@@ -15,7 +15,9 @@ Note [How a step is measured]
 5. Some kernels overwrite the output of an expensive operator (see _recompute/saved_outputs.py), and the output cannot
    be saved. The warm-up compares the outputs that are alive at the end of a recomputation. The warm-up also compares
    derived tensors with saved tensors: a comparison needs memory for both, and the first step of a plan has none left.
-6. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
+6. Recomputed tensors belong to the nodes that read them, and die earlier than kept and moved tensors do. Of regions
+   that are alike every second one is recomputed that way, and the peaks of both kinds are known (build.py).
+7. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import enum
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -149,8 +152,14 @@ class RegionRecord:
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
+    hands_over: bool = False  # a recomputed tensor belonged to the node that read it
     known: KnownOperands = field(default_factory=KnownOperands)
     operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for regions of equal build."""
+        return tuple((seen.index, seen.nbytes, seen.shares) for seen in self.saved_tensors), self.not_movable_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +252,7 @@ class ProfilingRecorder(BackwardObserver):
         self._alive_at_entry: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         # Saved outside of all regions, with the record of the region before.
         self._after: weakref.WeakKeyDictionary[torch.UntypedStorage, RegionRecord] = weakref.WeakKeyDictionary()
+        self._kinds: Counter[Hashable] = Counter()  # recomputations so far
         self._region_read: str | None = None
         self._passed = 0
         self._cpu_clock = _CpuClock()
@@ -395,6 +405,11 @@ class ProfilingRecorder(BackwardObserver):
             record.common_bytes += span.nbytes
             self._common.setdefault(weakref.ref(storage), span.nbytes)
 
+    def is_every_second(self, kind: Hashable) -> bool:
+        """Whether the second, fourth, ... region of this kind has been recomputed."""
+        self._kinds[kind] += 1
+        return self._kinds[kind] % 2 == 0
+
     def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor, holds_numbers: bool = True) -> None:
         """`holds_numbers`: of what to copy whole numbers; weights may be whole numbers too, and large."""
         if type(t) in MAY_BE_OPERAND:
@@ -521,6 +536,10 @@ class _TensorRecorder:
             record.provenance.unprunable |= origin.calls
         if self._recorder.why_never(t) is None:
             record.has_dead_tensors = True
+
+    def may_hand_over(self) -> bool:
+        self._record.hands_over = self._recorder.is_every_second(self._record.kind)
+        return self._record.hands_over
 
     def asked(self, index: int) -> None:
         if not self._recorder.is_over:

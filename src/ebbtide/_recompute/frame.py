@@ -357,9 +357,10 @@ class Frame:
                 if stop.recomputation is not recomputation:
                     raise
                 self._ended_at = recomputation.count - 1
-        # Hooks that read the saved tensors of every node would recompute for each. In a recorded step tensors live as
-        # long as kept and moved tensors do, as the peak tells what these take as well.
-        self._may_hand_over = self._recomputations < 2 and self._outputs is None and recorder is None
+        # Hooks that read the saved tensors of every node would recompute for each.
+        self._may_hand_over = self._recomputations < 2 and self._outputs is None
+        if recorder is not None:
+            self._may_hand_over = self._may_hand_over and recorder.may_hand_over()
         if replay is not None:
             replay.reads.check(self._name)
         recomputation.check()

@@ -108,7 +108,8 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
     return (
         _shape(one) == _shape(other)
         and all(_near(a, b, THRESHOLDS.alike_bytes) for a, b in zip(_sizes(one), _sizes(other), strict=True))
-        and all(_near(a, b, THRESHOLDS.alike_seconds) for a, b in times)
+        # A hiccup of the one timed step lengthens one of the times, and regions of other work differ in all of them.
+        and any(_near(a, b, THRESHOLDS.alike_seconds) for a, b in times)
     )
 
 

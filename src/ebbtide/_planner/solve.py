@@ -232,19 +232,17 @@ class _Space:
         """The fastest plan within about the smallest budget at which the step takes at most `most_s`, by bisection.
         None if that budget is hardly smaller than everything takes."""
         peak_bytes = self.all_kept.outcome.peak_bytes
-        best = self._fastest(int(peak_bytes * (1 - THRESHOLDS.worth_moving)), most_s)
-        low = self.leanest.least_bytes
-        while best is not None and best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
-            middle = (low + best.outcome.peak_bytes) // 2
-            found = self._fastest(middle, most_s)
-            if found is None:
-                low = middle
-            else:
-                best = found
-        return best
+        low, enough = self.leanest.least_bytes, int(peak_bytes * (1 - THRESHOLDS.worth_moving))
+        found = self._fastest(enough, most_s, is_any_enough=True)
+        while found is not None and found.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
+            middle = (low + found.outcome.peak_bytes) // 2
+            other = self._fastest(middle, most_s, is_any_enough=True)
+            low, enough, found = (middle, enough, found) if other is None else (low, middle, other)
+        return None if found is None else self._fastest(enough, most_s)
 
-    def _fastest(self, budget_bytes: int, most_s: float) -> _Simulated | None:
-        """None if no assignment fits `budget_bytes`, or all take longer than `most_s`."""
+    def _fastest(self, budget_bytes: int, most_s: float, is_any_enough: bool = False) -> _Simulated | None:
+        """None if no assignment fits `budget_bytes`, or all take longer than `most_s`. `is_any_enough`: the first that
+        does not."""
         best = None
         fitting = (assignment for assignment in self.assignments if assignment.least_bytes <= budget_bytes)
         bounded = [(self._least_s(assignment, budget_bytes), assignment) for assignment in fitting]
@@ -252,6 +250,8 @@ class _Space:
             if least_s > most_s + LAST_DIGITS_S:
                 break
             simulated = self.simulated(assignment, budget_bytes, most_s)
+            if is_any_enough and simulated is not None:
+                return simulated
             if simulated is not None and (best is None or simulated.rank < best.rank):
                 best, most_s = simulated, simulated.outcome.step_s
         return best

@@ -91,7 +91,8 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor | None:
             torch.zeros((), device=device)
         return False
 
-    return registered_bytes(nbytes, register, unregister)
+    with torch.cuda.device(device):  # a new thread begins with the first device
+        return registered_bytes(nbytes, register, unregister)
 
 
 def _touch(data: Any) -> None:

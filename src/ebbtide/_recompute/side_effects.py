@@ -13,6 +13,7 @@ Note [Side effects]
 """
 
 import enum
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
@@ -178,7 +179,9 @@ def _contents_of(value: object) -> Any:
     base = base_of(value)
     if base is not None:
         return value if kind is base or not getattr(value, "__dict__", None) else None
-    is_object = not isinstance(value, type | Module) and not callable(value) and kind.__module__ != "builtins"
+    # A logger leads to all loggers of the process, in each region anew.
+    is_opaque = isinstance(value, type | Module | logging.Logger)
+    is_object = not is_opaque and not callable(value) and kind.__module__ != "builtins"
     has_slots = any(vars(cls).get("__slots__") for cls in kind.__mro__)
     return getattr(value, "__dict__", None) if is_object and not has_slots else None
 

@@ -145,6 +145,45 @@ def test_regions_entered_by_no_measured_step_need_the_least_within_a_budget(sett
     assert (handle.stats().recomputed.count > before) == (action is not None)
 
 
+class SkipsAtRandom(Stack):
+    """As with stochastic depth. `skipped`: blocks of each forward to come."""
+
+    def forward(self, x):
+        skipped = self.skipped.pop(0)
+        for number, layer in enumerate(self.layers):
+            x = x if number in skipped else layer(x)
+        return self.head(x).square().mean()
+
+
+def skipping(*skipped):
+    torch.manual_seed(0)
+    model = SkipsAtRandom(6)
+    model.skipped = list(map(set, skipped))
+    return model
+
+
+@pytest.mark.parametrize("settings", [{"budget": "64GiB"}, {"max_slowdown": 0.3}, {}])
+def test_blocks_skipped_at_random_are_planned_by_those_that_both_measured_steps_entered(settings):
+    every = [(5,), (1,), (4,), (0, 2), (), (3,), (1, 4)]
+    model, twin = skipping(*every), skipping(*every)
+    handle = ebbtide.offload(model, **settings, **SETTINGS)
+    for seed in range(len(every)):
+        found = step(model, seed), step(twin, seed)
+        assert_equal(*([t for t in each if t is not None] for each in found))  # None: gradients of a skipped block
+    assert [region.name for region in handle.profile.regions] == [f"layers.{k}" for k in (0, 2, 3, 5)]
+    actions = {getattr(handle.plan.recipe_of(f"layers.{k}"), "action", None) for k in (1, 4)}
+    assert actions == ({"recompute"} if "budget" in settings else {None})
+
+
+def test_steps_that_enter_mostly_different_regions_are_measured_again():
+    every = [(), (0, 1, 2), (3, 4, 5), (), (1,), (), ()]
+    model = skipping(*every)
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    for seed in range(len(every)):
+        step(model, seed)
+    assert len(handle.profile.regions) == 5
+
+
 @pytest.mark.parametrize("wrong", [{"regions": [3]}, {"budget": "64GiB", "profile": "nonsense"}])
 def test_an_error_of_any_kind_leaves_no_handle_behind(wrong, monkeypatch):
     """Also one that is not ours."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -59,7 +60,9 @@ def derivable(details: ProfilingRecorder) -> Iterator[SeenTensor]:
 def profile_of(
     times: ProfilingRecorder, details: ProfilingRecorder, names: Collection[str], inputs: ProfileInputs
 ) -> Profile | None:
-    """Profile of a timed and a detailed step; None if the two entered different regions or none, or nested regions."""
+    """Profile of a timed and a detailed step, with the regions that both entered: blocks may be skipped at random. None
+    if the steps entered no regions, nested ones, or mostly different ones."""
+    names = _entered_by_both(times, details, names)
     if not (_is_sequential(times, names) and _is_sequential(details, names)):
         return None
     seconds_between = times.device.seconds_between
@@ -96,6 +99,17 @@ def profile_of(
         graphs=inputs.graphs,
         host=host_of(times, names, regions, sources, inputs.recipe_costs),
     )
+
+
+def _entered_by_both(one: ProfilingRecorder, other: ProfilingRecorder, names: Collection[str]) -> Collection[str]:
+    """Those of `names` that both steps entered, equally often; all of them if these are less than half."""
+    entered = StepEventKind.REGION_ENTERED
+    ours, theirs = (
+        Counter(each.region for each in step.events if each.kind is entered and each.region in names)
+        for step in (one, other)
+    )
+    both = {name for name, count in ours.items() if theirs[name] == count}
+    return both if 2 * len(both) >= len(ours.keys() | theirs.keys()) > 0 else names
 
 
 def _saved_bytes(record: RegionRecord) -> int:

@@ -313,18 +313,6 @@ class CapturableStore(Store, Protocol):
         ...
 
 
-@runtime_checkable
-class GrowingStore(Store, Protocol):
-    """A store whose memory takes long to get."""
-
-    def grow_to(self, nbytes: int, lock: AbstractContextManager[object]) -> None:
-        """Take memory until the store has `nbytes`, or to the limit, while training goes on.
-
-        Called in another thread, without the engine's lock. `lock`: the engine's, held to add what was taken.
-        """
-        ...
-
-
 class StoreStats(NamedTuple):
     """Contents of a store, in bytes.
 

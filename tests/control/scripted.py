@@ -75,7 +75,6 @@ class ScriptedHandle:
     def __init__(self):
         self.device = ScriptedDevice()
         self.plans = []
-        self.grown = []  # bytes that the store was asked to have room for
         self.has_stepped = False  # an optimizer, since the last question
 
     def apply_plan(self, plan, size=0):
@@ -88,7 +87,7 @@ class ScriptedHandle:
         return self.plans[-1]
 
     def engine(self):
-        return SimpleNamespace(device=self.device, grow_store=self.grown.append)
+        return SimpleNamespace(device=self.device)
 
     def made_for(self):
         return {"model": "small", "device": "none"}

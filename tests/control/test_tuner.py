@@ -172,9 +172,8 @@ class Answers:
         monkeypatch.setenv("EBBTIDE_WAIT", "0")
         monkeypatch.setattr("ebbtide._control.tuner.solve_elsewhere", self.ask)
 
-    def ask(self, question, prepare):
+    def ask(self, question):
         self.questions.append(question)
-        self.prepare = prepare
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -211,16 +210,6 @@ def test_training_goes_on_by_the_smallest_recipes_then_by_the_fallback_until_the
     assert (controller.phase, controller.status) == (Phase.PLANNED, "")
     assert handle.plan.predicted.moved_bytes > 0
     assert len(answers.questions) == 2
-
-
-def test_host_memory_for_a_plan_is_asked_for_before_the_plan_is_in_force(monkeypatch):
-    controller, handle, answers = solving(monkeypatch)
-    answers.give()
-    step(controller)
-    before, answer = handle.plan, remembered(answers.questions[-1])
-    answers.prepare(answer)
-    assert handle.plan is before
-    assert handle.grown == [answer.plan.predicted.host_bytes]
 
 
 def test_a_fallback_above_the_budget_gives_way_to_the_smallest_recipes_and_to_a_smaller_fallback(monkeypatch):

@@ -26,21 +26,6 @@ def test_the_answer_is_that_of_this_process(question):
     assert ours.plan.predicted.step_s <= ours.fallback.predicted.step_s
 
 
-def test_an_answer_is_prepared_before_it_is_there(question):
-    prepared = []
-    answer = solve_elsewhere(question, lambda answer: prepared.append((answer, future_is_done())))
-    future_is_done = answer.done
-    assert prepared == [(answer.result(), False)]
-
-
-def test_a_failed_preparation_is_an_error_of_the_answer(question):
-    def prepare(_answer):
-        raise MemoryError("no room to pin")
-
-    with pytest.raises(MemoryError, match="no room to pin"):
-        solve_elsewhere(question, prepare).result()
-
-
 def test_an_error_comes_back(question):
     with pytest.raises(PlanError, match="the smallest budget is"):
         solve_elsewhere(Question(question.profile, 2**20, 2**20)).result()

@@ -6,7 +6,6 @@ from late_device import LateDevice
 
 from ebbtide._devices.sim import SimDevice
 from ebbtide._stores import HostStore
-from ebbtide._stores._limits import HostMemoryLimit
 from ebbtide._types import Wait
 from ebbtide._utils.sizes import KIB, MIB
 
@@ -102,56 +101,3 @@ def test_two_reading_lanes_are_ordered_when_room_is_joined():
     device.finish()
     assert device.faults == []
     assert len(kept) == BLOCKS
-
-
-class Lock:
-    """Tells whether memory is taken with the lock held."""
-
-    def __init__(self):
-        self.is_held = False
-
-    def __enter__(self):
-        self.is_held = True
-
-    def __exit__(self, *_):
-        self.is_held = False
-
-
-class PinningDevice(SimDevice):
-    def __init__(self, lock, meanwhile=lambda: None):
-        super().__init__()
-        self.lock, self.meanwhile, self.pinned = lock, meanwhile, []
-
-    def host_bytes(self, nbytes):
-        assert not self.lock.is_held
-        self.pinned.append(nbytes)
-        self.meanwhile()
-        return super().host_bytes(nbytes)
-
-
-def test_a_store_grows_ahead_without_the_lock_and_parcels_find_the_room():
-    device = PinningDevice(Lock())
-    store = HostStore(device, 64 * MIB, smallest_slab_bytes=2 * MIB)
-    store.grow_to(9 * MIB, device.lock)
-    assert device.pinned == [2 * MIB, 2 * MIB, 4 * MIB, 8 * MIB]
-    assert store.stats().reserved_bytes == 16 * MIB
-    blocks = [store.reserve(MIB) for _ in range(16)]
-    assert len({(block.extent.slab, block.extent.start) for block in blocks}) == 16
-    store.grow_to(9 * MIB, device.lock)
-    assert len(device.pinned) == 4
-
-
-def test_a_store_grows_ahead_up_to_its_limit():
-    device = PinningDevice(Lock())
-    store = HostStore(device, 5 * MIB, smallest_slab_bytes=2 * MIB)
-    store.grow_to(64 * MIB, device.lock)
-    assert store.stats().reserved_bytes == 4 * MIB
-
-
-def test_a_store_closed_while_it_grows_keeps_nothing():
-    device = PinningDevice(Lock(), lambda: store.close())
-    limit = HostMemoryLimit(64 * MIB)
-    store = HostStore(device, limit, smallest_slab_bytes=2 * MIB)
-    store.grow_to(64 * MIB, device.lock)
-    assert device.pinned == [2 * MIB]
-    assert limit.take(64 * MIB)

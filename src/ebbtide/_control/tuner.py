@@ -121,7 +121,6 @@ class PlanTuner:
         self._handle = handle
         self._profile = profile
         self._budget = budget
-        self._engine = engine
         self._waits = waits
         self._only_moves = max_slowdown is None
         self._max_slowdown = THRESHOLDS.slower if max_slowdown is None else max_slowdown
@@ -497,14 +496,9 @@ class PlanTuner:
             only_moves=self._only_moves and limit_bytes is None,
             only_fallback=size.asks_fallback,
         )
-        answer = solve_here(question) if self._waits else solve_elsewhere(question, self._pin)
+        answer = solve_here(question) if self._waits else solve_elsewhere(question)
         self._asked = _Asked(size, size.wanted, question, answer, is_due=self._waits or self._ranks is None)
         self._take_answer()
-
-    def _pin(self, answer: Answer) -> None:
-        """In the solver's thread, before the plan of `answer` is in force."""
-        if self._engine is not None and answer.plan is not None and answer.plan.predicted is not None:
-            self._engine.grow_store(answer.plan.predicted.host_bytes)
 
     def _take_answer(self) -> None:
         """Take the answer up, if there is one. Raises PlanError."""

@@ -91,8 +91,7 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor | None:
             torch.zeros((), device=device)
         return False
 
-    with torch.cuda.device(device):  # a new thread begins with the first device
-        return registered_bytes(nbytes, register, unregister)
+    return registered_bytes(nbytes, register, unregister)
 
 
 def _touch(data: Any) -> None:

@@ -28,7 +28,7 @@ from ebbtide._engine.parcel import LifetimeToken, Location, Parcel, Ticket, Toke
 from ebbtide._engine.timetable import Site, Timetable
 from ebbtide._errors import CaptureError, StoreError
 from ebbtide._events import EventKind
-from ebbtide._types import Device, GrowingStore, Reason, Store, StoreStats, Stream, StreamEvent
+from ebbtide._types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 from ebbtide._utils.torch_private import current_node_name, graph_task_id, keeps_graph, share_version_counter
 
 _PendingFree: TypeAlias = tuple[int, int, int, TokenRef]
@@ -460,19 +460,13 @@ class Engine:
                 self._drain_frees()
             return self._outbound.waiting_bytes(region, staying)
 
-    def grow_store(self, nbytes: int) -> None:
-        """Have the store take memory for `nbytes` of parcels. In any thread, beside training."""
-        if isinstance(self.store, GrowingStore):
-            self.store.grow_to(nbytes, self.lock)
-
     def store_stats(self) -> StoreStats:
         with self.lock:
             return self.store.stats()
 
     def close(self) -> None:
         """Free the store. Parcels that still wait in the store become unreadable."""
-        with self.lock:
-            self.store.close()
+        self.store.close()
 
 
 def _ended(ref: "weakref.ref[LifetimeToken]") -> None:

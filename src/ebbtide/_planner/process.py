@@ -14,7 +14,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from ebbtide._errors import PlanError
@@ -29,14 +28,10 @@ _CODE = (
 )
 
 
-def solve_elsewhere(question: Question, prepare: Callable[[Answer], None] = lambda _: None) -> "Future[Answer]":
-    """The answer to come. The future raises PlanError if no plan fits.
-
-    Args:
-        prepare: called with the answer in the waiting thread, before the future has the answer.
-    """
+def solve_elsewhere(question: Question) -> "Future[Answer]":
+    """The answer to come. The future raises PlanError if no plan fits."""
     future: Future[Answer] = Future()
-    threading.Thread(target=_ask, args=(question, prepare, future), name="ebbtide-solver", daemon=True).start()
+    threading.Thread(target=_ask, args=(question, future), name="ebbtide-solver", daemon=True).start()
     return future
 
 
@@ -61,11 +56,9 @@ def serve() -> None:
     sys.stdout.buffer.write(_MARK + pickle.dumps(found))
 
 
-def _ask(question: Question, prepare: Callable[[Answer], None], future: "Future[Answer]") -> None:
+def _ask(question: Question, future: "Future[Answer]") -> None:
     try:
         found = _answered_by_child(question)
-        if isinstance(found, Answer):
-            prepare(found)
     except BaseException as error:
         future.set_exception(error)
         return

@@ -122,14 +122,12 @@ class Slabs:
 
     def _grown(self, nbytes: int) -> Extent | None:
         taken = self._grow(nbytes)
-        return self.add(taken) if taken > 0 else None
-
-    def add(self, nbytes: int) -> Extent:
-        """Add a slab of `nbytes`: the room of the whole slab."""
-        slab = Extent(self._count, 0, nbytes, None)
+        if taken == 0:
+            return None
+        slab = Extent(self._count, 0, taken, None)
         self._count += 1
         self.growths += 1
-        self.reserved_bytes += nbytes
+        self.reserved_bytes += taken
         self._add(slab)
         return slab
 

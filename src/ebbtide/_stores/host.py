@@ -1,7 +1,6 @@
 """A store in host memory: pinned slabs of power-of-two size, taken in warm-up and kept."""
 
 import abc
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -97,7 +96,7 @@ class SlabStore(abc.ABC):
 
 
 class HostStore(SlabStore):
-    """Parcels in host memory, copied by the device. A `GrowingStore`: memory is pinned, which takes long.
+    """Parcels in host memory, copied by the device.
 
     Args:
         device: copies parcels, and makes slabs by `host_bytes`.
@@ -134,20 +133,6 @@ class HostStore(SlabStore):
         self._captured_bytes += extent.nbytes
         return self._memory[extent.slab][extent.start : extent.end]
 
-    def grow_to(self, nbytes: int, lock: AbstractContextManager[object]) -> None:
-        """See `GrowingStore`."""
-        while not self._is_closed and self._slabs.reserved_bytes < nbytes:
-            size = self._slab_bytes(1)
-            memory = self._taken(size)
-            if memory is None:
-                return
-            with lock:
-                if self._is_closed:
-                    self._limit.give_back(size)
-                else:
-                    self._memory.append(memory)
-                    self._slabs.add(size)
-
     def stats(self) -> StoreStats:
         slabs = self._slabs
         limit_bytes = self._limit.limit_bytes
@@ -159,26 +144,23 @@ class HostStore(SlabStore):
         super().close()
 
     def _grow(self, nbytes: int) -> int:
-        for size in (self._slab_bytes(nbytes), _power_of_two(nbytes)):
-            memory = self._taken(size)
-            if memory is not None:
-                self._memory.append(memory)
+        """Take a slab. The size is a power of two, because torch's pinned allocator rounds every request up."""
+        usual = max(self._smallest_slab_bytes, min(GIB, self._slabs.reserved_bytes))
+        for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
+            if self._take(size):
                 return size
         return 0
 
-    def _slab_bytes(self, nbytes: int) -> int:
-        """A power of two, because torch's pinned allocator rounds every request up."""
-        return _power_of_two(max(nbytes, self._smallest_slab_bytes, min(GIB, self._slabs.reserved_bytes)))
-
-    def _taken(self, size: int) -> torch.Tensor | None:
-        """None beyond the limit, or if the system refuses: the default limit is an estimate."""
+    def _take(self, size: int) -> bool:
+        """False beyond the limit, or if the system refuses: the default limit is an estimate."""
         if not self._limit.take(size):
-            return None
+            return False
         try:
-            return self._device.host_bytes(size)
+            self._memory.append(self._device.host_bytes(size))
         except MemoryError:
             self._limit.refused(size)
-            return None
+            return False
+        return True
 
 
 class HostArena(SlabStore):

@@ -293,7 +293,7 @@ def timed(profile, seed):
     return replace(profile, regions=regions, outside=replace(around, post_region_points=turns), link=link, host=None)
 
 
-SEEDS = (4, 5, 7)
+SEEDS = (1, 4, 7)
 PARTS = {"regions": ("layers.*.attention", "layers.*.feed")}
 
 
@@ -341,6 +341,43 @@ def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, voc
     assert make is not Model or actions & {"recompute", "selective"}  # elsewhere deriving frees as much, sooner
 
 
+class Transient(torch.autograd.Function):
+    """Backward allocates `rows` times its gradient, in half a region each."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows = rows
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cat([grad] * ctx.rows)
+        return grad.clone(), None
+
+
+class InTurns(nn.Module):
+    """Blocks of two sorts with equal saved tensors, as with local and global attention."""
+
+    def __init__(self, *transients):
+        super().__init__()
+        self.layers = nn.ModuleList(map(Passing, transients))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x * 2).sum()
+
+
+class Passing(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+        self.row = nn.Parameter(torch.randn(1, TOKENS * WIDTH))
+
+    def forward(self, x):
+        return Transient.apply(((x + 1) * self.row).sin(), self.rows)
+
+
 class Scaled(nn.Module):
     """Backward sums up the gradient of the row once the product's node has run, in new memory."""
 
@@ -368,17 +405,40 @@ def test_a_recomputed_tensor_is_predicted_to_die_with_the_kernels_of_its_reader(
     for t in (*model.parameters(), x):
         counted.count(t.untyped_storage())
     peak_of_step(model, x, counted)
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
-    for _ in range(5):
-        peak_of_step(model, x, counted)
-    profile = handle.profile
-    handle.remove()
+    profile = profile_of(model, x, counted)
     recompute, selective = Recipe("recompute", inputs="keep"), Recipe("selective", inputs="keep")
     handed, held = ([option_for(region, each) for region in profile.regions] for each in (recompute, selective))
     row_bytes = 4 * TOKENS * WIDTH
     predicted = least_budget(profile, handed)
     assert least_budget(profile, held) == predicted + row_bytes
-    handle = ebbtide.offload(model, recipe=recompute, store="mock", min_bytes=1, verify=0)
+    measured = peak_by(model, x, counted, recompute)
+    assert predicted - SCALARS <= measured <= predicted + SCALARS
+
+
+@pytest.mark.parametrize("transients", [(4, 1) * 3, (1, 4) * 3, (4, 1), (4, 4, 1), (1, 4, 4, 4), (4,) * 4, (1,) * 6])
+def test_no_recomputation_takes_more_than_predicted_where_blocks_differ_unseen(counted, transients):
+    model, x = InTurns(*transients), torch.randn(2, TOKENS * WIDTH, requires_grad=True)
+    for t in (*model.parameters(), x):
+        counted.count(t.untyped_storage())
+    peak_of_step(model, x, counted)
+    profile = profile_of(model, x, counted)
+    for recipe in (Recipe("recompute", inputs="keep"), Recipe("selective", inputs="keep")):
+        predicted = least_budget(profile, [option_for(region, recipe) for region in profile.regions])
+        assert peak_by(model, x, counted, recipe) <= predicted + SCALARS
+    assert all(region.recompute_work_bytes > 0 for region in profile.regions)
+
+
+def profile_of(model, x, counted):
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    for _ in range(5):
+        peak_of_step(model, x, counted)
+    profile = handle.profile
+    handle.remove()
+    return profile
+
+
+def peak_by(model, x, counted, recipe):
+    handle = ebbtide.offload(model, recipe=recipe, store="mock", min_bytes=1, verify=0)
     peaks = [peak_of_step(model, x, counted) for _ in range(3)]
     handle.remove()
-    assert predicted - SCALARS <= peaks[-1] <= predicted + SCALARS
+    return peaks[-1]

@@ -514,6 +514,25 @@ def test_times_that_differ_by_noise_leave_equal_layers_one_group():
     assert len({unit.recipes for unit in grouping.units}) == 1
 
 
+def test_a_hiccup_in_one_of_three_times_leaves_equal_layers_one_group():
+    hiccups = {2: {"forward_s": 0.5}, 4: {"backward_s": 0.5}, 5: {"recompute_s": 0.5}}
+    step = profile(*(region(f"layers.{k}", **hiccups.get(k, {})) for k in range(6)))
+    assert len(Grouping(step, False).groups) == 1
+    other = profile(*(replace(each, forward_s=9.0, backward_s=9.0, recompute_s=9.0) for each in step.regions[:1]))
+    both = profile(*step.regions, *(replace(each, name="other") for each in other.regions))
+    assert len(Grouping(both, False).groups) == 2
+
+
+@pytest.mark.parametrize("unable", [0, 3])
+def test_a_region_that_cannot_recompute_is_no_part_of_a_group_that_can(unable):
+    step = profile(*(region(f"layers.{k}", **({"recompute_s": 0.0} if k == unable else {})) for k in range(6)))
+    grouping = Grouping(step, False)
+    assert (unable,) in grouping.groups
+    assert not any(recipe.recomputes for recipe in grouping.units[unable].recipes)
+    others = [unit for k, unit in enumerate(grouping.units) if k != unable]
+    assert all(any(recipe.recomputes for recipe in unit.recipes) for unit in others)
+
+
 def test_layers_of_two_kinds_are_two_groups():
     step = profile(
         *(region(f"layers.{k}", saved_tensors=(SavedTensor(0, (1 + k % 2) * 100 * MB, 0.0),)) for k in range(16))

@@ -8,9 +8,10 @@ Note [Units and groups]
    recipe, and spreads the recipes over the depth afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import TypeAlias
 
 from ebbtide._planner.options import Option, option_for, options_of
 from ebbtide._planner.thresholds import THRESHOLDS
@@ -19,6 +20,9 @@ from ebbtide._profiling.profile import Profile, RegionProfile
 
 Choices = tuple[int, ...]
 """Per unit, the index of a recipe."""
+
+CostOf: TypeAlias = Callable[[int, Recipe], Option]
+"""The option of a recipe for a call of a region, by its number in the profile."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,14 @@ class Grouping:
         profile: the step.
         units: in order of the first call.
         groups: numbers of the units with the same recipes at about the same costs.
+
+    Args:
+        cost_of: from `costs_of`, for several groupings of one profile.
     """
 
-    def __init__(self, profile: Profile, only_moves: bool) -> None:
+    def __init__(self, profile: Profile, only_moves: bool, cost_of: CostOf | None = None) -> None:
         self.profile = profile
+        cost_of = cost_of or costs_of(profile)
         calls: dict[str, list[int]] = {}
         for number, region in enumerate(profile.regions):
             calls.setdefault(region.name, []).append(number)
@@ -66,7 +74,7 @@ class Grouping:
         names, recipes = list(calls), dict[int, tuple[Recipe, ...]]()
         for group in self.groups:
             recipes.update(dict.fromkeys(group, _recipes(profile.regions, calls[names[group[0]]], only_moves)))
-        self.units = tuple(_unit(profile, name, calls[name], recipes[unit]) for unit, name in enumerate(names))
+        self.units = tuple(_unit(cost_of, name, calls[name], recipes[unit]) for unit, name in enumerate(names))
 
     def options(self, choices: Choices) -> tuple[Option, ...]:
         """An option for every region."""
@@ -91,8 +99,18 @@ def _units_alike(regions: Sequence[RegionProfile], one: Sequence[int], other: Se
     return len(one) == len(other) and all(_alike(regions[a], regions[b]) for a, b in zip(one, other, strict=True))
 
 
-def _unit(profile: Profile, name: str, calls: Sequence[int], recipes: tuple[Recipe, ...]) -> Unit:
-    costs = tuple(tuple(option_for(profile.regions[call], recipe) for call in calls) for recipe in recipes)
+def costs_of(profile: Profile) -> CostOf:
+    """`option_for` by the number of the region's call, each worked out once."""
+
+    @cache
+    def cost_of(call: int, recipe: Recipe) -> Option:
+        return option_for(profile.regions[call], recipe)
+
+    return cost_of
+
+
+def _unit(cost_of: CostOf, name: str, calls: Sequence[int], recipes: tuple[Recipe, ...]) -> Unit:
+    costs = tuple(tuple(cost_of(call, recipe) for call in calls) for recipe in recipes)
     return Unit(name, tuple(calls), recipes, costs)
 
 
@@ -104,9 +122,12 @@ def _recipes(regions: Sequence[RegionProfile], calls: Sequence[int], only_moves:
 
 
 def _alike(one: RegionProfile, other: RegionProfile) -> bool:
-    times = ((one.forward_s, other.forward_s), (one.backward_s, other.backward_s), (one.recompute_s, other.recompute_s))
+    times = [(one.forward_s, other.forward_s), (one.backward_s, other.backward_s)]
+    if one.recompute_s > 0:
+        times.append((one.recompute_s, other.recompute_s))
     return (
-        _shape(one) == _shape(other)
+        (one.recompute_s > 0) == (other.recompute_s > 0)  # 0: cannot recompute
+        and _shape(one) == _shape(other)
         and all(_near(a, b, THRESHOLDS.alike_bytes) for a, b in zip(_sizes(one), _sizes(other), strict=True))
         # A hiccup of the one timed step lengthens one of the times, and regions of other work differ in all of them.
         and any(_near(a, b, THRESHOLDS.alike_seconds) for a, b in times)

@@ -31,7 +31,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ebbtide._planner.options import Option, launch_overhead_s, option_for
-from ebbtide._plans import Plan, Recipe
+from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Host, Link, Profile, RegionProfile
 
 LAST_DIGITS_S = 1e-9
@@ -533,8 +533,3 @@ def _all_kept(profile: Profile) -> Outcome:
 def _equal_windows(profile: Profile, nbytes: int) -> Windows:
     windows = (nbytes,) * len(profile.regions)
     return Windows(windows, (nbytes,) * len(profile.outside.post_region_points), windows)
-
-
-def options_of_plan(profile: Profile, plan: Plan) -> list[Option]:
-    """The plan's option for each region of the profile."""
-    return [option_for(region, plan.recipe_of(region.name) or Recipe("keep")) for region in profile.regions]

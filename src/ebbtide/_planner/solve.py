@@ -6,19 +6,19 @@ Note [How a plan is found]
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
    never does.
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
-3. For a largest slowdown, bisection finds the smallest budget whose fastest plan is at most so much slower than a step
-   that keeps everything: a larger budget never makes a step slower.
+3. For a largest slowdown, bisection over budgets finds the smallest peak of a plan at most so much slower than a step
+   that keeps everything. A larger budget never makes a step slower, but some plans take less than the budget that their
+   windows need: at each budget the smallest peak counts.
 """
 
 import time
-from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 from ebbtide._errors import PlanError
 from ebbtide._planner.explain import budget_parts, explanations, too_small
-from ebbtide._planner.groups import Grouping
+from ebbtide._planner.groups import Grouping, costs_of
 from ebbtide._planner.options import option_for
 from ebbtide._planner.search import Assignment, assignment_of, assignments_of
 from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_bytes, simulate_below, windows_within
@@ -109,6 +109,7 @@ class Solver:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._spaces: dict[bool, _Space] = {}
+        self._cost_of = costs_of(profile)
 
     def solve(
         self, budget_bytes: int | None, *, max_slowdown: float | None = None, only_moves: bool | None = None
@@ -165,7 +166,7 @@ class Solver:
         space = self._spaces.get(only_moves)
         if space is None:
             others = None if only_moves else self._space(True)
-            space = self._spaces[only_moves] = _Space(Grouping(self.profile, only_moves), others)
+            space = self._spaces[only_moves] = _Space(Grouping(self.profile, only_moves, self._cost_of), others)
         return space
 
 
@@ -196,16 +197,12 @@ class _Space:
         counts = range(len(names) + 1)
         spread = [{n for k, n in enumerate(names) if (k + 1) * c // len(names) > k * c // len(names)} for c in counts]
         chosen = [*((some, set[str]()) for some in spread), *((set(names), set(names[:c])) for c in counts[1:])]
-        return [self._recomputed(some, moved) for some, moved in chosen]
-
-    def _recomputed(self, names: Set[str], moved: Set[str]) -> Assignment:
-        options = [
-            option_for(region, Recipe("recompute", inputs="offload" if region.name in moved else "keep"))
-            if region.name in names
-            else option_for(region, Recipe("keep"))
-            for region in self._profile.regions
+        recipes = Recipe("keep"), Recipe("recompute", inputs="keep"), Recipe("recompute")
+        rows = [(region.name, [option_for(region, recipe) for recipe in recipes]) for region in self._profile.regions]
+        return [
+            assignment_of(self._profile, [options[(name in some) + (name in moved)] for name, options in rows])
+            for some, moved in chosen
         ]
-        return assignment_of(self._profile, options)
 
     @cached_property
     def leanest(self) -> Assignment:
@@ -229,20 +226,31 @@ class _Space:
         return found
 
     def smallest(self, most_s: float) -> _Simulated | None:
-        """The fastest plan within about the smallest budget at which the step takes at most `most_s`, by bisection.
-        None if that budget is hardly smaller than everything takes."""
+        """About the smallest peak at which the step takes at most `most_s`, and the fastest plan within. None if hardly
+        smaller than the peak of keeping everything."""
         peak_bytes = self.all_kept.outcome.peak_bytes
-        low, enough = self.leanest.least_bytes, int(peak_bytes * (1 - THRESHOLDS.worth_moving))
-        found = self._fastest(enough, most_s, is_any_enough=True)
-        while found is not None and found.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
-            middle = (low + found.outcome.peak_bytes) // 2
-            other = self._fastest(middle, most_s, is_any_enough=True)
-            low, enough, found = (middle, enough, found) if other is None else (low, middle, other)
-        return None if found is None else self._fastest(enough, most_s)
+        best = self._smallest_within(int(peak_bytes * (1 - THRESHOLDS.worth_moving)), most_s)
+        low = self.leanest.least_bytes
+        while best is not None and best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
+            middle = (low + best.outcome.peak_bytes) // 2
+            found = self._smallest_within(middle, most_s)
+            if found is None:
+                low = middle
+            else:
+                best = found
+        # Windows within the peak may be narrower than those of `best`, and no plan fast enough.
+        return None if best is None else self._fastest(best.outcome.peak_bytes, most_s) or best
 
-    def _fastest(self, budget_bytes: int, most_s: float, is_any_enough: bool = False) -> _Simulated | None:
-        """None if no assignment fits `budget_bytes`, or all take longer than `most_s`. `is_any_enough`: the first that
-        does not."""
+    def _smallest_within(self, budget_bytes: int, most_s: float) -> _Simulated | None:
+        """Of all that take at most `most_s`, the smallest peak: often below the budget that gives the windows."""
+        fitting = (assignment for assignment in self.assignments if assignment.least_bytes <= budget_bytes)
+        likely = (each for each in fitting if self._least_s(each, budget_bytes) <= most_s + LAST_DIGITS_S)
+        found = (self.simulated(assignment, budget_bytes, most_s) for assignment in likely)
+        in_time = (each for each in found if each is not None)
+        return min(in_time, key=lambda each: (each.outcome.peak_bytes, each.rank), default=None)
+
+    def _fastest(self, budget_bytes: int, most_s: float) -> _Simulated | None:
+        """None if no assignment fits `budget_bytes`, or all take longer than `most_s`."""
         best = None
         fitting = (assignment for assignment in self.assignments if assignment.least_bytes <= budget_bytes)
         bounded = [(self._least_s(assignment, budget_bytes), assignment) for assignment in fitting]
@@ -250,8 +258,6 @@ class _Space:
             if least_s > most_s + LAST_DIGITS_S:
                 break
             simulated = self.simulated(assignment, budget_bytes, most_s)
-            if is_any_enough and simulated is not None:
-                return simulated
             if simulated is not None and (best is None or simulated.rank < best.rank):
                 best, most_s = simulated, simulated.outcome.step_s
         return best

@@ -73,9 +73,9 @@ def profile_of(
         return None
     recomputed = by_forward(details.recomputed, timed.regions)
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
-    spared = _spared_by_handing_over(recomputed, memory.backward_work)
+    lifetimes = _lifetimes(recomputed, memory.backward_work)
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
-    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, spared)
+    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, lifetimes)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
@@ -126,6 +126,24 @@ def _is_sequential(recorder: ProfilingRecorder, names: Collection[str]) -> bool:
     return kinds == [entered, left] * max(1, len(kinds) // 2)
 
 
+class _Lifetimes(NamedTuple):
+    """What hand-over changes in the peak of one recomputed pass, by the passes of its kind.
+
+    The passes of a kind may differ in what is not recorded, and the first pass in backward begins with more allocated
+    than others, or less. So the least of the differences counts where a peak would become smaller, and the most where a
+    peak becomes larger.
+
+    Attributes:
+        spared_bytes: by which hand-over lowers the peak at least.
+        added_bytes: by which the peak is higher without hand-over at most.
+        held: the nearest pass that did not hand over; the pass itself without any.
+    """
+
+    spared_bytes: int
+    added_bytes: int
+    held: int
+
+
 class _ProfileBuilder(NamedTuple):
     times: RegionTimes
     memory: "_MemoryCurve"
@@ -133,7 +151,7 @@ class _ProfileBuilder(NamedTuple):
     inputs: ProfileInputs
     grad_bytes: Sequence[int]
     slowdown: float
-    spared: Sequence[int]
+    lifetimes: Sequence[_Lifetimes]
 
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
         """Profile of pass `k`. Saved tensors were recorded during recomputation, or in forward if the region keeps."""
@@ -148,9 +166,10 @@ class _ProfileBuilder(NamedTuple):
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
         work_bytes, moved_work_bytes = self.memory.backward_work[k] + present_bytes, 0
-        later_bytes, spared_bytes = (self.spared[k], 0) if source.hands_over else (0, self.spared[k])
+        own = self.lifetimes[k]
         if recomputed is not None:
-            moved_work_bytes = self.memory.moved_work(k, saved, present_bytes)
+            both = {k, own.held} if source.hands_over else {k}  # hand-over may move the peak to another read
+            moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in both)
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -162,10 +181,12 @@ class _ProfileBuilder(NamedTuple):
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
             forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
-            backward_work_bytes=work_bytes + later_bytes,
-            recompute_work_bytes=0 if recomputed is None else work_bytes - spared_bytes,
+            backward_work_bytes=work_bytes + (own.added_bytes if source.hands_over else 0),
+            recompute_work_bytes=0
+            if recomputed is None
+            else max(1, work_bytes - (0 if source.hands_over else own.spared_bytes)),
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
-            moved_work_bytes=moved_work_bytes + later_bytes if moved_work_bytes > 0 else 0,
+            moved_work_bytes=moved_work_bytes,
             unused_bytes=self.memory.unused(k, saved),
             after_bytes=record.after_bytes,
             has_dead_tensors=source.has_dead_tensors,
@@ -208,18 +229,23 @@ class _ProfileBuilder(NamedTuple):
         return max(0.0, self.device.seconds_between(start, end))
 
 
-def _spared_by_handing_over(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> list[int]:
-    """Bytes by which the peak of each pass is smaller if recomputed tensors belong to the nodes that read them: between
-    medians of the passes of a kind, because the last region of a step may begin with more allocated or less."""
-    peaks: dict[tuple[Hashable, bool], list[int]] = {}
-    for record, nbytes in zip(recomputed, work, strict=True):
+def _lifetimes(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> list[_Lifetimes]:
+    """One for each pass. `work`: its peak."""
+    passes: dict[tuple[Hashable, bool], list[int]] = {}
+    for k, record in enumerate(recomputed):
         if record is not None:
-            peaks.setdefault((record.kind, record.hands_over), []).append(nbytes)
-    spared: list[int] = []
-    for record in recomputed:
-        held, handed = ([0] if record is None else peaks.get((record.kind, hands), [0]) for hands in (False, True))
-        spared.append(max(0, statistics.median_low(held) - statistics.median_low(handed)) if handed != [0] else 0)
-    return spared
+            passes.setdefault((record.kind, record.hands_over), []).append(k)
+    found: list[_Lifetimes] = []
+    for k, record in enumerate(recomputed):
+        held, handed = ([] if record is None else passes.get((record.kind, hands), []) for hands in (False, True))
+        if not held or not handed:
+            found.append(_Lifetimes(0, 0, k))
+            continue
+        ours, theirs = [work[each] for each in held], [work[each] for each in handed]
+        differences = [of(ours) - of(theirs) for of in (min, statistics.median_low, max)]
+        spared_bytes = max(0, min(differences)) if min(len(held), len(handed)) > 1 else 0
+        found.append(_Lifetimes(spared_bytes, max(0, *differences), min(held, key=lambda each, k=k: abs(each - k))))
+    return found
 
 
 def _downstream(record: RegionRecord, call: int) -> tuple[int, ...]:

@@ -112,9 +112,9 @@ class RegionProfile:
         forward_work_bytes: most that forward allocates beyond the memory at its begin, saved tensors not counted.
         backward_work_bytes: most that recomputation and backward allocate together, inputs included, where saved
             tensors live as long as kept ones.
-        grad_bytes: memory that backward leaves allocated.
         recompute_work_bytes: the same where each recomputed tensor belongs to the node that reads it; 0 if not
             measured.
+        grad_bytes: memory that backward leaves allocated.
         moved_work_bytes: most that backward without recomputation allocates, less the saved tensors that backward has
             not asked for at the time; 0 if not measured.
         unused_bytes: part of `saved_tensors` that backward never asks for.

@@ -16,7 +16,7 @@ Note [How a step is measured]
    be saved. The warm-up compares the outputs that are alive at the end of a recomputation. The warm-up also compares
    derived tensors with saved tensors: a comparison needs memory for both, and the first step of a plan has none left.
 6. Recomputed tensors belong to the nodes that read them, and die earlier than kept and moved tensors do. Of regions
-   that are alike every second one is recomputed that way, and the peaks of both kinds are known (build.py).
+   that are alike one half is recomputed that way, and the peaks of both lifetimes are known (build.py).
 7. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
 """
 
@@ -159,7 +159,8 @@ class RegionRecord:
     @property
     def kind(self) -> Hashable:
         """Equal for regions of equal build."""
-        return tuple((seen.index, seen.nbytes, seen.shares) for seen in self.saved_tensors), self.not_movable_bytes
+        saved = tuple((seen.index, seen.nbytes, seen.shares) for seen in self.saved_tensors)
+        return saved, self.not_movable_bytes, tuple((op.op, op.nbytes) for op in self.expensive_ops), self.ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,10 +406,11 @@ class ProfilingRecorder(BackwardObserver):
             record.common_bytes += span.nbytes
             self._common.setdefault(weakref.ref(storage), span.nbytes)
 
-    def is_every_second(self, kind: Hashable) -> bool:
-        """Whether the second, fourth, ... region of this kind has been recomputed."""
+    def is_to_hand_over(self, kind: Hashable) -> bool:
+        """Of the regions of a kind, the third and fourth in backward, and so on. Not every second: blocks of two sorts
+        often take turns, and may be of one kind as far as recorded."""
         self._kinds[kind] += 1
-        return self._kinds[kind] % 2 == 0
+        return self._kinds[kind] % 4 in (3, 0)
 
     def _note_operand(self, record: RegionRecord, index: int, t: torch.Tensor, holds_numbers: bool = True) -> None:
         """`holds_numbers`: of what to copy whole numbers; weights may be whole numbers too, and large."""
@@ -538,7 +540,7 @@ class _TensorRecorder:
             record.has_dead_tensors = True
 
     def may_hand_over(self) -> bool:
-        self._record.hands_over = self._recorder.is_every_second(self._record.kind)
+        self._record.hands_over = self._recorder.is_to_hand_over(self._record.kind)
         return self._record.hands_over
 
     def asked(self, index: int) -> None:

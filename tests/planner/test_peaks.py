@@ -1,6 +1,7 @@
 """Predicted peaks against counted peaks: all storages made by operators or lanes on the CPU are counted."""
 
 import gc
+import itertools
 import random
 import weakref
 from collections import deque
@@ -428,8 +429,48 @@ def test_no_recomputation_takes_more_than_predicted_where_blocks_differ_unseen(c
     assert all(region.recompute_work_bytes > 0 for region in profile.regions)
 
 
-def profile_of(model, x, counted):
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+class Resized(nn.Module):
+    """Blocks whose results are wider than their inputs, or narrower: so are the gradients that they receive."""
+
+    def __init__(self, *widths):
+        super().__init__()
+        self.layers = nn.ModuleList(itertools.starmap(Resizing, itertools.pairwise(widths)))
+
+    def forward(self, x):
+        x = x * 1.5
+        for layer in self.layers:
+            x = layer(x)
+        return (x * 2).sum()
+
+
+class Resizing(nn.Module):
+    def __init__(self, before, after):
+        super().__init__()
+        self.repeats, self.after = max(1, after // before), after
+        self.row = nn.Parameter(torch.randn(1, before))
+
+    def forward(self, x):
+        x = (x * self.row).sin()
+        return torch.cat([x] * self.repeats, 1)[:, : self.after] * 2
+
+
+@pytest.mark.parametrize("widths", [(1, 2, 4, 8), (8, 4, 2, 1), (1, 4, 4, 1), (1, 8, 1, 8), (4, 1, 4), (1, 4, 1)])
+def test_the_gradient_that_a_region_receives_has_room(counted, widths, monkeypatch):
+    monkeypatch.setattr(CpuDevice, "tracks_peak", True)  # as counted
+    widths = [n * 16 * TOKENS for n in widths]
+    model, x = Resized(*widths), torch.randn(2, widths[0], requires_grad=True)
+    for t in (*model.parameters(), x):
+        counted.count(t.untyped_storage())
+    peak_of_step(model, x, counted)
+    profile = profile_of(model, x, counted, regions=["layers.*"])
+    recipe = Recipe("recompute", inputs="keep")
+    predicted = least_budget(profile, [option_for(region, recipe) for region in profile.regions])
+    measured = peak_by(model, x, counted, {"layers.*": recipe}) - profile.base_bytes
+    assert measured - SCALARS <= predicted - profile.base_bytes <= 1.25 * measured
+
+
+def profile_of(model, x, counted, **settings):
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1, **settings)
     for _ in range(5):
         peak_of_step(model, x, counted)
     profile = handle.profile

@@ -75,7 +75,10 @@ def profile_of(
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
     lifetimes = _lifetimes(recomputed, memory.backward_work)
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
-    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, lifetimes)
+    # Sampled memory is too inexact, and other graphs in flight have memory of their own.
+    is_exact = details.device.tracks_peak and max(times.graphs, details.graphs) == 1
+    incoming = memory.incoming(records, recomputed, grad_bytes) if is_exact else [0] * len(records)
+    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, lifetimes, incoming)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
@@ -152,6 +155,7 @@ class _ProfileBuilder(NamedTuple):
     grad_bytes: Sequence[int]
     slowdown: float
     lifetimes: Sequence[_Lifetimes]
+    incoming: Sequence[int]
 
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
         """Profile of pass `k`. Saved tensors were recorded during recomputation, or in forward if the region keeps."""
@@ -165,11 +169,12 @@ class _ProfileBuilder(NamedTuple):
         is_hidden = record.region in self.inputs.compiled
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
-        work_bytes, moved_work_bytes = self.memory.backward_work[k] + present_bytes, 0
+        work_bytes, moved_work_bytes = self.memory.backward_work[k] + present_bytes + self.incoming[k], 0
         own = self.lifetimes[k]
         if recomputed is not None:
             both = {k, own.held} if source.hands_over else {k}  # hand-over may move the peak to another read
             moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in both)
+            moved_work_bytes += self.incoming[k] if moved_work_bytes > 0 else 0
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -306,6 +311,24 @@ class _MemoryCurve(StepParts):
             more = following.begin.memory.allocated_bytes - interval.begin.memory.allocated_bytes
             left[own] = min(max(0, more + inputs[own] - inputs[other] + after[other]), most)
         return left
+
+    def incoming(
+        self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None], grads: Sequence[int]
+    ) -> list[int]:
+        """Bytes of the gradient that each recomputed pass receives, and of all else that is allocated when the pass
+        begins and not in a simulated step: there is memory from before the regions, saved between them, and gradients of
+        parameters. Often 0, because the first region's input, which the caller frees, stays in a simulated step."""
+        known = self.base_bytes + self.kept_bytes + sum(record.after_bytes for record in records)
+        found: list[int] = []
+        for record, own, interval, nbytes in reversed(list(zip(records, recomputed, self.own, grads, strict=True))):
+            known += nbytes
+            begin_bytes = 0
+            if own is not None and interval is not None:
+                input_bytes = sum(seen.nbytes for seen in record.inputs) + record.common_bytes
+                begin_bytes = interval.begin.memory.allocated_bytes - own.waiting_bytes - input_bytes
+            found.append(max(0, begin_bytes - known))
+            known -= record.after_bytes
+        return found[::-1]
 
     def forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:
         """Working memory of forward, including work after the region, with the last saved tensor still on its way."""

@@ -153,6 +153,7 @@ class RegionRecord:
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
     hands_over: bool = False  # a recomputed tensor belonged to the node that read it
+    waiting_bytes: int = 0  # parcels on the device when the recomputation began, as in `ProfilingRecorder`
     known: KnownOperands = field(default_factory=KnownOperands)
     operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
 
@@ -328,6 +329,8 @@ class ProfilingRecorder(BackwardObserver):
         self._get_ahead_of(StepEventKind.RECOMPUTE_BEGAN, _BACKWARD * self.cpu_region_s)
         self.add(StepEventKind.RECOMPUTE_BEGAN, region)
         record = RegionRecord(region, first_node=next_node())
+        if self._is_detailed and self.records:
+            record.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
         self.recomputed.append(record)
         try:
             with self._mode(region, record), self._recompute_recorder(record) as recorder:

@@ -316,8 +316,8 @@ class _MemoryCurve(StepParts):
         self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None], grads: Sequence[int]
     ) -> list[int]:
         """Bytes of the gradient that each recomputed pass receives, and of all else that is allocated when the pass
-        begins and not in a simulated step: there is memory from before the regions, saved between them, and gradients of
-        parameters. Often 0, because the first region's input, which the caller frees, stays in a simulated step."""
+        begins and not in a simulated step: there is memory from before the regions, saved between them, and gradients
+        of parameters. Often 0, because the first region's input, which the caller frees, stays in a simulated step."""
         known = self.base_bytes + self.kept_bytes + sum(record.after_bytes for record in records)
         found: list[int] = []
         for record, own, interval, nbytes in reversed(list(zip(records, recomputed, self.own, grads, strict=True))):

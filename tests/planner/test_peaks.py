@@ -403,9 +403,6 @@ class Row(nn.Module):
 
 def test_a_recomputed_tensor_is_predicted_to_die_with_the_kernels_of_its_reader(counted):
     model, x = Scaled(), torch.randn(2, TOKENS * WIDTH, requires_grad=True)
-    for t in (*model.parameters(), x):
-        counted.count(t.untyped_storage())
-    peak_of_step(model, x, counted)
     profile = profile_of(model, x, counted)
     recompute, selective = Recipe("recompute", inputs="keep"), Recipe("selective", inputs="keep")
     handed, held = ([option_for(region, each) for region in profile.regions] for each in (recompute, selective))
@@ -419,9 +416,6 @@ def test_a_recomputed_tensor_is_predicted_to_die_with_the_kernels_of_its_reader(
 @pytest.mark.parametrize("transients", [(4, 1) * 3, (1, 4) * 3, (4, 1), (4, 4, 1), (1, 4, 4, 4), (4,) * 4, (1,) * 6])
 def test_no_recomputation_takes_more_than_predicted_where_blocks_differ_unseen(counted, transients):
     model, x = InTurns(*transients), torch.randn(2, TOKENS * WIDTH, requires_grad=True)
-    for t in (*model.parameters(), x):
-        counted.count(t.untyped_storage())
-    peak_of_step(model, x, counted)
     profile = profile_of(model, x, counted)
     for recipe in (Recipe("recompute", inputs="keep"), Recipe("selective", inputs="keep")):
         predicted = least_budget(profile, [option_for(region, recipe) for region in profile.regions])
@@ -459,9 +453,6 @@ def test_the_gradient_that_a_region_receives_has_room(counted, widths, monkeypat
     monkeypatch.setattr(CpuDevice, "tracks_peak", True)  # as counted
     widths = [n * 16 * TOKENS for n in widths]
     model, x = Resized(*widths), torch.randn(2, widths[0], requires_grad=True)
-    for t in (*model.parameters(), x):
-        counted.count(t.untyped_storage())
-    peak_of_step(model, x, counted)
     profile = profile_of(model, x, counted, regions=["layers.*"])
     recipe = Recipe("recompute", inputs="keep")
     predicted = least_budget(profile, [option_for(region, recipe) for region in profile.regions])
@@ -470,6 +461,9 @@ def test_the_gradient_that_a_region_receives_has_room(counted, widths, monkeypat
 
 
 def profile_of(model, x, counted, **settings):
+    for t in (*model.parameters(), x):
+        counted.count(t.untyped_storage())
+    peak_of_step(model, x, counted)  # allocates the gradients
     handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1, **settings)
     for _ in range(5):
         peak_of_step(model, x, counted)

@@ -22,7 +22,7 @@ Choices = tuple[int, ...]
 """Per unit, the index of a recipe."""
 
 CostOf: TypeAlias = Callable[[int, Recipe], Option]
-"""The option of a recipe for a call of a region, by its number in the profile."""
+"""The option of a recipe for a call of a region, by the number of the call in the profile."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
         (one.recompute_s > 0) == (other.recompute_s > 0)  # 0: cannot recompute
         and _shape(one) == _shape(other)
         and all(_near(a, b, THRESHOLDS.alike_bytes) for a, b in zip(_sizes(one), _sizes(other), strict=True))
-        # A hiccup of the one timed step lengthens one of the times, and regions of other work differ in all of them.
+        # A hiccup of the timed step lengthens a single time, and regions of unequal work differ in all three.
         and any(_near(a, b, THRESHOLDS.alike_seconds) for a, b in times)
     )
 

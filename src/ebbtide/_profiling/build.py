@@ -73,12 +73,12 @@ def profile_of(
         return None
     recomputed = by_forward(details.recomputed, timed.regions)
     slowdown = _slowdown(timed, RegionTimes(details.events, names, lambda a, b: seconds_between(a.event, b.event)))
-    lifetimes = _lifetimes(recomputed, memory.backward_work)
+    peaks = _peaks(recomputed, memory.backward_work)
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
     # Sampled memory is too inexact, and other graphs in flight have memory of their own.
     is_exact = details.device.tracks_peak and max(times.graphs, details.graphs) == 1
     incoming = memory.incoming(records, recomputed, grad_bytes) if is_exact else [0] * len(records)
-    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, lifetimes, incoming)
+    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, peaks, incoming)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
@@ -129,21 +129,17 @@ def _is_sequential(recorder: ProfilingRecorder, names: Collection[str]) -> bool:
     return kinds == [entered, left] * max(1, len(kinds) // 2)
 
 
-class _Lifetimes(NamedTuple):
-    """What hand-over changes in the peak of one recomputed pass, by the passes of its kind.
-
-    The passes of a kind may differ in what is not recorded, and the first pass in backward begins with more allocated
-    than others, or less. So the least of the differences counts where a peak would become smaller, and the most where a
-    peak becomes larger.
+class _Peaks(NamedTuple):
+    """Peak of the backward of one pass over the memory at its begin, by the lifetime of recomputed tensors.
 
     Attributes:
-        spared_bytes: by which hand-over lowers the peak at least.
-        added_bytes: by which the peak is higher without hand-over at most.
-        held: the nearest pass that did not hand over; the pass itself without any.
+        held_bytes: tensors live until their readers have been released, as kept tensors do.
+        handed_bytes: tensors belong to the nodes that read them.
+        held: the pass itself if measured with the first lifetime, else the nearest such pass of its kind.
     """
 
-    spared_bytes: int
-    added_bytes: int
+    held_bytes: int
+    handed_bytes: int
     held: int
 
 
@@ -154,7 +150,7 @@ class _ProfileBuilder(NamedTuple):
     inputs: ProfileInputs
     grad_bytes: Sequence[int]
     slowdown: float
-    lifetimes: Sequence[_Lifetimes]
+    peaks: Sequence[_Peaks]
     incoming: Sequence[int]
 
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
@@ -169,11 +165,12 @@ class _ProfileBuilder(NamedTuple):
         is_hidden = record.region in self.inputs.compiled
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
-        work_bytes, moved_work_bytes = self.memory.backward_work[k] + present_bytes + self.incoming[k], 0
-        own = self.lifetimes[k]
+        peaks, begin_bytes = self.peaks[k], present_bytes + self.incoming[k]
+        recompute_work_bytes = moved_work_bytes = 0
         if recomputed is not None:
-            both = {k, own.held} if source.hands_over else {k}  # hand-over may move the peak to another read
-            moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in both)
+            recompute_work_bytes = max(1, peaks.handed_bytes + begin_bytes)
+            # Tensors that belong to their readers may have the peak at another read.
+            moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in {k, peaks.held})
             moved_work_bytes += self.incoming[k] if moved_work_bytes > 0 else 0
         return RegionProfile(
             name=record.region,
@@ -186,10 +183,8 @@ class _ProfileBuilder(NamedTuple):
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
             forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
-            backward_work_bytes=work_bytes + (own.added_bytes if source.hands_over else 0),
-            recompute_work_bytes=0
-            if recomputed is None
-            else max(1, work_bytes - (0 if source.hands_over else own.spared_bytes)),
+            backward_work_bytes=peaks.held_bytes + begin_bytes,
+            recompute_work_bytes=recompute_work_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
             moved_work_bytes=moved_work_bytes,
             unused_bytes=self.memory.unused(k, saved),
@@ -234,22 +229,30 @@ class _ProfileBuilder(NamedTuple):
         return max(0.0, self.device.seconds_between(start, end))
 
 
-def _lifetimes(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> list[_Lifetimes]:
-    """One for each pass. `work`: its peak."""
+def _peaks(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> list[_Peaks]:
+    """For each pass. `work`: the peak of the pass, with the lifetime of its record.
+
+    The passes of a kind may differ in ways that no record shows, and the first pass in backward begins with more
+    allocated than the rest, or less. So the least difference between lifetimes lowers a peak, and the largest raises
+    a peak.
+    """
     passes: dict[tuple[Hashable, bool], list[int]] = {}
     for k, record in enumerate(recomputed):
         if record is not None:
             passes.setdefault((record.kind, record.hands_over), []).append(k)
-    found: list[_Lifetimes] = []
+    found: list[_Peaks] = []
     for k, record in enumerate(recomputed):
         held, handed = ([] if record is None else passes.get((record.kind, hands), []) for hands in (False, True))
-        if not held or not handed:
-            found.append(_Lifetimes(0, 0, k))
-            continue
-        ours, theirs = [work[each] for each in held], [work[each] for each in handed]
-        differences = [of(ours) - of(theirs) for of in (min, statistics.median_low, max)]
-        spared_bytes = max(0, min(differences)) if min(len(held), len(handed)) > 1 else 0
-        found.append(_Lifetimes(spared_bytes, max(0, *differences), min(held, key=lambda each, k=k: abs(each - k))))
+        differences = [0]
+        if held and handed:
+            longer, shorter = ([work[each] for each in group] for group in (held, handed))
+            differences = [of(longer) - of(shorter) for of in (min, statistics.median_low, max)]
+        if record is not None and record.hands_over and held:
+            nearest = min(held, key=lambda each, k=k: abs(each - k))
+            found.append(_Peaks(work[k] + max(0, *differences), work[k], nearest))
+        else:
+            is_sure = min(len(held), len(handed)) > 1
+            found.append(_Peaks(work[k], work[k] - (max(0, min(differences)) if is_sure else 0), k))
     return found
 
 
@@ -316,8 +319,9 @@ class _MemoryCurve(StepParts):
         self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None], grads: Sequence[int]
     ) -> list[int]:
         """Bytes of the gradient that each recomputed pass receives, and of all else that is allocated when the pass
-        begins and not in a simulated step: there is memory from before the regions, saved between them, and gradients
-        of parameters. Often 0, because the first region's input, which the caller frees, stays in a simulated step."""
+        begins and not in a simulated step: a simulated step has memory from before the regions, saved between regions,
+        and gradients of parameters. Often 0, because the first region's input, freed by the caller, stays in a
+        simulated step."""
         known = self.base_bytes + self.kept_bytes + sum(record.after_bytes for record in records)
         found: list[int] = []
         for record, own, interval, nbytes in reversed(list(zip(records, recomputed, self.own, grads, strict=True))):

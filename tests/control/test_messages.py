@@ -14,7 +14,7 @@ from support import assert_equal
 
 import ebbtide
 from ebbtide import EbbtideWarning, Plan, PlanError, RegionPlan
-from ebbtide._profiling.link_probe import Rates
+from ebbtide._profiling.link_probe import LinkCosts
 
 GIB = 2**30
 
@@ -29,7 +29,7 @@ def _fresh_process():
 @pytest.fixture
 def carries_nothing(monkeypatch):
     """The link is probed to be so slow that whatever moves makes the step slower."""
-    monkeypatch.setattr("ebbtide._control.controller.probe_link", lambda engine: Rates(1.0, 1.0))
+    monkeypatch.setattr("ebbtide._control.controller.probe_link", lambda engine: LinkCosts(1.0, 1.0, 0.0))
 
 
 def first_line(handle):

@@ -337,7 +337,7 @@ def test_without_a_budget_copies_slow_the_step_by_very_little(solver_a):
 
 
 def test_without_a_budget_a_slow_link_moves_nothing():
-    step = profile(*layers(3), link=Link(1e7, 1e7, latency_s=0.0))
+    step = profile(*layers(3), link=Link(1e7, 1e7, latency_s=0.0, interference=0.0))
     plan = Solver(step).solve(None)
     assert {planned.recipe.action for planned in plan.regions.values()} == {"keep"}
     assert plan.predicted.step_s == pytest.approx(step.plain_s)
@@ -597,7 +597,7 @@ def test_no_random_profile_has_a_plan_slower_than_recomputing_the_fewest_regions
 def test_the_smallest_peak_of_a_step_of_some_bytes_is_found():
     tiny = (SavedTensor(0, 50, 0.0), SavedTensor(1, 50, 0.001), SavedTensor(2, 50, 0.002))
     regions = [region(f"layers.{k}", saved_tensors=tiny, forward_work_bytes=0, backward_work_bytes=0) for k in range(3)]
-    step = profile(*regions, base_bytes=0, outside=outside(), link=Link(1e3, 1e3, 0.0))
+    step = profile(*regions, base_bytes=0, outside=outside(), link=Link(1e3, 1e3, 0.0, 0.0))
     for slowdown in (0.01, 0.05, 0.3, 1.0):
         plan = Solver(step).solve(None, max_slowdown=slowdown)
         assert plan.predicted.step_s <= step.plain_s * (1 + slowdown) + EXACT

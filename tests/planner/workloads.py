@@ -8,7 +8,7 @@ GIB = 1024**3
 MIB = 1024**2
 MS = 1e-3
 
-LINK = Link(out=55e9, back=55e9, latency_s=20e-6)
+LINK = Link(out=55e9, back=55e9, latency_s=20e-6, interference=0.013)
 
 
 def region(name="layers.0", **changes):

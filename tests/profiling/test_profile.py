@@ -260,7 +260,7 @@ def test_an_interference_that_stops_compute_is_refused(interference):
 
 def test_a_link_without_a_rate_is_refused():
     with pytest.raises(PlanError, match=r"link\.back is 0\.0: expected more than 0"):
-        Link(1e10, 0.0, latency_s=0.0)
+        Link(1e10, 0.0, latency_s=0.0, interference=0.0)
 
 
 def test_made_for_is_checked():

@@ -448,8 +448,8 @@ class PlanController:
 
     def _profile(self, times: ProfilingRecorder, details: ProfilingRecorder, engine: Engine) -> Profile | None:
         base, grads = self._memory_before
-        rates = probe_link(engine)
-        if rates is None:
+        lanes = probe_link(engine)
+        if lanes is None:
             self.phase = Phase.GAVE_UP
             self._agreed(None)  # all ranks wait for an answer
             raise PlanError(
@@ -463,7 +463,7 @@ class PlanController:
             room_bytes = goal_bytes - engine.device.memory().allocated_bytes
         inputs = ProfileInputs(
             made_for=self._handle.made_for(),
-            link=Link(*rates, _LATENCY_S),
+            link=Link(lanes.out, lanes.back, _LATENCY_S, lanes.interference),
             base=base,
             grads=grads,
             host_limit_bytes=engine.store_stats().limit_bytes,

@@ -276,7 +276,7 @@ class Link:
     Attributes:
         out, back: bytes per second to the store and from the store.
         latency_s: duration of an empty copy. Assumed, not measured, in a profile made by a handle.
-        interference: seconds that compute loses per second of copying; less than 1. Assumed likewise.
+        interference: seconds that compute loses per second of copying; less than 1.
 
     Raises:
         PlanError: a rate of 0, or an interference outside of 0 to 1.
@@ -285,7 +285,7 @@ class Link:
     out: float
     back: float
     latency_s: float
-    interference: float = 0.013  # of bare copies during the steps of a Llama 1B; see docs/measured.md, P1
+    interference: float
 
     def __post_init__(self) -> None:
         for name in ("out", "back"):

@@ -102,7 +102,7 @@ def test_blocks_compiled_one_by_one(backend, order):
     check_no_graph_break()
     check_moved(handle.stats())
     # Each block still is a region: one compiled graph saved the tensors, under the name of the block.
-    assert {"layers.0", "layers.1", "layers.2"} <= {region for _, region in handle._attachment.context._numbers}
+    assert {"layers.0", "layers.1", "layers.2"} <= {region for *_, region in handle._attachment.context._numbers}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

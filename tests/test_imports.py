@@ -44,7 +44,7 @@ def test_help_needs_no_torch(command):
     assert "usage: ebbtide" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["compat", "integrations", "types"])
+@pytest.mark.parametrize("name", ["compat", "integrations", "pipeline", "types"])
 def test_packages_are_found_by_name_before_their_import(name):
     """In a process of its own, where no test has imported the package."""
     code = f"import sys, ebbtide; print('ebbtide.{name}' in sys.modules, ebbtide.{name}.__name__)"

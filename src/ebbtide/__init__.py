@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("compat", "integrations", "types"):
+    if name in ("compat", "integrations", "pipeline", "types"):
         return importlib.import_module(f"ebbtide.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")

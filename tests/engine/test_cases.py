@@ -668,8 +668,8 @@ def test_many_steps_leave_nothing(rig):
     assert growths[1:] == growths[1:2] * 11
     assert not rig.engine._pending_frees
     assert len(rig.engine._retained) <= 1
-    assert list(rig.hook_context._numbers) == [(0, "")]
-    assert len(rig.hook_context._numbers[0, ""]._sites) <= 2  # a plain loop has at most two calls alive
+    assert list(rig.hook_context._numbers) == [(0, -1, "")]
+    assert len(rig.hook_context._numbers[0, -1, ""]._sites) <= 2  # a plain loop has at most two calls alive
 
 
 def test_two_devices_have_an_engine_each():

@@ -14,10 +14,20 @@ from processes import RANKS, join, spawn
 from support import bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 import ebbtide
 from ebbtide import ConfigError, Profile
+from ebbtide._engine.timetable import Site
 
 pytestmark = pytest.mark.long
 
@@ -164,6 +174,113 @@ def test_a_budget_for_a_stage_of_unknown_ranks_is_refused(tmp_path, is_staged_fi
             assert "Name them with process_group=" in error
 
 
+# -- schedules that tell what comes next -------------------------------------------------------------------------------
+
+LOOPED = {
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+}
+V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
+ALL = {**SCHEDULES, **LOOPED, **V_SHAPED}
+GRAPH_BYTES = 60 * 1024  # hardly more than a microbatch saves in a stage of three blocks
+
+
+class Blocks(Part):
+    def __init__(self):
+        super().__init__()
+        self.layers.extend([Block(), Block()])
+
+
+def stage_numbers(name, rank, ranks):
+    if name in SCHEDULES:
+        return [rank]
+    return [rank, (2 * ranks - 1 - rank) if name in V_SHAPED else (ranks + rank)]
+
+
+class Pipeline:
+    """The part of a rank."""
+
+    def __init__(self, name, rank, ranks, **settings):
+        self.numbers = stage_numbers(name, rank, ranks)
+        self.modules, stages, self.total = [], [], ranks * len(self.numbers)
+        for number in self.numbers:
+            torch.manual_seed(number)
+            self.modules.append(Blocks())
+            stages.append(PipelineStage(self.modules[-1], number, self.total, CPU))
+        self.microbatches = 2 * ranks
+        self.schedule = ALL[name](
+            stages[0] if name in SCHEDULES else stages,
+            self.microbatches,
+            loss_fn=lambda out, target: (out - target).square().mean(),
+        )
+        store = {"store": "mock", "min_bytes": 1, "window": "1KiB", "prefetch": GRAPH_BYTES}
+        self.handles = [ebbtide.offload(m, **store, **settings) for m in self.modules] if settings else []
+
+    def step(self, k):
+        for module in self.modules:
+            module.zero_grad()
+        x, target = torch.randn(2, 8 * self.microbatches, WIDTH, generator=torch.Generator().manual_seed(k))
+        losses = []
+        last = {"target": target, "losses": losses} if self.total - 1 in self.numbers else {}
+        # Otherwise torch keeps the outputs of the last stage, with their graphs, until the next step.
+        self.schedule.step(*([x] if 0 in self.numbers else []), **last, return_outputs=False)
+        return [bits(t).hex() for m in self.modules for t in (*losses, *(p.grad for p in m.parameters()))]
+
+    def totals(self):
+        stats = [handle.stats() for handle in self.handles]
+        return [sum(getattr(each, name).nbytes for each in stats) for name in ("out", "inbound", "misses")]
+
+
+def sites():
+    gc.collect()
+    return sum(type(each) is Site for each in gc.get_objects())
+
+
+def by_every_schedule(rank, folder, ranks, settings):
+    torch.set_num_threads(1)
+    join(rank, folder, ranks=ranks)
+    found = {}
+    for name in ALL:
+        pipeline, twin = Pipeline(name, rank, ranks, **settings), Pipeline(name, rank, ranks)
+        attached = ebbtide.pipeline.attach(pipeline.schedule)
+        is_equal, held = True, []
+        for k in range(8):
+            before = pipeline.totals()
+            if k == 4:
+                known = sites()
+            gc.disable()
+            is_equal &= pipeline.step(k) == twin.step(k)
+            held.append(sum(handle.stats().host_bytes for handle in pipeline.handles))
+            gc.enable()
+        out, back, _ = (now - then for now, then in zip(pipeline.totals(), before, strict=True))
+        attached.remove()
+        found[name] = {
+            "equal": is_equal, "moved": out > 0, "back": back / out, "missed": pipeline.totals()[2], "held": max(held),
+            "grown": sites() - known, "out of turn": attached.out_of_turn,
+            "of the stages": all(attached.held_bytes.values()),
+        }  # fmt: skip
+        for handle in pipeline.handles:
+            handle.remove()
+    write_down(rank, folder, found)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("settings", [{"mode": "all"}, {"recipe": "recompute"}, {"recipe": "selective"}], ids=str)
+def test_an_attached_schedule_needs_nothing_on_demand_from_the_first_step_on(tmp_path, ranks, settings):
+    """With room to fetch one microbatch ahead. Nothing comes back twice, also if backward is split."""
+    spawn(by_every_schedule, str(tmp_path), ranks, settings, ranks=ranks)
+    for found in read(tmp_path, ranks):
+        for name, each in found.items():
+            assert each.pop("back") <= 1.02, name
+            assert each == {
+                "equal": True, "moved": True, "missed": 0, "held": 0, "grown": 0, "out of turn": 0,
+                "of the stages": True,
+            }, name  # fmt: skip
+
+
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
@@ -228,3 +345,80 @@ def test_a_module_outside_of_stages_belongs_to_all_ranks(one_of_two_ranks):
     del stage, second
     gc.collect()
     assert group_of(owned, None) is None
+
+
+# -- errors of attach --------------------------------------------------------------------------------------------------
+
+
+def two_stages(module=None):
+    stage = PipelineStage(module or part(0), 0, 2, CPU)
+    return stage, Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+
+
+def test_attach_names_what_it_needs(one_of_two_ranks):
+    stage, schedule = two_stages()
+    with pytest.raises(ConfigError, match=r"attach\(Part\): expected a schedule"):
+        ebbtide.pipeline.attach(stage.submod)
+    with pytest.raises(ConfigError, match=r"no stage is under offload\(\); write ebbtide.offload\(stage.submod\)"):
+        ebbtide.pipeline.attach(schedule)
+    handle = ebbtide.offload(stage.submod, recipe="offload", **SETTINGS)
+    attached = ebbtide.pipeline.attach(schedule)
+    with pytest.raises(ConfigError, match="attached already"):
+        ebbtide.pipeline.attach(schedule)
+    attached.remove()
+    attached.remove()
+    assert not {"forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"} & vars(stage).keys()
+    ebbtide.pipeline.attach(schedule).remove()
+    handle.remove()
+
+
+def test_functions_of_the_user_in_place_of_actions_are_refused(one_of_two_ranks):
+    stages = [PipelineStage(part(k), k, 4, CPU) for k in (0, 2)]
+    handle = ebbtide.offload(stages[0].submod, recipe="offload", **SETTINGS)
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    from torch.distributed.pipelining.schedules import _ComputationType
+
+    schedule.register_custom_function(_ComputationType.FORWARD, lambda *_: None)
+    with pytest.raises(ConfigError, match="functions registered by register_custom_function"):
+        ebbtide.pipeline.attach(schedule)
+    handle.remove()
+
+
+def test_an_unknown_schedule_goes_without_attach(one_of_two_ranks):
+    class Mine(Schedule1F1B):
+        pass
+
+    stage, _ = two_stages()
+    handle = ebbtide.offload(stage.submod, recipe="offload", **SETTINGS)
+    with pytest.raises(ConfigError, match=r"attach\(Mine\): expected a schedule .* that tells its order"):
+        ebbtide.pipeline.attach(Mine(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss))
+    handle.remove()
+
+
+def test_actions_out_of_turn_are_counted_and_right(one_of_two_ranks, caplog):
+    """In an order that no schedule has, of a stage with methods of its own."""
+    module, twin = Blocks(), Blocks()
+    twin.load_state_dict(module.state_dict())
+    inputs = [torch.randn(4, WIDTH) for _ in range(3)]
+    (stage, schedule), (other, _) = two_stages(module), two_stages(twin)
+
+    def own(each, part, outputs):
+        each.has_backward = True
+        each.forward_one_chunk = lambda fwd_chunk_id: outputs.update({fwd_chunk_id: part(inputs[fwd_chunk_id])})
+        each.backward_one_chunk = lambda bwd_chunk_id: outputs.pop(bwd_chunk_id).sum().backward()
+        return each.forward_one_chunk
+
+    first = own(stage, module, {})
+    own(other, twin, {})
+    handle = ebbtide.offload(module, mode="all", **SETTINGS)
+    attached = ebbtide.pipeline.attach(schedule)
+    for each in (stage, other):
+        for kind, k in [("F", 2), ("F", 0), ("B", 0), ("F", 1), ("B", 2), ("B", 1)]:
+            each.forward_one_chunk(k) if kind == "F" else each.backward_one_chunk(k)
+    assert attached.out_of_turn > 0
+    assert caplog.text.count("came where the schedule has") == 1
+    for mine, its in zip(module.parameters(), twin.parameters(), strict=True):
+        assert bits(mine.grad) == bits(its.grad)
+    attached.remove()
+    assert stage.forward_one_chunk is first
+    handle.remove()

@@ -1,6 +1,6 @@
 """What saved tensors have in common: limits, statistics, and the region calls that name saved tensors."""
 
-import heapq
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -16,6 +16,8 @@ from ebbtide._engine.timetable import Site
 from ebbtide._plans import ReleasePoint
 from ebbtide._utils.torch_private import plain_tensors
 
+_MOST = 256  # calls of a region between two moments at which none is alive: more microbatches than a step has
+
 
 class Limits(NamedTuple):
     """Limits in bytes: see OffloadConfig."""
@@ -26,27 +28,32 @@ class Limits(NamedTuple):
 
 
 class CallNumbers:
-    """Numbers of a region's calls, the smallest that are free, and the sites of each number.
+    """Numbers of a region's calls in the order of forward, and the sites of each number.
 
-    A call keeps its number as long as any of its saved tensors lives. Hence a plain loop uses number 0 for ever, a
-    region entered twice in a step uses 0 and 1, a pipeline as many as are in flight; no step boundary is needed.
+    A call has a number from its first parcel to the end of its last. Where no other call has one, it is the smallest.
+    Hence a plain loop uses number 0 for ever, a region entered twice in a step uses 0 and 1, and the microbatches of a
+    pipeline count through each step, so the order of their needs is the same in every step; no step boundary is needed.
+    A call that outlives many others would have numbers grow: behind `_MOST` they begin again.
     """
 
     def __init__(self, region: str) -> None:
         self.region = region
         self._sites: list[list[Site]] = []
-        self._free: list[int] = []
+        self._alive: set[int] = set()
+        self._last = 0
         self._lock = threading.Lock()
         self._returned: deque[int] = deque()  # filled by finalisers of any thread
 
     def take(self) -> int:
         with self._lock:
             while self._returned:
-                heapq.heappush(self._free, self._returned.popleft())
-            if self._free:
-                return heapq.heappop(self._free)
-            self._sites.append([])
-            return len(self._sites) - 1
+                self._alive.discard(self._returned.popleft())
+            first = self._last + 1 if self._alive and self._last + 1 < _MOST else 0
+            number = self._last = next(free for free in itertools.count(first) if free not in self._alive)
+            self._alive.add(number)
+            while len(self._sites) <= number:
+                self._sites.append([])
+            return number
 
     def give_back(self, number: int) -> None:
         self._returned.append(number)
@@ -76,6 +83,7 @@ class RegionCall:
 
     __slots__ = (
         "_all_points",
+        "_number",
         "_numbers",
         "context",
         "derives",
@@ -83,7 +91,6 @@ class RegionCall:
         "limits",
         "next_index",
         "noticed",
-        "number",
         "operands",
         "parameters",
         "points",
@@ -107,10 +114,12 @@ class RegionCall:
         self.first_node = 0
         self.parameters: RegionParameters | None = None
         self._numbers = numbers
-        self.number = numbers.take()
+        self._number: int | None = None
 
     def site(self, index: int) -> Site:
-        return self._numbers.site(self.number, index)
+        if self._number is None:
+            self._number = self._numbers.take()
+        return self._numbers.site(self._number, index)
 
     def set_points(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
         """Set the plan's release points, in order of index, and the prefetch window if the plan has any."""
@@ -148,7 +157,8 @@ class RegionCall:
         return call
 
     def __del__(self) -> None:
-        self._numbers.give_back(self.number)
+        if self._number is not None:
+            self._numbers.give_back(self._number)
 
 
 @dataclass
@@ -161,6 +171,7 @@ class HookContext:
         parameters: by region.
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
+        microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
     """
 
     limits: Limits
@@ -169,11 +180,12 @@ class HookContext:
     buffers: set[int] = field(default_factory=set[int])
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
+    microbatch: int = -1
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )
     _size: int = 0
-    _numbers: dict[tuple[int, str], CallNumbers] = field(default_factory=dict[tuple[int, str], CallNumbers])
+    _numbers: dict[tuple[int, int, str], CallNumbers] = field(default_factory=dict[tuple[int, int, str], CallNumbers])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
 
     def set_batch_size(self, size: int) -> None:
@@ -200,7 +212,7 @@ class HookContext:
         return known is not None and known() is storage  # a freed weight's address may be reused
 
     def new_call(self, region: str) -> RegionCall:
-        key = self._size, region
+        key = self._size, self.microbatch, region
         numbers = self._numbers.get(key)
         if numbers is None:
             numbers = self._numbers.setdefault(key, CallNumbers(region))

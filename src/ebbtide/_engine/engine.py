@@ -72,6 +72,8 @@ class Engine:
         self._ahead_bytes = 0
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
+        self.newest: Site | None = None  # of the parcel made last
+        self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
         self._retained: dict[TokenRef, int] = {}
         self._retained_bytes = 0
@@ -163,6 +165,9 @@ class Engine:
         self._index(ref, parcel.storage_key, storage)
         site.live = ref
         site.is_recomputed = region_call.recomputes
+        if self.newest is not site:
+            site.guess(self.newest)
+        self.newest = site
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -218,7 +223,7 @@ class Engine:
             if self._pending_frees:
                 self._drain_frees()
             storage, point = self._bring(parcel, ticket.limits)
-            if storage is parcel.arrival and (graph_task_id() == -1 or keeps_graph()):
+            if storage is parcel.arrival and (graph_task_id() == -1 or keeps_graph()) and not self.keeps_retained:
                 self._bound_retained(parcel)
         if storage is parcel.source:
             return ticket.view(storage, parcel.start)
@@ -249,6 +254,16 @@ class Engine:
             if batch:
                 self._fetch_guessed(batch)
             self._fetch_ahead(owner_stream, limits, 0)
+
+    def reach(self, mark: Site, limits: Limits) -> None:
+        """Backward goes on at `mark`: fetch what is expected behind, as far as `limits` allow."""
+        with self.lock:
+            if self._pending_frees:
+                self._drain_frees()
+            if self._timetable.last is not mark:
+                self._timetable.needed(mark)
+            self._look_anew()
+            self._fetch_ahead(self.device.current_stream(), limits, 0, keeps=True)
 
     def _bring(self, parcel: Parcel, limits: Limits) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the present or future bytes of `parcel`; fetches ahead as far as `limits` allow.
@@ -313,10 +328,17 @@ class Engine:
         tokens = [ref() for ref in self._by_storage.get(parcel.storage_key, ())]
         return any(token is not None and token.parcel.source is storage for token in tokens)
 
-    def _fetch_ahead(self, owner_stream: Stream, limits: Limits, held_bytes: int) -> StreamEvent | None:
+    def _fetch_ahead(
+        self, owner_stream: Stream, limits: Limits, held_bytes: int, keeps: bool = False
+    ) -> StreamEvent | None:
         """Fetch the parcels expected next, as far as the window reaches.
 
-        `held_bytes`: bytes of the present node. Returns the owner stream's present point after a fetch.
+        Args:
+            held_bytes: bytes of the present node.
+            keeps: those still on the device stay: another forward would release them, and they have to come back.
+
+        Returns:
+            The owner stream's present point after a fetch.
         """
         room = limits.prefetch_bytes - held_bytes - self._ahead_bytes - self._outbound.resident_bytes
         # A quarter of the window at least: several small parcels share a wait, and most of the window stays filled.
@@ -334,6 +356,10 @@ class Engine:
                 batch.append(token)
             elif parcel.may_be_fetched:
                 is_whole = False  # another stream's backward has to look at the site again
+            elif keeps and parcel.location is Location.LEAVING and parcel.engine is self:
+                self._outbound.leave(parcel)
+                parcel.is_ahead = True
+                self._ahead_bytes += parcel.nbytes
             if is_whole:
                 assert site.live is not None
                 self._farthest = _Farthest(before, site, site.live)
@@ -346,7 +372,7 @@ class Engine:
         dead = 0
         for _ in range(512):  # bounds the time of a look
             following = None if at is None else at.expected_after(before)
-            if at is None or following is None:
+            if at is None or following is None or following.is_closed:
                 break
             token = None if following.live is None else following.live()
             if token is None or token.parcel.is_needed:

@@ -5,7 +5,10 @@ Note [Order is a guess]
 1. Succession is learned: after two sites, a third was needed. No mark says where a step begins, hence accumulation,
    pipelines and alternating models need no protocol: each is a longer habit.
 2. A wrong guess costs a copy on demand, and the observed successor overwrites the guess.
-3. The value of a tensor never depends on the timetable.
+3. Before anything is known, backward is expected to need first what was saved last.
+4. A schedule that knows what comes next puts marks into the order: sites without a tensor, needed where the part of the
+   order that the mark stands for begins.
+5. The value of a tensor never depends on the timetable.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Site:
         is_recomputed: the region is recomputed, and reads at once all the parcels that the recomputation needs.
         is_derived: a saved tensor of the site was derived.
         not_derived: signature of an expression whose result was not equal to the saved tensor; see derive.py.
+        is_closed: a mark; nothing behind is fetched before something else, a forward, has happened.
         batch: first site of the recompute batch, the sites that one recomputation reads together. A tensor shared by
             several regions belongs to the batch of the region that reads first, which may not have saved the tensor.
     """
@@ -43,6 +47,7 @@ class Site:
         self.batch: Site | None = None
         self.is_derived = False
         self.not_derived: tuple[Any, ...] | None = None
+        self.is_closed = False
         self._next: Site | None = None
         # Keyed by id: a strong reference would keep the site before alive, also when the model is long gone.
         self._next_after: dict[int, tuple[weakref.ref[Site], Site]] = {}
@@ -64,6 +69,11 @@ class Site:
     def is_batched_with(self, other: Site) -> bool:
         """Whether a recomputation reads both sites together."""
         return self.is_recomputed and other.is_recomputed and self.batch is other.batch is not None
+
+    def guess(self, following: Site | None) -> None:
+        """Expect `following` behind the site as long as nothing is known."""
+        if self._next is None:
+            self._next = following
 
     def follow_with(self, before: Site | None, following: Site) -> None:
         """Learn that `following` was needed after the site, which was needed after `before`."""

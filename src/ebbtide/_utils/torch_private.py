@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_leaves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
@@ -440,3 +441,57 @@ def constant_in_traces(function: Function) -> Function:
     """
     cast(Any, function)._dynamo_marked_constant = True
     return function
+
+
+class PipelineAction(NamedTuple):
+    """Forward ("F"), backward ("B"), or the half of a backward for inputs ("I") or weights ("W") of a microbatch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def pipeline_stages(schedule: Any) -> list[Any]:
+    """The stages of this rank in a schedule of torch.distributed.pipelining; empty for any other object."""
+    return list(getattr(schedule, "_stages", None) or filter(None, [getattr(schedule, "_stage", None)]))
+
+
+def pipeline_actions(schedule: Any) -> list[PipelineAction] | None:
+    """What this rank computes in a step, in order; None if the class of the schedule does not tell.
+
+    Schedules of one stage a rank keep no list, and the list that 1F1B makes numbers the last rank's forwards from 1.
+    """
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    order = getattr(schedule, "pipeline_order_with_comms", None)
+    if order is not None:
+        outer = (each for each in order[schedule.rank] if each is not None)
+        flat = (inner for each in outer for inner in each.sub_actions or (each,))
+        kinds = {"F", "B", "I", "W"}
+        actions = ((each.stage_index, each.computation_type.value, each.microbatch_index) for each in flat)
+        return [PipelineAction(*each) for each in actions if each[1] in kinds]
+    if type(schedule) not in (ScheduleGPipe, Schedule1F1B):
+        return None
+    stage, count = schedule._stage.stage_index, schedule._n_microbatches
+    ahead = count if type(schedule) is ScheduleGPipe else min(count, schedule._num_stages - stage)
+    turns = [[PipelineAction(stage, "F", k)] for k in range(ahead)]
+    turns += [[PipelineAction(stage, "B", k), PipelineAction(stage, "F", k + ahead)] for k in range(count)]
+    return [action for turn in turns for action in turn if action.microbatch < count]
+
+
+def pipeline_tensors(stage: Any) -> dict[str, list[torch.Tensor]]:
+    """Tensors that a stage itself holds: outputs, with arguments, until backward, and those received from others."""
+    received = [info for each in (stage.args_recv_info, stage.grad_recv_info) for info in tree_leaves(each)]
+    held = {
+        "outputs": [stage.fwd_cache, stage.output_chunks],
+        "received": [getattr(r, "buffer", None) for r in received],
+    }
+    return {name: [t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for name, each in held.items()}
+
+
+def replaces_pipeline_actions(schedule: Any) -> bool:
+    """Whether the user has registered functions of their own for actions of `schedule`."""
+    return bool(getattr(schedule, "_comp_type_to_function_map", None))

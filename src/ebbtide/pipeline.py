@@ -19,7 +19,7 @@ Note [Schedules]
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -65,7 +65,7 @@ class AttachedSchedule:
         self.out_of_turn = 0
         self.held_bytes = {"outputs": 0, "received": 0}
         for stage in self._stages.values():
-            own: dict[str, Any] = vars(stage)
+            own = cast(dict[str, Any], vars(stage))
             for method in _METHODS:
                 self._former.append((stage, method, own.get(method)))
                 own[method] = self._wrapped(stage, method)

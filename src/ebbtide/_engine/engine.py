@@ -342,7 +342,7 @@ class Engine:
         """
         room = limits.prefetch_bytes - held_bytes - self._ahead_bytes - self._outbound.resident_bytes
         # A quarter of the window at least: several small parcels share a wait, and most of the window stays filled.
-        if self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4:
+        if not keeps and (self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4):
             return None
         batch: list[LifetimeToken] = []
         is_whole = True

@@ -1,6 +1,7 @@
 """Processes as ranks of one job on gloo, with a limit on time."""
 
 import datetime
+import multiprocessing
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -10,8 +11,9 @@ LIMIT_S = 1800  # far above the time on any machine
 
 
 def spawn(work, *args, ranks=RANKS):
-    """Call mp.spawn, and fail if a process hangs."""
-    context = mp.spawn(work, args, nprocs=ranks, join=False)
+    """Call `work` in new processes, and fail if a process hangs. A server with the slow imports forks them all."""
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining"])
+    context = mp.start_processes(work, args, nprocs=ranks, join=False, start_method="forkserver")
     try:
         assert any(context.join(timeout=LIMIT_S) for _ in range(ranks)), "ranks hang"
     finally:

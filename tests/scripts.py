@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,7 +19,7 @@ def check_example(path, folder):
     The output must have losses that differ, and a line that bytes moved.
     """
     done = subprocess.run(
-        [sys.executable, str(path), *arguments_of(path)],
+        [sys.executable, str(path), *command_of(path).arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -30,11 +31,18 @@ def check_example(path, folder):
     return done.stdout
 
 
-def arguments_of(path):
+class Command(NamedTuple):
+    """`torchrun`: its options; None for plain Python."""
+
+    torchrun: list[str] | None
+    arguments: list[str]
+
+
+def command_of(path):
     described = ast.get_docstring(ast.parse(path.read_text()))
-    line = re.search(rf"^python examples/{re.escape(path.name)}(.*)$", described, re.MULTILINE)
+    line = re.search(rf"^(python|torchrun (.*)) examples/{re.escape(path.name)}(.*)$", described, re.MULTILINE)
     assert line is not None, f"{path.name} does not say how to run it"
-    return shlex.split(line[1])
+    return Command(None if line[2] is None else shlex.split(line[2]), shlex.split(line[3]))
 
 
 def environment():

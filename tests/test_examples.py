@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from scripts import EXAMPLES, ROOT, arguments_of, check_output, environment
+from scripts import EXAMPLES, ROOT, check_output, command_of, environment
 
 TRAINERS = {path.stem for path in (ROOT / "tests" / "trainers").glob("*.txt")}  # in separate environments
 
@@ -32,7 +32,7 @@ def apart(path):
 def ran(tmp_path_factory):
     """Folder of each run example."""
     folders = {path: tmp_path_factory.mktemp(path.stem) for path in EXAMPLES if not apart(path)}
-    lines = [json.dumps([str(folder), str(path), arguments_of(path)]) for path, folder in folders.items()]
+    lines = [json.dumps([str(folder), str(path), *command_of(path)]) for path, folder in folders.items()]
     runner = [sys.executable, str(ROOT / "tests" / "run_examples.py")]
     subprocess.run(runner, input="\n".join(lines), env=environment(), text=True, check=True)
     return folders

@@ -188,6 +188,52 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         assert "process_group=" in expected_text
 
 
+UNEQUAL = {  # on rank 0 and on rank 1
+    "max_slowdown": ({"max_slowdown": 0.25}, {"max_slowdown": 0.5}),
+    "goals": ({"max_slowdown": 0.25}, {"budget": "64GiB"}),
+    "profiles": ({"budget": "64GiB"}, {"budget": "64GiB", "profile": "profile.json"}),
+    "regions": ({"budget": "64GiB"}, {"budget": "64GiB", "regions": ["layers.0"]}),
+    "blocks": ({"budget": "64GiB", "depth": 2}, {"budget": "64GiB"}),
+}
+
+
+def unequal_options(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    join(rank, folder)
+    os.chdir(folder)
+    found = {}
+    for name, each in UNEQUAL.items():
+        settings = dict(each[rank])
+        model = make(settings.pop("depth", 3))
+        try:
+            ebbtide.offload(model, **settings, **SETTINGS)
+            model(batch(rank))
+            found[name] = "goes on"
+        except PlanError as error:
+            found[name] = str(error)
+    handle = ebbtide.offload(make(), budget=2**36 * (1 + rank), **SETTINGS)
+    losses_and_gradients(handle._attachment.module, rank)
+    found["budgets"] = handle.stats().budget_bytes
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+def test_options_that_differ_are_an_error_on_all_ranks_before_the_first_step(tmp_path):
+    """Of different budgets the smallest holds."""
+    spawn(unequal_options, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
+    assert first == second
+    assert first.pop("budgets") == 2**36
+    for text in first.values():
+        assert text.startswith("ranks differ in")
+        assert "process_group=" in text
+    assert "max_slowdown= for a plan for Stack: 0.25 on rank 0, 0.5 on rank 1" in first["max_slowdown"]
+    assert "budget= for a plan for Stack: none on rank 0, one on rank 1" in first["goals"]
+    assert "profile= for a plan for Stack: none on rank 0, a file on rank 1" in first["profiles"]
+    assert "regions for a plan for Stack: 2 (layers.0, layers.1) on rank 0, 3 (" in first["blocks"]
+
+
 # -- corrections, on four ranks with scripted devices ------------------------------------------------------------------
 
 FOUR = 4

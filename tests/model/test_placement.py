@@ -9,7 +9,7 @@ from control.test_controller import SETTINGS, Stack, make
 from torch import nn
 
 import ebbtide
-from ebbtide._model.placement import PlacementCache, device_of
+from ebbtide._model.placement import PlacementCache, device_of, made_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -104,3 +104,19 @@ def test_parts_of_torch_script_are_skipped():
     model.scripted = torch.jit.script(nn.Linear(2, 2))
     assert PlacementCache(model).device() == CPU
     assert PlacementCache(model.scripted).device() == CPU
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_a_profile_serves_a_model_offloaded_before_and_after_it_is_sharded(process_group):
+    """`fully_shard` replaces the class, FSDP1 wraps the module."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = make()
+    before = made_for(model, CPU)
+    fully_shard(model)
+    assert type(model).__name__ == "FSDPStack"
+    assert made_for(model, CPU) == before
+    assert before["model"].startswith("Stack, ")
+    assert before["ranks"] == "1"
+    wrapped = FullyShardedDataParallel(make(), device_id=CPU)
+    assert made_for(wrapped, CPU)["model"].startswith("FullyShardedDataParallel, ")

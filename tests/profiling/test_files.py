@@ -73,12 +73,13 @@ def test_without_a_budget_it_serves_too(path):
         ({"model": "Stack, 7 parameters in float32"}, {}),
         ({"device": "another"}, {}),
         ({"torch": "1.0"}, {}),
+        ({"ranks": "8"}, {}),
         ({"compiled": "3 of 3 regions"}, {}),
         ({}, {"min_bytes": 2}),
         ({}, {"store": "mock"}),
         ({}, {"regions": ["layers.0", "layers.1"]}),
     ],
-    ids=["model", "device", "torch", "compiled", "min_bytes", "store", "regions"],
+    ids=["model", "device", "torch", "ranks", "compiled", "min_bytes", "store", "regions"],
 )
 def test_a_profile_of_something_else_is_measured_again_and_replaced(path, change, settings, caplog):
     raw = json.loads(path.read_text())

@@ -110,3 +110,69 @@ def test_fully_sharded(recipe, order):
         return results
 
     assert_equal(run(True), run(False))
+
+
+class FeedForward(nn.Module):
+    """Backward reads the input of `down`, which gelu derives from the output of `up`, after `up` was resharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("parts", ["layer", "linear"])
+@pytest.mark.parametrize("order", ["shard first", "offload first"])
+def test_a_sharded_region_derives_nothing(parts, order):
+    """The gathered weights look plain inside of the region, and are gone when another part of it runs backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    def run(applies):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(FeedForward() for _ in range(3)))
+        handle = offload(model, recipe=Recipe("offload", derive=True)) if applies and order == "offload first" else None
+        for layer in model:
+            for part in (layer.up, layer.down) if parts == "linear" else (layer,):
+                fully_shard(part)
+        fully_shard(model)
+        if applies and handle is None:
+            handle = offload(model, recipe=Recipe("offload", derive=True))
+        results = []
+        for step in range(3):
+            loss = model(Data(CPU, step).tensor(4, 8)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *(p.grad.full_tensor().clone() for p in model.parameters())]
+            model.zero_grad()
+        assert handle is None or handle.stats().derived.count == 0
+        return results
+
+    assert_equal(run(True), run(False))
+
+
+class Waits(nn.Module):
+    """The linear layer saves the pending result of a gather: an operand of no derivation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = collectives.all_gather_tensor_autograd(self.first(x), 0, dist.group.WORLD)
+        return x + nn.functional.gelu(self.second(y)).sin()
+
+
+def test_pending_collectives_are_no_operands():
+    def run(**settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Waits() for _ in range(3)))
+        handle = ebbtide.offload(model, store="mock", min_bytes=1, **settings) if settings else None
+        results = []
+        for step in range(6):
+            results += finish(model(Data(CPU, step).tensor(4, 8)).square().mean(), model)
+            model.zero_grad()
+        assert handle is None or handle.plan.status == ""
+        return [t.clone() for t in results]
+
+    assert_equal(run(budget="1TiB"), run())

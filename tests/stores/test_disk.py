@@ -197,6 +197,18 @@ def test_a_small_disk_keeps_a_share(store, monkeypatch):
     assert store.reserve(17 * MIB) is not None
 
 
+def test_the_processes_of_a_host_share_a_disk(store, monkeypatch):
+    """Of the room at the first parcel: what other processes take later counts once."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "fstatvfs", statvfs_with(GIB + 40 * MIB))
+    assert store.reserve(11 * MIB) is None
+    assert store.reserve(6 * MIB) is not None
+    monkeypatch.setattr(os, "fstatvfs", statvfs_with(GIB + 10 * MIB))
+    assert store.reserve(5 * MIB) is None
+    assert store.reserve(4 * MIB) is not None
+    assert store.stats().reserved_bytes == 10 * MIB
+
+
 def test_room_is_taken_in_steps(store):
     blocks = [store.reserve(MIB) for _ in range(3)]
     assert len({block.start for block in blocks}) == 3

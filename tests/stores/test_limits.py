@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError
@@ -77,13 +79,22 @@ def test_over_its_limit_nothing_is_left(group, free_bytes):
     assert free_bytes("0::/job\n") == 0
 
 
+LAUNCHERS = {
+    "LOCAL_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "MPI_LOCALNRANKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4,8(x16),2",
+}
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with 100 GiB free and no control groups."""
     monkeypatch.setattr(_limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
     monkeypatch.setattr(_limits, "cgroup_free_bytes", lambda root, membership: None)
     monkeypatch.delenv("EBBTIDE_HOST_LIMIT", raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -91,9 +102,29 @@ def test_most_of_free_memory_is_taken(machine):
     assert default_host_limit_bytes() == 80 * GIB
 
 
-def test_the_processes_of_a_host_share(machine):
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_processes_of_a_host_share(machine, name):
+    machine.setenv(name, LAUNCHERS[name])
+    assert default_host_limit_bytes() == 10 * GIB
+
+
+def test_torchrun_knows_better_than_the_launcher_around(machine):
+    machine.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x4)")
     machine.setenv("LOCAL_WORLD_SIZE", "8")
     assert default_host_limit_bytes() == 10 * GIB
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(0, 16), (1, 16), (8, 8), (64, 16)])
+def test_ranks_without_a_launcher_share(machine, devices, processes):
+    """Of sixteen ranks, one host has as many as accelerators; a rank may see its own accelerator only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    machine.setattr(torch.accelerator, "device_count", lambda: devices)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    try:
+        assert default_host_limit_bytes() == 80 * GIB // processes
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_control_group_counts_when_it_is_tighter(machine):
@@ -118,9 +149,11 @@ def test_an_invalid_limit_is_refused(machine):
         default_host_limit_bytes()
 
 
-def test_an_invalid_number_of_processes_is_refused(machine):
-    machine.setenv("LOCAL_WORLD_SIZE", "0")
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='0'"):
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+@pytest.mark.parametrize("value", ["0", "two"])
+def test_an_invalid_number_of_processes_is_refused(machine, name, value):
+    machine.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         default_host_limit_bytes()
 
 

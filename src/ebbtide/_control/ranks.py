@@ -10,6 +10,8 @@ Note [Ranks]
    (Note [PlanTuner]). Nothing else may decide: no clock, no figure of one rank, no answer that came early.
 3. An optimizer step ends a step, because ranks may run different numbers of forwards in a step. Without an optimizer of
    torch each forward counts as a step, and every rank must run the same number.
+   The meetings begin before the first forward, or as soon as a profile is given: ranks of other options would recompute
+   other regions, and their collectives would hang or mix. Every rank raises the same error instead.
 4. Profiles of equal structure are merged by a reduction of their numbers. Ranks whose structures differ send theirs.
 5. Each stage of a pipeline has a plan, for the blocks of stages differ. A stage waits in the middle of a step for the
    output of another stage, so only the ranks of one stage meet, before the first forward of a step. A rank arrives when
@@ -20,9 +22,10 @@ Note [Ranks]
 """
 
 import gc
+import hashlib
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
@@ -31,11 +34,11 @@ import torch
 
 from ebbtide._control.link_rates import LinkRatios
 from ebbtide._control.trial import Observation
-from ebbtide._errors import ConfigError
+from ebbtide._errors import ConfigError, PlanError
 from ebbtide._planner.simulate import with_host
 from ebbtide._profiling.merge_ranks import merged_by, slowest, structure_of
 from ebbtide._profiling.profile import Profile
-from ebbtide._utils.distributed import Group, ThisRank, gather, group_size, largest
+from ebbtide._utils.distributed import Group, ThisRank, Value, gather, group_size, largest, ranks_in
 from ebbtide._utils.torch_private import callers, modules_of
 
 FIRST_MEETING = 4  # a warm-up, two measured steps, and the step that begins with the meeting
@@ -87,6 +90,24 @@ class Ranks:
         self._counts_forwards = True
         self._meeting = FIRST_MEETING
 
+    def check_alike(self, options: Mapping[str, str]) -> None:
+        """Raise PlanError on every rank if ranks differ in the `options` that decide what recomputes. Before the first
+        plan, on every rank."""
+        digest = hashlib.sha256(repr(sorted(options.items())).encode()).digest()
+        number = float(int.from_bytes(digest[:6], "big"))
+        if sum(self._largest([number, -number])) == 0.0:
+            return
+        found = self._gather(dict(options))
+        numbers = ranks_in(self._group)
+        for name in options:
+            values = [each[name] for each in found]
+            other = next((at for at, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise PlanError(
+                    f"ranks differ in {name} for {self._what}: {values[0]} on rank {numbers[0]}, {values[other]} on "
+                    f"rank {numbers[other]}. Give all ranks equal ones, or name those of a plan with process_group="
+                )
+
     def forward_begins(self, have_stepped: bool) -> bool:
         """Whether all ranks meet before this forward. `have_stepped`: an optimizer has, since the last call."""
         if have_stepped and self._counts_forwards:
@@ -133,7 +154,7 @@ class Ranks:
     def _largest(self, numbers: Sequence[float]) -> list[float]:
         return largest(numbers, self._group, self._what)
 
-    def _gather(self, own: Profile) -> list[Profile]:
+    def _gather(self, own: Value) -> list[Value]:
         return gather(own, self._group, self._what)
 
 

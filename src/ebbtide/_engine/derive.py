@@ -238,7 +238,7 @@ def _is_ready(packed: Any) -> bool:
         return packed.is_current
     if isinstance(packed, Ticket):
         return packed.counter._version == packed.version
-    if type(packed) is torch.Tensor:  # saved by a recomputation
+    if isinstance(packed, torch.Tensor):  # saved by a recomputation; a subclass too, such as a pending collective
         alias, version = packed, packed._version
     else:
         alias, version, _ = cast("Kept", packed)

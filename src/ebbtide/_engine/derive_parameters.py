@@ -54,7 +54,7 @@ class RegionParameters:
         """The forward of the region begins."""
         parameters = self._parameters()
         self._identities, self._at_entry = list(map(id, parameters)), _values_of(parameters)
-        if self._is_steady is None and self._is_trusted:
+        if self._is_steady or (self._is_steady is None and self._is_trusted):
             self._is_steady = self._are_plain(self._at_entry)
 
     def leave(self) -> None:
@@ -86,10 +86,14 @@ class RegionParameters:
         return [p for ref in self._known if (p := ref()) is not None and type(p) is Parameter]
 
     def _are_plain(self, values: _Values) -> bool:
-        """Whether all parameters are plain; looked up again only after a change of addresses."""
+        """Whether all parameters are plain; looked up again only after a change of addresses.
+
+        A parameter that has died was replaced, by a shard as a rule. While the region runs, gathered weights stand in
+        the place of the shards, and look plain.
+        """
         if values.addresses != self._plain:
-            known = [p for ref in self._known if (p := ref()) is not None]
-            self._plain = values.addresses if all(map(_is_plain, known)) else None
+            known = [ref() for ref in self._known]
+            self._plain = values.addresses if all(p is not None and _is_plain(p) for p in known) else None
         return self._plain is not None
 
 

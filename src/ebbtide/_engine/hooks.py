@@ -21,6 +21,7 @@ from ebbtide._utils.torch_private import (
     dispatch_modes,
     graph_task_id,
     hidden_from_compiler,
+    nbytes_of,
     next_node,
     without_dispatch,
 )
@@ -206,7 +207,10 @@ class SavedTensorHooks:
 
     def _pack_subclass(self, t: torch.Tensor, stays: Reason | None) -> Packed:
         reason = select_subclass(t) or stays
-        return self._flatten(t, stays) if reason is None else self._keep(t, reason)
+        if reason is None:
+            return self._flatten(t, stays)
+        index = self._take_number(t)  # or the numbers behind would differ from those of a recomputation
+        return self._keep(t, reason, index)
 
     def _pack_plain(self, t: torch.Tensor, stays: Reason | None) -> Kept | Ticket | DerivedTicket:
         index = self._take_number(t)
@@ -325,7 +329,7 @@ class SavedTensorHooks:
         return packed.parcel.engine.unpack(packed)
 
     def _keep(self, t: torch.Tensor, reason: Reason, index: int = -1) -> Kept:
-        call, nbytes = self.region_call, t.numel() * t.element_size()
+        call, nbytes = self.region_call, nbytes_of(t)
         if call.noticed is not None and (index not in call.noticed or index in call.operands):
             return keep(t, call.region)  # counted with the whole call
         call.context.recorder.keep(reason, nbytes)

@@ -219,6 +219,8 @@ class Attachment:
             self._sessions.stack.append(outer)  # a model that calls itself: one step
             return
         if self.start_when_placed is not None and not is_on_meta(self.module):
+            # Parameters on the meta device are replaced as a rule, and RegionParameters take that for a swap.
+            self.context.parameters = {name: RegionParameters(name, module) for name, module in self.regions.items()}
             self.start_when_placed()
             self.start_when_placed = None
         recorder, verifies = None, False

@@ -8,7 +8,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ebbtide._devices import name_of
-from ebbtide._utils.torch_private import modules_of, parameters_of, plain_tensors
+from ebbtide._utils.distributed import group_size
+from ebbtide._utils.torch_private import class_of, modules_of, parameters_of, plain_tensors
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
@@ -72,7 +73,7 @@ def _owned(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torc
 
 
 def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, str]:
-    """Model, device and version of torch: a profile with other values is of no use for `module`."""
+    """Model, device, ranks and version of torch: a profile with other values is of no use for `module`."""
     parameters = list(parameters_of(module))
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     # Parameters under ZeRO-3 of DeepSpeed are empty, and have the number of elements in `ds_numel`.
@@ -80,8 +81,9 @@ def made_for(module: torch.nn.Module, device: torch.device | None) -> dict[str, 
     count, trained = sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)
     training = "" if trained == count else f", {trained} of them trained"
     return {
-        "model": f"{type(module).__name__}, {count} parameters in {', '.join(dtypes)}{training}",
+        "model": f"{class_of(module).__name__}, {count} parameters in {', '.join(dtypes)}{training}",
         "device": "cpu" if device is None else name_of(device),
+        "ranks": str(group_size(None)),  # the class name does not tell: `fully_shard` may come after `offload`
         "torch": torch.__version__.partition("+")[0],
     }
 

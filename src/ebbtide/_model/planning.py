@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from ebbtide._config import Budget, as_names
 from ebbtide._control.controller import PlanController
-from ebbtide._control.ranks import group_of, ranks_of
+from ebbtide._control.ranks import Ranks, group_of, ranks_of
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
 from ebbtide._model.recipe_probe import probe_recipes
@@ -50,6 +51,8 @@ class Planning:
         process_group: the ranks that agree on one plan; None: all ranks.
         may_be_stage: the module may become a stage of a pipeline later.
         may_have_peers: a process group may be made later.
+        unchecked: ranks that have not compared their `options` yet.
+        options: what decides about recomputation, by name, and has to be equal on all ranks.
     """
 
     attachment: Attachment
@@ -60,6 +63,8 @@ class Planning:
     process_group: "torch.distributed.ProcessGroup | None"
     may_be_stage: bool = False
     may_have_peers: bool = False
+    unchecked: Ranks | None = None
+    options: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def start(self) -> None:
         """Have a controller set the plan from now on. Raises ConfigError, PlanError, ModuleError."""
@@ -76,6 +81,11 @@ class Planning:
                 "regions=['encoder.*', 'decoder.*'], or write mode='all' to move everything"
             )
         refuse_nested(regions)
+        # Where no region recomputes, each rank may move tensors as it likes.
+        ranks = ranks_of(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
+        self.unchecked, self.options = ranks, self._options(regions)
+        if self.profile is not None:
+            self._check_alike()  # over a profile ranks agree at once
         profiles = Profiles(self.profile, attachment.made_for(), self._profile_settings, group)
         looks_again = goal.may_recompute or profiles.are_for_any_budget
         known = profiles.find(regions, looks_again)
@@ -85,8 +95,6 @@ class Planning:
                 f"the profile is of other regions than regions= names ({', '.join(others[:3])}, ...): measure one of "
                 "these, or leave regions= out"
             )
-        # Where no region recomputes, each rank may move tensors as it likes.
-        ranks = ranks_of(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
         controller = PlanController(
             attachment, tuple(regions), attachment.context, goal.budget, AnyExpensiveOp(), known,
             max_slowdown=goal.max_slowdown,
@@ -127,6 +135,7 @@ class Planning:
             if is_stage or (self.may_have_peers and group_size(None) > 1):
                 self.start()
             self.may_be_stage = False
+            self._check_alike()
             assert self.controller is not None
             recorder = self.controller.step_begins(tokens, verifies)
             is_measuring, counts_steps = self.controller.is_measuring, self.controller.counts_steps
@@ -142,6 +151,21 @@ class Planning:
     def conclude(self) -> Profile | None:
         """The profile, if the past steps suffice, without another step."""
         return None if self.controller is None else self.controller.conclude()
+
+    def _options(self, regions: Collection[str]) -> dict[str, str]:
+        slowdown = "none" if self.goal.max_slowdown is None else str(self.goal.max_slowdown)
+        profile = "none" if self.profile is None else "a profile" if isinstance(self.profile, Profile) else "a file"
+        return {
+            "budget=": "none" if self.goal.budget is None else "one",  # of several the smallest counts
+            "max_slowdown=": slowdown,
+            "profile=": profile,
+            "regions": f"{len(regions)} ({', '.join(regions)})",
+        }
+
+    def _check_alike(self) -> None:
+        if self.unchecked is not None:
+            self.unchecked.check_alike(self.options)
+            self.unchecked = None
 
     def _profile_settings(self) -> dict[str, str]:  # as of now: blocks may be compiled after `offload`
         config, blocks = self.attachment.config, self.attachment.blocks

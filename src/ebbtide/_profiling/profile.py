@@ -399,7 +399,7 @@ class Profile:
 
     def what_differs(self, wanted: Mapping[str, str]) -> list[str]:
         """Describe the entries of `wanted` that differ from `made_for`. Settings missing in `made_for` are ignored."""
-        settings = ("store", "min_bytes", "compiled")  # profiles made by hand may lack these
+        settings = ("store", "min_bytes", "compiled", "ranks")  # profiles made by hand may lack these
         known = {key: value for key, value in wanted.items() if key in settings} | dict(self.made_for)
         return [
             f"{key} {known.get(key, 'unknown')!r}, not {value!r}"

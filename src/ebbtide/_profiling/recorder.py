@@ -52,7 +52,15 @@ from ebbtide._types import (
     StreamEvent,
 )
 from ebbtide._utils.storage import checksum_of
-from ebbtide._utils.torch_private import OperatorMode, graph_task_id, next_node, without_dispatch
+from ebbtide._utils.torch_private import (
+    OperatorMode,
+    graph_task_id,
+    is_pending,
+    nbytes_of,
+    next_node,
+    plain_tensors,
+    without_dispatch,
+)
 
 
 class StepEventKind(enum.Enum):
@@ -382,7 +390,7 @@ class ProfilingRecorder(BackwardObserver):
         """Append `t` to `seen`, a list of `record`, or count the bytes if no recipe moves `t`."""
         reason, is_input = self.why_never(t), seen is record.inputs
         if reason is not None:
-            record.not_movable_bytes += 0 if reason in _NO_ACTIVATION else t.numel() * t.element_size()
+            record.not_movable_bytes += 0 if reason in _NO_ACTIVATION else nbytes_of(t)
             if not is_input and t.layout is torch.strided and not t.is_nested:
                 self._note_operand(record, index, t, holds_numbers=reason not in _NO_ACTIVATION)
             return
@@ -465,7 +473,7 @@ class ProfilingRecorder(BackwardObserver):
     def why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
             return why_never(t.detach() if self._recomputes and is_detached_input(t) else t, self._context)
-        return Reason.PARAMETER if isinstance(t, torch.nn.Parameter) else Reason.SUBCLASS
+        return Reason.PARAMETER if isinstance(_base(t), torch.nn.Parameter) else Reason.SUBCLASS
 
     def _backward_began(self) -> None:
         has_forward_ended = any(each.kind is StepEventKind.FORWARD_ENDED for each in self.events)
@@ -526,12 +534,14 @@ class _TensorRecorder:
         self._inputs: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def given(self, index: int, t: torch.Tensor) -> None:
+        t = _local(t)
         if _has_storage(t):
             self._inputs.setdefault(t.untyped_storage(), index)
 
     def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:
         record = self._record
         record.saves += 1
+        t = _local(t)
         if not is_dead:
             input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
             self._recorder.add_tensor(record.saved_tensors, record, index, t, input_index)
@@ -585,7 +595,7 @@ class _ExpensiveOpTimer(OperatorMode):
                 record.expensive_ops[calls.bit_length() - 1].between.append((before, after))
             return out
         number = len(record.expensive_ops)
-        nbytes = sum(t.numel() * t.element_size() for t in _tensors_of(out))
+        nbytes = sum(map(nbytes_of, _tensors_of(out)))
         record.expensive_ops.append(SeenTensor(number, nbytes, after, str(op), before, calls))
         self._calls_of.begin(number, op, args, kwargs, out)
         device.memory()  # a device that does not track peaks learns of allocations by this call only
@@ -644,6 +654,18 @@ def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:
 def _has_storage(t: torch.Tensor) -> bool:
     """Whether `t` has one storage of its own: subclasses are flattened, and sparse layouts have several storages."""
     return type(t) is torch.Tensor and t.layout is torch.strided
+
+
+def _base(t: torch.Tensor) -> torch.Tensor:
+    return t if t._base is None else t._base
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of a wrapper that hooks take apart: the local shard of a DTensor. Else the tensor itself."""
+    if type(t) is torch.Tensor or is_pending(t) or isinstance(_base(t), torch.nn.Parameter):
+        return t
+    parts = list(plain_tensors(t))
+    return parts[0] if len(parts) == 1 else t
 
 
 def _tensors_of(out: Any) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from ebbtide._utils.torch_private import (
     hidden_from_compiler,
     is_in_custom_function,
     keeps_graph,
+    nbytes_of,
     sizes_of,
     without_dispatch,
 )
@@ -186,7 +187,7 @@ class Frame:
                 holder.copy = self._evidence.take(holder.number, t)
         packed = None if self._save_mode is None else self._save_mode.pack_downstream(t, holder.number)
         if packed is None:
-            self._dropped_bytes += t.numel() * t.element_size()
+            self._dropped_bytes += nbytes_of(t)
         else:
             self._downstream[holder.number] = packed
         self._holders.append(weakref.ref(holder))
@@ -254,7 +255,7 @@ class Frame:
 
     def _is_large(self, value: torch.Tensor) -> bool:
         """Whether the memory of `value` is worth a look at the node that reads."""
-        return value.numel() * value.element_size() >= self._limits.min_bytes
+        return nbytes_of(value) >= self._limits.min_bytes
 
     def _recompute(self) -> None:
         self._recomputations += 1

@@ -30,6 +30,7 @@ from ebbtide._utils.storage import checksum_of
 from ebbtide._utils.torch_private import (
     OperatorMode,
     dispatch_mode_stack,
+    nbytes_of,
     sharing_versions,
     sizes_of,
     without_dispatch,
@@ -286,7 +287,7 @@ class OutputRecorder:
             for t in tensors:  # the numbers of later saved tensors do not change
                 self._hooks.skip(t)
             stats = self._hooks.region_call.context.recorder.stats
-            stats.dropped.add(sum(t.numel() * t.element_size() for t in tensors))
+            stats.dropped.add(sum(map(nbytes_of, tensors)))
             op, number = call
             self.outputs.calls[op][number] = history
             return False

@@ -19,7 +19,7 @@ import torch
 
 from ebbtide._engine.hooks import Packed, SavedTensorHooks
 from ebbtide._utils.storage import checksum_of_tensor
-from ebbtide._utils.torch_private import plain_tensors, without_dispatch
+from ebbtide._utils.torch_private import is_pending, plain_tensors, without_dispatch
 
 
 class Schedule:
@@ -83,9 +83,8 @@ class Evidence:
     def compare(self, number: int, t: torch.Tensor) -> None:
         """Compare `t`, saved tensor `number` of the recomputation. Does not wait for the device."""
         known = self._sums.get(number)
-        if known is not None:
-            sums = _sums_of(t)
-            assert sums is not None
+        sums = None if known is None else _sums_of(t)
+        if known is not None and sums is not None:
             self._differs[number] = (sums != known).any() if sums.shape == known.shape else torch.tensor(True)
 
     def differing(self) -> list[int]:
@@ -114,7 +113,9 @@ def _is_exact(t: torch.Tensor) -> bool:
 
 
 def _sums_of(t: torch.Tensor) -> torch.Tensor | None:
-    """Sums of the plain tensors inside `t`; None without a comparable one."""
+    """Sums of the plain tensors inside `t`; None without a comparable one, and before a collective has written `t`."""
+    if is_pending(t):
+        return None
     with torch.no_grad(), without_dispatch():
         found = [checksum_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
         return torch.cat(found) if found else None

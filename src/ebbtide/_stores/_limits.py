@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from ebbtide._utils import env
+from ebbtide._utils.distributed import processes_on_host
 from ebbtide._utils.sizes import parse_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,7 +52,7 @@ class HostMemoryLimit:
 
 
 def default_host_limit_bytes() -> int:
-    """Bytes for one process: EBBTIDE_HOST_LIMIT, or 80 % of free memory divided among LOCAL_WORLD_SIZE."""
+    """Bytes for one process: EBBTIDE_HOST_LIMIT, or 80 % of free memory divided among the processes of the host."""
     text = env.host_limit_text()
     if text is not None:
         return parse_bytes(text, "EBBTIDE_HOST_LIMIT")
@@ -60,7 +61,7 @@ def default_host_limit_bytes() -> int:
     if group is not None:
         free = min(free, group)
     # 20 % stay for the data loader, the page cache and the next program.
-    return max(1, int(free * 0.8) // env.processes_on_host())
+    return max(1, int(free * 0.8) // processes_on_host())
 
 
 def cgroup_free_bytes(root: Path, membership: Path) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ebbtide._errors import StoreError
+from ebbtide._utils.distributed import processes_on_host
 from ebbtide._utils.sizes import GIB, format_bytes
 
 ALIGN_BYTES = 4096
@@ -21,6 +22,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class ScratchFile:
     """An unlinked file in `folder`, read and written past the page cache if the file system allows O_DIRECT.
 
+    The processes of a host have equal shares of the room that was free when each has first grown its file.
+
     The descriptor is closed at the death of the object and never earlier: a thread with a part left to write must not
     find a new file behind the number of the descriptor.
 
@@ -31,6 +34,7 @@ class ScratchFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._nbytes = 0
+        self._share_bytes: int | None = None
         self._is_closed = False
         try:
             self._fd, self.is_direct = _open_unlinked(folder)
@@ -94,7 +98,13 @@ class ScratchFile:
         fs = os.fstatvfs(self._fd)
         # 1 GiB or 2 % of the file system, the lesser of the two, stay free for other programs.
         keep = min(GIB, int(fs.f_blocks * fs.f_frsize * 0.02))
-        return fs.f_bavail * fs.f_frsize - keep
+        spare = fs.f_bavail * fs.f_frsize - keep
+        processes = processes_on_host()
+        if processes == 1:
+            return spare
+        if self._share_bytes is None:
+            self._share_bytes = spare // processes
+        return min(spare, self._share_bytes - self._nbytes)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 
 from ebbtide._errors import ConfigError, EbbtideWarning, PlanError
+from ebbtide._utils import env
 from ebbtide._utils.torch_private import collective_device, store_of
 
 if TYPE_CHECKING:
@@ -142,8 +143,26 @@ def first_of(group: Group) -> int:
     return torch.distributed.get_rank() if group is ThisRank.ALONE else torch.distributed.get_global_rank(group, 0)
 
 
+def ranks_in(group: Group) -> list[int]:
+    """Numbers in the job of the ranks of `group`, in order."""
+    if group is ThisRank.ALONE or not _is_distributed():
+        return [first_of(group)]
+    return torch.distributed.get_process_group_ranks(group)
+
+
 def group_size(group: Group) -> int:
     return torch.distributed.get_world_size(group) if group is not ThisRank.ALONE and _is_distributed() else 1
+
+
+def processes_on_host() -> int:
+    """Number of processes that share the memory and the disks of this host; rather too many than too few."""
+    told = env.processes_on_host()
+    if told is not None:
+        return told
+    # Processes started by hand (mp.spawn). A host has one for each accelerator at most, unless each process sees one
+    # accelerator alone.
+    ranks, devices = group_size(None), torch.accelerator.device_count()
+    return min(ranks, devices) if devices > 1 else ranks
 
 
 def _is_distributed() -> bool:

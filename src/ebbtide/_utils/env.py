@@ -8,7 +8,8 @@
 | EBBTIDE_PROFILE     | file to write the profile of the first steps to     | no file              |
 | EBBTIDE_PROFILE_END | 1: end the process after writing the profile        | 0                    |
 | EBBTIDE_WAIT        | 1: training waits for plans, and repeats exactly    | 0                    |
-| LOCAL_WORLD_SIZE    | processes on the host (set by torchrun)             | 1                    |
+| LOCAL_WORLD_SIZE    | processes on the host (set by torchrun)             | as other launchers   |
+|                     |                                                     | say, or all ranks    |
 
 With EBBTIDE_PROFILE=profile.json, each planning handle of `offload` writes its profile at the start of step 4. The
 first three steps recompute every region, with or without a budget: the profile serves any budget. The last handle wins,
@@ -16,6 +17,7 @@ and only the first of the ranks that share a plan writes: a rank other than 0 ad
 """
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -65,8 +67,13 @@ def disk_folder() -> str:
     return os.environ.get("EBBTIDE_DISK_FOLDER") or tempfile.gettempdir()
 
 
-def processes_on_host() -> int:
-    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not value.isdigit() or int(value) < 1:
-        raise ConfigError(f"LOCAL_WORLD_SIZE={value!r}: expected the number of processes on the host, 1 or more")
-    return int(value)
+def processes_on_host() -> int | None:
+    """Number of processes that the launcher has started on this host; None if no launcher says."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):  # torchrun, Open MPI, MPICH
+        value = os.environ.get(name, "")
+        if value:
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"{name}={value!r}: expected the number of processes on the host, 1 or more")
+            return int(value)
+    # Slurm lists all hosts of a step, "8(x2),4", and not which of them is this one.
+    return max(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))), default=None)

@@ -348,6 +348,24 @@ def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)
 
 
+def nbytes_of(t: torch.Tensor) -> int:
+    """Bytes of the elements of `t` on this rank."""
+    if type(t) is torch.Tensor:
+        return t.numel() * t.element_size()
+    return sum(part.numel() * part.element_size() for part in plain_tensors(t))
+
+
+def is_pending(t: torch.Tensor) -> bool:
+    """Whether `t`, or a tensor inside of `t`, is the result of a collective that nobody has waited for yet."""
+    if not is_traceable_wrapper_subclass(t):
+        return False
+    if type(t).__name__ == "AsyncCollectiveTensor":
+        return not cast(Any, t).completed
+    return any(
+        is_pending(part) for name in t.__tensor_flatten__()[0] if isinstance(part := getattr(t, name), torch.Tensor)
+    )
+
+
 def wrapper_of(
     cls: "type[Wrapper]",
     size: torch.Size,
@@ -360,6 +378,13 @@ def wrapper_of(
     return cast(Any, torch.Tensor)._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device
     )
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """The user's class of `module`: `fully_shard` and `replicate` derive another from the user's and one of torch."""
+    cls = type(module)
+    is_made = cls.__module__.startswith("torch.distributed.") and cls.__name__.endswith(cls.__bases__[-1].__name__)
+    return cls.__bases__[-1] if is_made else cls
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -15,7 +15,7 @@ from ebbtide._engine.process import PROCESS
 from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
-from ebbtide._recompute import torch_checkpoint
+from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._reports.stats_text import stats_text
 from ebbtide._types import StoreFactory
 from ebbtide._utils import env
@@ -39,6 +39,7 @@ class OffloadActivations:
         hooks = None
         if self._config.mode != "off" and not env.is_disabled():
             torch_checkpoint.install()
+            megatron_checkpoint.install()
             hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
             hooks.__enter__()
         self._stack().append(hooks)

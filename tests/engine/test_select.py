@@ -8,6 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ebbtide._engine.context import HookContext, Limits
 from ebbtide._engine.select import select, select_subclass
 from ebbtide._types import Reason
+from ebbtide._utils.storage import mark_discarded
 
 
 @pytest.fixture
@@ -53,6 +54,16 @@ def test_freed_storages_stay():
     gathered = torch.ones(4, 4)
     gathered.untyped_storage().resize_(0)  # as FSDP does after forward
     assert select(gathered, HookContext(Limits(1, 1, 0), lambda _: True)) is Reason.EMPTY
+
+
+def test_storages_marked_as_discarded_stay(context):
+    output = torch.ones(4, 4)
+    mark_discarded(output.untyped_storage())
+    saved = output[1:]
+    del output  # the mark is the storage's, with or without an object of Python for the storage
+    assert select(saved, context) is Reason.EMPTY
+    del saved
+    assert all(select(torch.ones(4, 4), context) is None for _ in range(3))  # in the same memory
 
 
 def test_buffers_stay(context):

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide._engine.context import HookContext
 from ebbtide._types import Reason
+from ebbtide._utils.storage import is_discarded
 from ebbtide._utils.torch_private import graph_task_id
 
 _STRIDED = torch.strided
@@ -38,7 +39,7 @@ def why_never(t: torch.Tensor, context: HookContext) -> Reason | None:
         return Reason.LAYOUT
     if t._is_zerotensor():  # of forward-mode AD: has no bytes
         return Reason.EMPTY
-    if t.numel() == 0 or storage_nbytes == 0:
+    if t.numel() == 0 or storage_nbytes == 0 or is_discarded(storage):
         return Reason.EMPTY
     if storage._cdata in context.buffers:
         return Reason.BUFFER

@@ -25,7 +25,7 @@ from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memor
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
 from ebbtide._model.session import NEVER_MOVE, Kept, Session, UnableRegions
 from ebbtide._plans import Plan
-from ebbtide._recompute import torch_checkpoint
+from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
 from ebbtide._recompute.ops import ExpensiveOps
 from ebbtide._recompute.verify import Schedule
@@ -239,6 +239,7 @@ class Attachment:
             self._note_buffers()
         self._note_weights()
         torch_checkpoint.install()
+        megatron_checkpoint.install()
         hooks = SavedTensorHooks(self.engines, self.context.new_call(""))
         hooks.step_recorder = recorder
         hooks.stays = Reason.OUTSIDE if self.config.include else None

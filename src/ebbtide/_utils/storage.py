@@ -42,3 +42,12 @@ def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:
     item = raw.element_size()
     raw = raw if storage_offset(raw) * item % 8 == 0 else raw.clone()
     return checksum_of(raw.untyped_storage(), storage_offset(raw) * item, raw.numel() * item)
+
+
+def mark_discarded(storage: torch.UntypedStorage) -> None:
+    """Note that the owner is about to free `storage`, and fills the same storage before backward reads."""
+    storage._ebbtide_is_discarded = True  # pyright: ignore[reportAttributeAccessIssue] (ends with the storage)
+
+
+def is_discarded(storage: torch.UntypedStorage) -> bool:
+    return getattr(storage, "_ebbtide_is_discarded", False)

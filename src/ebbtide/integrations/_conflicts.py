@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -72,3 +73,40 @@ def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, A
     inside = modules_of(module) if is_regional else [module]
     if not any(isinstance(each, optimized) for each in inside):
         raise ConfigError(advice)
+
+
+def plans_with_others(settings: Mapping[str, Any]) -> bool:
+    """Whether a planner with these settings of `offload` meets other ranks."""
+    return may_recompute(settings) or isinstance(settings.get("profile"), str | Path)
+
+
+def check_megatron(config: Any, modules: object, settings: Mapping[str, Any], chunks: int) -> None:
+    """Raises ConfigError if Megatron's TransformerConfig, words for `modules` and settings of `offload` for a number of
+    `chunks` exclude each other."""
+    if config.cpu_offloading:
+        raise both_move("cpu_offloading=True of Megatron's config", "ebbtide")
+    words = "" if modules is None else "modules="
+    if config.fine_grained_activation_offloading:
+        if words:
+            raise both_move(
+                f"fine_grained_activation_offloading of Megatron's config, for {config.offload_modules},",
+                "modules=",
+                " (without modules= ebbtide moves Megatron's list, and Megatron nothing)",
+            )
+        words = "offload_modules of Megatron's config"
+        delta = getattr(config, "delta_offload_bytes_across_pp_ranks", 0)  # from 0.17 on
+        if delta:
+            raise ConfigError(
+                f"delta_offload_bytes_across_pp_ranks={delta}: ebbtide keeps no bytes by rank. Leave the setting out, "
+                "and write a smaller activation_offload_fraction for later stages"
+            )
+    goal = next((name for name in ("budget", "max_slowdown", "profile") if settings.get(name) is not None), None)
+    goal = "mode" if goal is None and settings.get("mode") == "auto" else goal
+    if goal and words:
+        raise ConfigError(f"{goal}= leaves it to the planner what moves, and {words} says it: leave one of them out")
+    if words and settings.get("include"):
+        raise ConfigError(f"include= and {words} both name what moves: leave one of them out")
+    if goal and chunks > 1:
+        raise ConfigError(
+            f"{goal}= for {chunks} chunks: a plan knows the memory of one chunk alone. Write modules= or recipe="
+        )

@@ -108,6 +108,7 @@ class AttachedSchedule:
             self.out_of_turn += 1
         self._at = self._actions.index(action) if action in self._actions else self._at
         for engine, _ in self._engines(action.stage):
+            engine.is_guided = True
             engine.keeps_retained = action.kind == "I"
             engine.newest = None  # what a microbatch saves first is needed last: nothing of its own follows
         if action.kind == "F":
@@ -116,7 +117,7 @@ class AttachedSchedule:
 
     def _end(self, done: PipelineAction) -> None:
         for engine, _ in self._engines(done.stage):
-            engine.keeps_retained = False
+            engine.is_guided = engine.keeps_retained = False
             for mark, action in zip(self._marks, self._actions, strict=True):
                 if done.kind == "F" and (action.stage, action.microbatch) == (done.stage, done.microbatch):
                     mark.guess(engine.newest)

@@ -73,6 +73,7 @@ class Engine:
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
         self.newest: Site | None = None  # of the parcel made last
+        self.is_guided = False  # a schedule tells what comes next; most parcels on the way out come later
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
         self._retained: dict[TokenRef, int] = {}
@@ -263,7 +264,9 @@ class Engine:
             if self._timetable.last is not mark:
                 self._timetable.needed(mark)
             self._look_anew()
+            was_guided, self.is_guided = self.is_guided, True
             self._fetch_ahead(self.device.current_stream(), limits, 0, keeps=True)
+            self.is_guided = was_guided
 
     def _bring(self, parcel: Parcel, limits: Limits) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the present or future bytes of `parcel`; fetches ahead as far as `limits` allow.
@@ -340,7 +343,9 @@ class Engine:
         Returns:
             The owner stream's present point after a fetch.
         """
-        room = limits.prefetch_bytes - held_bytes - self._ahead_bytes - self._outbound.resident_bytes
+        room = limits.prefetch_bytes - held_bytes - self._ahead_bytes
+        if not self.is_guided:
+            room -= self._outbound.resident_bytes  # backward needs them first, as a rule
         # A quarter of the window at least: several small parcels share a wait, and most of the window stays filled.
         if not keeps and (self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4):
             return None
@@ -357,6 +362,9 @@ class Engine:
             elif parcel.may_be_fetched:
                 is_whole = False  # another stream's backward has to look at the site again
             elif keeps and parcel.location is Location.LEAVING and parcel.engine is self:
+                if room <= 0:
+                    break
+                room -= parcel.nbytes
                 self._outbound.leave(parcel)
                 parcel.is_ahead = True
                 self._ahead_bytes += parcel.nbytes

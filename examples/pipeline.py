@@ -36,6 +36,7 @@ module = nn.Sequential(*(Block() for _ in range(2))).to(device)
 handle = ebbtide.offload(module, recipe="selective", **tiny)  # or "offload", "recompute", or a budget for each stage
 stage = PipelineStage(module, rank, ranks, device)
 schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+ebbtide.pipeline.attach(schedule)  # the engine knows which microbatch comes next
 optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 for step in range(4):

@@ -12,7 +12,7 @@ Note [Schedules]
 4. A mark is closed until the microbatch's forward has run. Nothing behind a closed mark is fetched: the microbatch,
    which comes first, would find no room.
 5. The first half of a split backward reads nearly all that the second half reads. What the first half has brought back
-   stays until the second, as without ebbtide.
+   stays until the second, as without ebbtide, unless the user wants the memory (`keeps_split=False`).
 6. The order of actions is a guess too. An action out of turn is counted, and costs copies on demand.
 """
 
@@ -41,6 +41,7 @@ from ebbtide._utils.torch_private import (
 _log = logger_of(__name__)
 
 _ATTACHED = "_ebbtide_attached"
+_LOOKED_AT = 2  # steps in which the memory of stages is looked at
 _METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 
@@ -53,32 +54,36 @@ class AttachedSchedule:
             "outputs" for their backward, and "received" from other stages.
     """
 
-    def __init__(self, schedule: Any, actions: Sequence[PipelineAction]) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Any, actions: Sequence[PipelineAction], keeps_split: bool) -> None:
         self._actions = actions
+        self._numbers = {action: number for number, action in enumerate(actions)}
+        self._keeps_split = keeps_split
         self._stages = {stage.stage_index: stage for stage in pipeline_stages(schedule)}
+        self._handles: dict[int, list[OffloadHandle]] = {}
         self._marks = [Site(f"pipeline {action}", 0, 0) for action in actions]
         for mark in self._marks:
             mark.is_closed = True  # until the forward of the microbatch has run
         self._at = -1  # the action that began last
-        self._former: list[tuple[Any, str, Any]] = []
+        self._steps = 0
+        self._former: list[tuple[dict[str, Any], str, Any, Any]] = []
         self.out_of_turn = 0
         self.held_bytes = {"outputs": 0, "received": 0}
         for stage in self._stages.values():
             own = cast(dict[str, Any], vars(stage))
             for method in _METHODS:
-                self._former.append((stage, method, own.get(method)))
-                own[method] = self._wrapped(stage, method)
-        vars(schedule)[_ATTACHED] = self
+                wrapped = self._wrapped(stage, method)
+                self._former.append((own, method, own.get(method), wrapped))
+                own[method] = wrapped
+            own[_ATTACHED] = self
 
     def remove(self) -> None:
         """Undo `attach`. A second call does nothing."""
-        for stage, method, former in self._former:
-            del vars(stage)[method]
-            if former is not None:
-                vars(stage)[method] = former
-        if self._former:
-            del vars(self._schedule)[_ATTACHED]
+        for own, method, former, wrapped in self._former:
+            if own.get(method) is wrapped:
+                del own[method]
+                if former is not None:
+                    own[method] = former
+            own.pop(_ATTACHED, None)
         self._former = []
 
     def _wrapped(self, stage: Any, method: str) -> Callable[..., Any]:
@@ -87,50 +92,58 @@ class AttachedSchedule:
 
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not stage.has_backward:  # an evaluation
+            if not stage.has_backward or not self._former:  # an evaluation, or removed under a wrapper of the user
                 return call(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             kind = "I" if given.get("full_backward") is False else _METHODS[method]
             action = PipelineAction(stage.stage_index, kind, next(iter(given.values())))
             self._begin(action)
-            result = call(*args, **kwargs)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._leave(action)
             self._end(action)
             return result
 
         return run
 
     def _begin(self, action: PipelineAction) -> None:
-        if action == self._actions[0]:
-            self._at = -1  # a step begins, whatever became of the step before
+        if action == self._actions[0] or not self._handles:  # a step begins, whatever became of the step before
+            self._at = -1
+            self._steps += 1
+            self._handles = {number: _handles_in(stage.submod) for number, stage in self._stages.items()}
         if action != self._actions[self._next]:
             if not self.out_of_turn:
                 _log.warning("pipeline: %s came where the schedule has %s", action, self._actions[self._next])
             self.out_of_turn += 1
-        self._at = self._actions.index(action) if action in self._actions else self._at
+        self._at = self._numbers.get(action, self._at)
         for engine, _ in self._engines(action.stage):
             engine.is_guided = True
-            engine.keeps_retained = action.kind == "I"
-            engine.newest = None  # what a microbatch saves first is needed last: nothing of its own follows
+            engine.keeps_retained = self._keeps_split and action.kind == "I"
         if action.kind == "F":
-            self._name_microbatch(action.stage, action.microbatch)
+            for handle in self._handles[action.stage]:
+                handle._attachment.context.microbatch = action.microbatch
             self._look_ahead()  # copies come while forward runs
 
-    def _end(self, done: PipelineAction) -> None:
-        for engine, _ in self._engines(done.stage):
+    def _leave(self, action: PipelineAction) -> None:
+        for engine, _ in self._engines(action.stage):
             engine.is_guided = engine.keeps_retained = False
-            for mark, action in zip(self._marks, self._actions, strict=True):
-                if done.kind == "F" and (action.stage, action.microbatch) == (done.stage, done.microbatch):
-                    mark.guess(engine.newest)
-                    mark.is_closed = False
-        self._marks[self._at].is_closed = True
-        self._name_microbatch(done.stage, -1)
-        self._look_ahead()
-        for name, nbytes in _held_bytes(self._stages.values()).items():
-            self.held_bytes[name] = max(nbytes, self.held_bytes[name])
+        for handle in self._handles[action.stage]:
+            handle._attachment.context.microbatch = -1
 
-    def _name_microbatch(self, stage: int, microbatch: int) -> None:
-        for handle in _handles_in(self._stages[stage].submod):
-            handle._attachment.context.microbatch = microbatch
+    def _end(self, done: PipelineAction) -> None:
+        if done in self._numbers:
+            self._marks[self._numbers[done]].is_closed = True
+        if done.kind == "F":
+            for engine, _ in self._engines(done.stage):
+                for number in (self._numbers.get(done._replace(kind=kind)) for kind in "BIW"):
+                    if number is not None:
+                        self._marks[number].guess(engine.newest)
+                        self._marks[number].is_closed = False
+            if self._steps <= _LOOKED_AT:
+                for name, nbytes in _held_bytes(self._stages.values()).items():
+                    self.held_bytes[name] = max(nbytes, self.held_bytes[name])
+        self._look_ahead()
 
     @property
     def _next(self) -> int:
@@ -145,7 +158,7 @@ class AttachedSchedule:
 
     def _engines(self, stage: int) -> Iterator[tuple[Engine, Limits]]:
         """The engines of a stage, and how far to look ahead: no further than a plan allows anywhere."""
-        for handle in _handles_in(self._stages[stage].submod):
+        for handle in self._handles[stage]:
             attachment = handle._attachment
             engine, limits = attachment.engine(), attachment.context.limits
             planned = [region.prefetch_bytes for region in attachment.plan.regions.values()]
@@ -154,7 +167,7 @@ class AttachedSchedule:
                 yield engine, limits._replace(prefetch_bytes=prefetch_bytes)
 
 
-def attach(schedule: Any) -> AttachedSchedule:
+def attach(schedule: Any, *, keeps_split: bool = True) -> AttachedSchedule:
     """Tell the engines which microbatch is needed next, by the order of a schedule.
 
     Every schedule works without as well, with some tensors of each microbatch on demand::
@@ -165,6 +178,9 @@ def attach(schedule: Any) -> AttachedSchedule:
 
     Args:
         schedule: a schedule of torch.distributed.pipelining, with stages under `ebbtide.offload`.
+        keeps_split: of a split backward, what the half for inputs has brought back stays for the half for weights. With
+            False it leaves again beyond `prefetch=` and comes twice: less memory where many halves for weights come
+            late.
 
     Returns:
         The attached schedule, with counts and `remove()`.
@@ -180,21 +196,25 @@ def attach(schedule: Any) -> AttachedSchedule:
             f"attach({name}): expected a schedule of torch.distributed.pipelining that tells its order. Leave attach() "
             "out: the order is learned in the first steps"
         )
-    if _ATTACHED in vars(schedule):
-        raise ConfigError(f"attach({name}): the schedule is attached already; remove() of the first attach() undoes it")
+    if any(_ATTACHED in vars(stage) for stage in stages):
+        raise ConfigError(f"attach({name}): a stage is attached already; remove() of the first attach() undoes it")
     if replaces_pipeline_actions(schedule):
         raise ConfigError(
             f"attach({name}): functions registered by register_custom_function() run in place of the stages' methods, "
             "and attach() would see nothing. Leave attach() out: the order is learned in the first steps"
         )
     if not any(_handles_in(stage.submod) for stage in stages):
-        raise ConfigError(f"attach({name}): no stage is under offload(); write ebbtide.offload(stage.submod) first")
-    return AttachedSchedule(schedule, actions)
+        raise ConfigError(
+            f"attach({name}): no stage is under offload(); write ebbtide.offload(stage.submod) first, and no attach() "
+            "with mode='off'"
+        )
+    return AttachedSchedule(schedule, actions, keeps_split)
 
 
 def _held_bytes(stages: Iterable[Any]) -> dict[str, int]:
     held = [pipeline_tensors(stage) for stage in stages]
-    storages = {name: {t.untyped_storage() for each in held for t in each[name]} for name in ("outputs", "received")}
+    strided = {name: [t for each in held for t in each[name] if t.layout is torch.strided] for name in held[0]}
+    storages = {name: {t.untyped_storage() for t in tensors} for name, tensors in strided.items()}
     return {name: sum(storage.nbytes() for storage in each) for name, each in storages.items()}
 
 

@@ -61,6 +61,19 @@ def test_numbers_count_as_long_as_a_call_is_alive(choices):
     assert len(set(taken)) == len(taken)
 
 
+def test_a_call_in_backward_makes_no_numbers_count_on():
+    """An output that the loss does not use keeps saved tensors of the step before alive."""
+    context = new_context()
+    seen, left = set(), None
+    for _ in range(20):
+        call = context.new_call("a")
+        seen.add(call.site(0).call)
+        call.note_read()
+        left = call
+    assert left is not None
+    assert seen == {0, 1}
+
+
 def test_numbers_stay_bounded_beside_a_call_that_never_ends():
     numbers = CallNumbers("a")
     taken = [numbers.take() for _ in range(3)]

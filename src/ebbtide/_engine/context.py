@@ -16,7 +16,7 @@ from ebbtide._engine.timetable import Site
 from ebbtide._plans import ReleasePoint
 from ebbtide._utils.torch_private import plain_tensors
 
-_MOST = 256  # calls of a region between two moments at which none is alive: more microbatches than a step has
+_MOST = 64  # calls of a region that wait for their backward together; graphs without a backward stay alive as well
 
 
 class Limits(NamedTuple):
@@ -30,16 +30,17 @@ class Limits(NamedTuple):
 class CallNumbers:
     """Numbers of a region's calls in the order of forward, and the sites of each number.
 
-    A call has a number from its first parcel to the end of its last. Where no other call has one, it is the smallest.
-    Hence a plain loop uses number 0 for ever, a region entered twice in a step uses 0 and 1, and the microbatches of a
-    pipeline count through each step, so the order of their needs is the same in every step; no step boundary is needed.
-    A call that outlives many others would have numbers grow: behind `_MOST` they begin again.
+    A call has a number as long as any of the call's parcels lives. Numbers count on while a call waits for backward, and
+    begin again otherwise. Hence a plain loop uses number 0 for ever, a region entered twice in a step uses 0 and 1, and
+    the microbatches of a pipeline count through each step, so the order of needs is the same in every step, without a
+    step boundary. Beside a graph kept alive, numbers begin again at `_MOST`.
     """
 
     def __init__(self, region: str) -> None:
         self.region = region
         self._sites: list[list[Site]] = []
         self._alive: set[int] = set()
+        self._read: set[int] = set()  # in backward
         self._last = 0
         self._lock = threading.Lock()
         self._returned: deque[int] = deque()  # filled by finalisers of any thread
@@ -47,13 +48,18 @@ class CallNumbers:
     def take(self) -> int:
         with self._lock:
             while self._returned:
-                self._alive.discard(self._returned.popleft())
-            first = self._last + 1 if self._alive and self._last + 1 < _MOST else 0
+                number = self._returned.popleft()
+                self._alive.discard(number)
+                self._read.discard(number)
+            first = self._last + 1 if self._alive - self._read and self._last + 1 < _MOST else 0
             number = self._last = next(free for free in itertools.count(first) if free not in self._alive)
             self._alive.add(number)
             while len(self._sites) <= number:
                 self._sites.append([])
             return number
+
+    def note_read(self, number: int) -> None:
+        self._read.add(number)
 
     def give_back(self, number: int) -> None:
         self._returned.append(number)
@@ -83,6 +89,7 @@ class RegionCall:
 
     __slots__ = (
         "_all_points",
+        "_is_read",
         "_number",
         "_numbers",
         "context",
@@ -115,11 +122,18 @@ class RegionCall:
         self.parameters: RegionParameters | None = None
         self._numbers = numbers
         self._number: int | None = None
+        self._is_read = False
 
     def site(self, index: int) -> Site:
         if self._number is None:
             self._number = self._numbers.take()
         return self._numbers.site(self._number, index)
+
+    def note_read(self) -> None:
+        """Backward has begun to read what the call has saved."""
+        if self._number is not None and not self._is_read:
+            self._is_read = True
+            self._numbers.note_read(self._number)
 
     def set_points(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
         """Set the plan's release points, in order of index, and the prefetch window if the plan has any."""
@@ -149,6 +163,7 @@ class RegionCall:
 
     def restart(self) -> "RegionCall":
         """A new call of the region, with the same plan from the first saved tensor on."""
+        self.context.forwards += 1
         call = RegionCall(self.context, self._numbers)
         call.limits, call.sites = self.limits, self.sites
         call.recomputes, call.noticed, call.operands = self.recomputes, self.noticed, self.operands
@@ -172,6 +187,7 @@ class HookContext:
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
+        forwards: number of forwards of the module, or entries into the context.
     """
 
     limits: Limits
@@ -181,6 +197,7 @@ class HookContext:
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
+    forwards: int = 0
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )

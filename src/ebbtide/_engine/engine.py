@@ -73,6 +73,7 @@ class Engine:
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
         self.newest: Site | None = None  # of the parcel made last
+        self._forward = (0, 0)  # of the same parcel
         self.is_guided = False  # a schedule tells what comes next; most parcels on the way out come later
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
@@ -166,9 +167,11 @@ class Engine:
         self._index(ref, parcel.storage_key, storage)
         site.live = ref
         site.is_recomputed = region_call.recomputes
-        if self.newest is not site:
+        # Backward may take forwards in any order: a guess is for the tensors of one.
+        forward = id(region_call.context), region_call.context.forwards
+        if self.newest is not site and forward == self._forward:
             site.guess(self.newest)
-        self.newest = site
+        self.newest, self._forward = site, forward
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -300,6 +303,7 @@ class Engine:
     def _note_need(self, parcel: Parcel) -> None:
         """Learn from backward's first need of `parcel`."""
         parcel.is_needed = True
+        parcel.region_call.note_read()
         stats = parcel.recorder.stats
         if not self._timetable.needed(parcel.site):
             self._look_anew()

@@ -240,6 +240,7 @@ class Attachment:
         self._note_weights()
         torch_checkpoint.install()
         megatron_checkpoint.install()
+        self.context.forwards += 1
         hooks = SavedTensorHooks(self.engines, self.context.new_call(""))
         hooks.step_recorder = recorder
         hooks.stays = Reason.OUTSIDE if self.config.include else None

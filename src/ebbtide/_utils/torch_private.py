@@ -509,12 +509,15 @@ def pipeline_actions(schedule: Any) -> list[PipelineAction] | None:
 
 def pipeline_tensors(stage: Any) -> dict[str, list[torch.Tensor]]:
     """Tensors that a stage itself holds: outputs, with arguments, until backward, and those received from others."""
+    states = getattr(stage, "_forward_chunk_states", None)  # from 2.15 on
+    chunks = stage.fwd_cache if states is None else [(s.live_outputs, s.input_values) for s in states.values()]
     received = [info for each in (stage.args_recv_info, stage.grad_recv_info) for info in tree_leaves(each)]
     held = {
-        "outputs": [stage.fwd_cache, stage.output_chunks],
+        "outputs": [chunks, stage.output_chunks],
         "received": [getattr(r, "buffer", None) for r in received],
     }
-    return {name: [t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for name, each in held.items()}
+    found = {name: [t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for name, each in held.items()}
+    return {name: [part for t in each for part in plain_tensors(t)] for name, each in found.items()}
 
 
 def replaces_pipeline_actions(schedule: Any) -> bool:

@@ -30,10 +30,10 @@ class Limits(NamedTuple):
 class CallNumbers:
     """Numbers of a region's calls in the order of forward, and the sites of each number.
 
-    A call has a number as long as any of the call's parcels lives. Numbers count on while a call waits for backward,
-    and begin again otherwise. Hence a plain loop uses number 0 for ever, a region entered twice in a step uses 0 and 1, and
-    the microbatches of a pipeline count through each step, so the order of needs is the same in every step, without a
-    step boundary. Beside a graph kept alive, numbers begin again at `_MOST`.
+    A call has a number as long as any of the call's parcels lives. Numbers count on while a call waits for
+    backward, and begin again otherwise. Hence a plain loop uses number 0 for ever, a region entered twice in a step
+    uses 0 and 1, and the microbatches of a pipeline count through each step, so the order of needs is the same in
+    every step, without a step boundary. Beside a graph kept alive, numbers begin again at `_MOST`.
     """
 
     def __init__(self, region: str) -> None:

@@ -1,0 +1,192 @@
+"""One rank of a pipeline on one device: plain, and with saved tensors moved by an attached schedule.
+
+    python -m benchmarks.pipelines [--schedules Interleaved1F1B ...] [--rank 0] [--out FILE] [--commit HASH]
+
+A fake process group stands for the other rank: nothing is sent, and receive buffers hold random numbers. Two ranks, 8
+microbatches of 4096 tokens, two layers of a Llama 8B in each stage.
+"""
+
+import argparse
+import contextlib
+import gc
+import inspect
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import ebbtide
+from benchmarks.facts import facts
+from ebbtide._utils.sizes import GIB
+
+RANKS, MICROBATCHES, LAYERS, STEPS = 2, 8, 2, 6
+TOKENS, HIDDEN, HEADS, KV_HEADS, FFN = 4096, 4096, 32, 8, 14336
+
+_CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
+MODES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "attention's core and qkv": {"include": _CORE_AND_QKV},
+    "everything": {"mode": "all"},
+    "everything, prefetch 2 GiB": {"mode": "all", "prefetch": "2GiB"},
+    "plain again": None,
+}
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        width = HIDDEN // HEADS * (HEADS + 2 * KV_HEADS)
+        self.norm, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.qkv, self.core = nn.Linear(HIDDEN, width, bias=False), Core()
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.gate, self.up = nn.Linear(HIDDEN, FFN, bias=False), nn.Linear(HIDDEN, FFN, bias=False)
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        heads = self.qkv(self.norm(x)).view(batch, tokens, HEADS + 2 * KV_HEADS, -1).transpose(1, 2)
+        attention = self.core(*heads.split([HEADS, KV_HEADS, KV_HEADS], 1))
+        x = x + self.out(attention.transpose(1, 2).reshape(batch, tokens, HIDDEN))
+        y = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Rank:
+    """The stages of a rank, and their schedule."""
+
+    def __init__(self, name: str, rank: int, device: torch.device) -> None:
+        from torch.distributed import pipelining
+
+        cls: Any = getattr(pipelining, f"Schedule{name}")
+        is_v = name in ("ZBVZeroBubble", "DualPipeV")
+        looped = [rank, 2 * RANKS - 1 - rank if is_v else RANKS + rank]
+        self.numbers = [rank] if name in ("GPipe", "1F1B") else looped
+        self.total = RANKS * len(self.numbers)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.modules = [Stage().bfloat16() for _ in self.numbers]
+            like = torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
+            self.x, self.target = torch.randn(2, MICROBATCHES, TOKENS, HIDDEN, dtype=torch.bfloat16)
+        self.stages: list[Any] = []
+        for module, number in zip(self.modules, self.numbers, strict=True):
+            shapes: dict[str, Any] = {"input_args": (like.requires_grad_(number > 0),), "output_args": (like * 1,)}
+            if "input_grads" in inspect.signature(pipelining.PipelineStage).parameters:  # from torch 2.12 on
+                shapes["input_grads"] = (like.detach(),) if number > 0 else None
+                shapes["output_grads"] = (like.detach(),) if number < self.total - 1 else None
+            self.stages.append(pipelining.PipelineStage(module, number, self.total, device, **shapes))
+        stages: Any = self.stages if len(self.stages) > 1 else self.stages[0]
+        self.schedule = cls(stages, MICROBATCHES, loss_fn=lambda out, to: (out.float() - to).square().mean())
+
+    def step(self) -> None:
+        for module in self.modules:
+            module.zero_grad(set_to_none=False)
+        last = {"target": self.target, "losses": []} if self.total - 1 in self.numbers else {}
+        self.schedule.step(*([self.x] if 0 in self.numbers else []), **last, return_outputs=False)
+
+    def fill_buffers(self) -> None:
+        """Random numbers for what other ranks would send. After the first step, which makes the buffers."""
+        for stage in self.stages:
+            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+            for buffer in (getattr(info, "buffer", None) for each in infos for info in each):
+                if buffer is not None:
+                    buffer.data.normal_()
+
+    def checksum(self) -> int:
+        bits = (p.grad.view(torch.int16) for module in self.modules for p in module.parameters() if p.grad is not None)
+        return sum(int(each.sum(dtype=torch.int64)) for each in bits)
+
+
+def measure(name: str, rank: int, device: torch.device) -> dict[str, Any]:
+    own = Rank(name, rank, device)
+    own.step()
+    own.fill_buffers()
+    found: dict[str, Any] = {}
+    for mode, settings in MODES.items():
+        with contextlib.ExitStack() as undo:
+            handles = [undo.enter_context(ebbtide.offload(m, **settings)) for m in own.modules if settings is not None]
+            if handles:
+                undo.callback(ebbtide.pipeline.attach(own.schedule).remove)
+            for _ in range(3):
+                own.step()
+            found[mode] = _timed(own, handles)
+        gc.collect()
+    found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
+    return found
+
+
+def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
+    before, times_ms, peaks = [handle.stats() for handle in handles], [], []
+    base = torch.cuda.memory_allocated()
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began_s = time.perf_counter()
+        own.step()
+        torch.cuda.synchronize()
+        times_ms.append((time.perf_counter() - began_s) * 1e3)
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+    pairs = [(handle.stats(), each) for handle, each in zip(handles, before, strict=True)]
+    moved = {
+        f"{name}_gib": sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs) / STEPS / GIB
+        for name in ("out", "inbound", "misses")
+    }
+    return {
+        "step_ms": statistics.median(times_ms), "peak_gib": max(peaks) / GIB, "checksum": own.checksum(), **moved,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _alone(rank: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+    receive, dist.recv = dist.recv, lambda t, **_: t.fill_(1)  # every stage knows its shapes
+    yield
+    dist.recv = receive
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", nargs="*", default=["Interleaved1F1B", "ZBVZeroBubble", "1F1B"])
+    parser.add_argument("--rank", type=int, default=0, choices=range(RANKS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipelines.json")
+    parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
+    options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    result: dict[str, Any] = facts("python -m benchmarks.pipelines", torch.cuda.get_device_name(), options.commit)
+    with _alone(options.rank):
+        for name in options.schedules:
+            result[f"{name}, rank {options.rank}"] = measure(name, options.rank, torch.device("cuda", 0))
+            print(name, json.dumps(result[f"{name}, rank {options.rank}"], indent=1), flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

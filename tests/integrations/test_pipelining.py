@@ -237,13 +237,13 @@ def sites():
     return sum(type(each) is Site for each in gc.get_objects())
 
 
-def by_every_schedule(rank, folder, ranks, settings):
+def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), keeps_split=True):
     torch.set_num_threads(1)
     join(rank, folder, ranks=ranks)
     found = {}
-    for name in ALL:
+    for name in names:
         pipeline, twin = Pipeline(name, rank, ranks, **settings), Pipeline(name, rank, ranks)
-        attached = ebbtide.pipeline.attach(pipeline.schedule)
+        attached = ebbtide.pipeline.attach(pipeline.schedule, keeps_split=keeps_split)
         is_equal, held, on_demand = True, [], []
         for k in range(6):
             before = pipeline.totals()
@@ -284,6 +284,19 @@ def test_an_attached_schedule_needs_hardly_anything_on_demand_from_the_first_ste
                 "equal": True, "moved": True, "later": 0, "held": 0, "grown": 0, "out of turn": 0,
                 "of the stages": True,
             }, name  # fmt: skip
+
+
+def test_a_split_backward_may_bring_tensors_back_twice(tmp_path):
+    """For less memory between the halves."""
+    names = ("InterleavedZeroBubble", "ZBVZeroBubble")
+    spawn(by_every_schedule, str(tmp_path), 2, {"mode": "all"}, names, False)
+    back = []
+    for found in read(tmp_path):
+        for each in found.values():
+            assert each["equal"]
+            assert (each["held"], each["grown"], each["out of turn"]) == (0, 0, 0)
+            back.append(each["back"])
+    assert max(back) > 1.1
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------

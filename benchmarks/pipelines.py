@@ -1,9 +1,11 @@
-"""One rank of a pipeline on one device: plain, and with saved tensors moved by an attached schedule.
+"""A pipeline of two ranks: plain, and with saved tensors moved by an attached schedule.
 
-    python -m benchmarks.pipelines [--schedules Interleaved1F1B ...] [--rank 0] [--out FILE] [--commit HASH]
+    torchrun --nproc-per-node 2 -m benchmarks.pipelines [--schedules Interleaved1F1B ...] [--layers 2] [--out FILE]
+        [--commit HASH]
+    python -m benchmarks.pipelines [--rank 0] ...
 
-A fake process group stands for the other rank: nothing is sent, and receive buffers hold random numbers. Two ranks, 8
-microbatches of 4096 tokens, two layers of a Llama 8B in each stage.
+8 microbatches of 4096 tokens, in each stage a few layers of a Llama 8B. Without torchrun one rank runs alone: a fake
+process group stands for the other, nothing is sent, and receive buffers hold random numbers.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import ebbtide
 from benchmarks.facts import facts
 from ebbtide._utils.sizes import GIB
 
-RANKS, MICROBATCHES, LAYERS, STEPS = 2, 8, 2, 6
+RANKS, MICROBATCHES, STEPS = 2, 8, 6
 TOKENS, HIDDEN, HEADS, KV_HEADS, FFN = 4096, 4096, 32, 8, 14336
 
 _CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
@@ -35,7 +37,8 @@ MODES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "attention's core and qkv": {"include": _CORE_AND_QKV},
     "everything": {"mode": "all"},
-    "everything, prefetch 2 GiB": {"mode": "all", "prefetch": "2GiB"},
+    "everything, 2 GiB either way": {"mode": "all", "window": "2GiB", "prefetch": "2GiB"},
+    "everything, 4 GiB either way": {"mode": "all", "window": "4GiB", "prefetch": "4GiB"},
     "plain again": None,
 }
 
@@ -65,9 +68,9 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -78,7 +81,7 @@ class Stage(nn.Module):
 class Rank:
     """The stages of a rank, and their schedule."""
 
-    def __init__(self, name: str, rank: int, device: torch.device) -> None:
+    def __init__(self, name: str, rank: int, layers: int, device: torch.device) -> None:
         from torch.distributed import pipelining
 
         cls: Any = getattr(pipelining, f"Schedule{name}")
@@ -88,7 +91,7 @@ class Rank:
         self.total = RANKS * len(self.numbers)
         torch.manual_seed(0)
         with torch.device(device):
-            self.modules = [Stage().bfloat16() for _ in self.numbers]
+            self.modules = [Stage(layers).bfloat16() for _ in self.numbers]
             like = torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
             self.x, self.target = torch.randn(2, MICROBATCHES, TOKENS, HIDDEN, dtype=torch.bfloat16)
         self.stages: list[Any] = []
@@ -120,10 +123,11 @@ class Rank:
         return sum(int(each.sum(dtype=torch.int64)) for each in bits)
 
 
-def measure(name: str, rank: int, device: torch.device) -> dict[str, Any]:
-    own = Rank(name, rank, device)
+def measure(name: str, rank: int, layers: int, device: torch.device) -> dict[str, Any]:
+    own = Rank(name, rank, layers, device)
     own.step()
-    own.fill_buffers()
+    if _is_alone():
+        own.fill_buffers()
     found: dict[str, Any] = {}
     for mode, settings in MODES.items():
         with contextlib.ExitStack() as undo:
@@ -134,6 +138,7 @@ def measure(name: str, rank: int, device: torch.device) -> dict[str, Any]:
                 own.step()
             found[mode] = _timed(own, handles)
         gc.collect()
+        ebbtide.release_memory()
     found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
     return found
 
@@ -142,6 +147,8 @@ def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
     before, times_ms, peaks = [handle.stats() for handle in handles], [], []
     base = torch.cuda.memory_allocated()
     for _ in range(STEPS):
+        if not _is_alone():
+            dist.barrier()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         began_s = time.perf_counter()
@@ -159,12 +166,20 @@ def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def _alone(rank: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _is_alone() -> bool:
+    return "WORLD_SIZE" not in os.environ
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    receive, dist.recv = dist.recv, lambda t, **_: t.fill_(1)  # every stage knows its shapes
+
+@contextlib.contextmanager
+def _group(rank: int, device: torch.device) -> Iterator[None]:
+    receive = dist.recv
+    if _is_alone():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        dist.recv = lambda t, **_: t.fill_(1)  # every stage knows its shapes
+    else:
+        dist.init_process_group("nccl", device_id=device)
     yield
     dist.recv = receive
     dist.destroy_process_group()
@@ -172,20 +187,33 @@ def _alone(rank: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", nargs="*", default=["Interleaved1F1B", "ZBVZeroBubble", "1F1B"])
-    parser.add_argument("--rank", type=int, default=0, choices=range(RANKS))
+    parser.add_argument("--schedules", nargs="*", default=["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "1F1B"])
+    parser.add_argument("--rank", type=int, default=0, choices=range(RANKS), help="of a rank that runs alone")
+    parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipelines.json")
     parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    result: dict[str, Any] = facts("python -m benchmarks.pipelines", torch.cuda.get_device_name(), options.commit)
-    with _alone(options.rank):
+    rank = options.rank if _is_alone() else int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    command = f"python -m benchmarks.pipelines --layers {options.layers}"
+    result: dict[str, Any] = facts(command, torch.cuda.get_device_name(), options.commit)
+    result["kind"] = "a rank alone" if _is_alone() else f"{RANKS} ranks on {RANKS} devices"
+    with _group(rank, device):
         for name in options.schedules:
-            result[f"{name}, rank {options.rank}"] = measure(name, options.rank, torch.device("cuda", 0))
-            print(name, json.dumps(result[f"{name}, rank {options.rank}"], indent=1), flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+            own = {f"{name}, rank {rank}": measure(name, rank, options.layers, device)}
+            found: list[Any] = [own]
+            if not _is_alone():
+                found = [None] * RANKS
+                dist.all_gather_object(found, own)
+            for each in found:
+                result.update(each)
+            if rank == 0 or _is_alone():
+                print(json.dumps(found, indent=1), flush=True)
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -604,6 +604,21 @@ def test_graphs_in_flight_are_counted(most, count):
             loss.backward()
     assert handle._planning.controller.phase is Phase.PLANNED
     assert handle.profile.graphs == most
+    turns = [number for at in range(count - most) for number in (at, at + most)]
+    assert handle.profile.passes == (*range(most), *turns, *range(count - most, count))
+
+
+def test_dropped_graphs_and_later_steps_are_no_part_of_an_order():
+    model = make(2)
+    handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    for _ in range(5):
+        losses = [model(batch(k, 16)) for k in range(3)]
+        losses.pop(1)
+        for _ in range(2):
+            losses.pop().backward()
+        for k in range(7):
+            model(batch(k, 16)).backward()
+    assert handle.profile.passes == (0, 1, 1, 0)
 
 
 def test_an_empty_batch_makes_no_profile():

@@ -76,12 +76,25 @@ def hosts(draw, count):
     )
 
 
+def in_order(passes):
+    """The same passes, with graphs numbered in the order of forward."""
+    numbers = {}
+    return tuple(numbers.setdefault(each, len(numbers)) for each in passes)
+
+
+def most_at_once(passes):
+    alive = [2 * len(set(passes[:end])) - end for end in range(1, len(passes) + 1)]
+    return max(alive)
+
+
 @st.composite
 def profiles(draw, most_regions=3, shared_names=False):
     count = draw(st.integers(1, most_regions))
     names = [f"layers.{draw(st.integers(0, k)) if shared_names else k}" for k in range(count)]
     rate = draw(st.sampled_from([1e9, 5e9, 2e10]))
     back = draw(st.sampled_from([1e9, 5e9, 2e10]))
+    graphs = draw(st.sampled_from([1, 1, 2, 3]))
+    passes = draw(st.one_of(st.just(()), st.permutations([*range(4), *range(4)]).map(in_order))) if graphs > 1 else ()
     step = Profile(
         made_for={"model": "generated"},
         regions=tuple(draw(regions(name)) for name in names),
@@ -101,6 +114,7 @@ def profiles(draw, most_regions=3, shared_names=False):
         base={"parameters": 10 * MB},
         host_limit_bytes=None,
         tokens=1000,
-        graphs=draw(st.sampled_from([1, 1, 2, 3])),
+        graphs=most_at_once(passes) if passes else graphs,
+        passes=passes,
     )
     return with_host(step, draw(st.one_of(st.none(), hosts(count))))

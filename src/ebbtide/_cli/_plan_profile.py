@@ -141,7 +141,7 @@ class WhatIf:
             profile = profile.with_reserved(nbytes)
         if self.graphs is not None:
             notes.append(f"What if {self.graphs} forwards were under way at once, not {profile.graphs}.")
-            profile = replace(profile, graphs=self.graphs)
+            profile = replace(profile, graphs=self.graphs, passes=())
         if profile.tokens == 0 and (self.tokens is not None or self.scale is not None):
             raise ConfigError("--tokens, --scale: the profile does not say how large its batches were, leave both out")
         tokens = profile.tokens if self.tokens is None else self.tokens

@@ -35,7 +35,7 @@ from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._profiling.link_probe import probe_link
 from ebbtide._profiling.profile import Link, Profile
 from ebbtide._profiling.recorder import ProfilingRecorder
-from ebbtide._profiling.step_events import InFlightStep, StepMonitor
+from ebbtide._profiling.step_events import GraphOrder, InFlightStep, StepMonitor
 from ebbtide._types import OpClasses, StepRecorder
 from ebbtide._utils import env
 from ebbtide._utils.logs import logger_of
@@ -159,7 +159,7 @@ class PlanController:
         self._probe_recipes = probe_recipes
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
-        self._unrecorded: list[InFlightStep[StepMonitor]] = []
+        self._order = GraphOrder()
         self._waited = 0
         self._has_warned_of_capture = False
         self._tokens = 0
@@ -356,7 +356,8 @@ class PlanController:
             cpu_region_s=self._cpu_region_s, kept=self._handle.never_recomputed(),
             limit_bytes=self._goal_bytes() if engine.device.tracks_peak else None,
         )  # fmt: skip
-        recorder.graphs = 1 + self._pending_graphs()
+        self._order.forward_begins(recorder)
+        recorder.graphs = self._order.in_flight
         self._recorded = InFlightStep(recorder)
         self._waited = 0
         recorder.began()
@@ -369,11 +370,8 @@ class PlanController:
     def _monitor_only(self, engine: Engine) -> StepMonitor:
         """Monitor of a forward that is not recorded: the graph counts among the graphs in flight."""
         monitor = StepMonitor(engine.device, reads_peak=False)
-        self._unrecorded = [*(step for step in self._unrecorded if step.pending is not None), InFlightStep(monitor)]
+        self._order.forward_begins(monitor)
         return monitor
-
-    def _pending_graphs(self) -> int:
-        return sum(step.pending is not None for step in self._unrecorded)
 
     def _agree_on_profile(self, ranks: Ranks, engine: Engine) -> None:
         """In one step all ranks say whether they have a profile, whatever happened before: no rank may be late.
@@ -392,7 +390,7 @@ class PlanController:
     def _wait_for_backward(self, pending: ProfilingRecorder, engine: Engine) -> StepMonitor:
         """The recorded graph has not run backward: several forwards make one loss, or a pipeline."""
         monitor = self._monitor_only(engine)
-        pending.graphs = max(pending.graphs, 1 + self._pending_graphs())
+        pending.graphs = max(pending.graphs, self._order.in_flight)
         self._waited += 1
         if self._waited >= _FORWARDS_TO_WAIT:
             self._recorded = None
@@ -474,6 +472,7 @@ class PlanController:
             recipe_costs=costs,
             derivations=probe_derivations(engine.device, derivable(details), room_bytes),
             graphs=max(times.graphs, details.graphs),
+            passes=self._order.passes,
             overwritten=self._overwritten,
         )
         profile = profile_of(times, details, self._names, inputs)

@@ -10,7 +10,7 @@ from ebbtide._plans import Prediction
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import GIB, MIB, format_bytes
 
-_FULL = 0.8  # of forward: a busier link counts as full
+_FULL = 0.8  # of the time in which parcels may leave: a busier link counts as full
 
 
 def explanations(profile: Profile, options: Sequence[Option], outcome: Outcome, has_budget: bool) -> list[str]:
@@ -20,7 +20,8 @@ def explanations(profile: Profile, options: Sequence[Option], outcome: Outcome, 
         return [f"{format_bytes(option.kept_bytes)} stay: {cause}" for option in options]
     tail = outcome.tail_bytes(options)
     busy_s = outcome.moved_bytes / profile.link.out
-    is_full = busy_s >= _FULL * outcome.forward_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
+    carrying_s = outcome.forward_s if profile.graphs == 1 else outcome.step_s
+    is_full = busy_s >= _FULL * carrying_s or outcome.stall_forward_s > 0 or outcome.stall_backward_s > 0
     room = "the budget has room" if has_budget else "further moves would make the step slower"
     cause = "the link is full with parcels of other regions" if is_full else room
     last_freeing = max(number for number, option in enumerate(options) if not option.recipe.keeps_all)

@@ -36,12 +36,17 @@ _Row = NDArray[np.float64]
 class Relaxation:
     """The program of one profile, for any budget. In GiB and milliseconds.
 
+    Args:
+        shares: of other graphs' backward the share in which parcels leave too, and of their forward the share in which
+            parcels come back.
+
     Columns: the tail in GiB; stalls and waits for the host in milliseconds; whether any unit recomputes; and per group
     and recipe the number of units.
     """
 
-    def __init__(self, grouping: Grouping) -> None:
+    def __init__(self, grouping: Grouping, shares: tuple[float, float] = (0.0, 0.0)) -> None:
         self._grouping = grouping
+        self._shares = shares
         self._columns = [
             (group, choice) for group in grouping.groups for choice in range(len(grouping.units[group[0]].recipes))
         ]
@@ -97,9 +102,11 @@ class Relaxation:
         recompute = self._mean(lambda unit, choice: sum(option.recompute_s for option in unit.costs[choice])) * _MS
         # Moved bytes without the tail pass the link while compute runs or stalls.
         out, back = (rate / GIB / _MS for rate in (link.out, link.back))
-        self._rows.append((self._row({_TAIL: -1.0, _FORWARD_STALL: -out}, moved), out * forward_s * _MS))
-        counts = moved - back * recompute
-        self._rows.append((self._row({_TAIL: -1.0, _BACKWARD_STALL: -back}, counts), back * backward_s * _MS))
+        backwards, forwards = self._shares
+        counts, while_out_s = moved - out * backwards * recompute, forward_s + backwards * backward_s
+        self._rows.append((self._row({_TAIL: -1.0, _FORWARD_STALL: -out}, counts), out * while_out_s * _MS))
+        counts, while_back_s = moved - back * recompute, backward_s + forwards * forward_s
+        self._rows.append((self._row({_TAIL: -1.0, _BACKWARD_STALL: -back}, counts), back * while_back_s * _MS))
         stalls = {_FORWARD_STALL: 1.0, _BACKWARD_STALL: 1.0, _FORWARD_WAIT: 1.0, _BACKWARD_WAIT: 1.0}
         if host is not None:
             self._add_launches(host, outside.before_s + forward_s, outside.backward_before_s + backward_s, recompute)

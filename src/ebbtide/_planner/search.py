@@ -16,7 +16,7 @@ from math import prod
 from ebbtide._planner.groups import Choices, Grouping, Unit
 from ebbtide._planner.options import Option
 from ebbtide._planner.relaxation import Counts, Relaxation
-from ebbtide._planner.simulate import fixed_bytes, least_budget
+from ebbtide._planner.simulate import fixed_bytes, least_budget, shares_between
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._profiling.profile import Profile
 
@@ -50,7 +50,7 @@ def assignment_of(profile: Profile, options: Sequence[Option]) -> Assignment:
 
 def assignments_of(grouping: Grouping) -> list[Assignment]:
     """All assignments if few; otherwise those of the relaxation, those with one recipe everywhere, and the leanest."""
-    is_few = prod(len(unit.recipes) for unit in grouping.units) <= THRESHOLDS.few
+    is_few = prod(len(unit.recipes) for unit in grouping.units) * len(grouping.profile.order) // 2 <= THRESHOLDS.few
     found = product(*(range(len(unit.recipes)) for unit in grouping.units)) if is_few else _likely_choices(grouping)
     return [assignment_of(grouping.profile, grouping.options(choices)) for choices in dict.fromkeys(found)]
 
@@ -59,12 +59,15 @@ def _likely_choices(grouping: Grouping) -> Iterator[Choices]:
     yield leanest(grouping)
     for index in range(max(len(unit.recipes) for unit in grouping.units)):
         yield tuple(min(index, len(unit.recipes) - 1) for unit in grouping.units)
-    relaxation = Relaxation(grouping)
-    low, high = relaxation.smallest_budget, least_budget(grouping.profile, grouping.options((0,) * len(grouping.units)))
-    for step in range(THRESHOLDS.budgets + 1):
-        counts = relaxation.solve(low + int((high - low) * (step / THRESHOLDS.budgets) ** 1.5))  # denser near `low`
-        if counts is not None:
-            yield from placed(grouping, counts)
+    high = least_budget(grouping.profile, grouping.options((0,) * len(grouping.units)))
+    # Between graphs in flight the link has more time than within one, and less than in all passes together.
+    for shares in dict.fromkeys([(0.0, 0.0), shares_between(grouping.profile.order)]):
+        relaxation = Relaxation(grouping, shares)
+        low = relaxation.smallest_budget
+        for step in range(THRESHOLDS.budgets + 1):
+            counts = relaxation.solve(low + int((high - low) * (step / THRESHOLDS.budgets) ** 1.5))  # denser near `low`
+            if counts is not None:
+                yield from placed(grouping, counts)
 
 
 # -- the smallest budget ---------------------------------------------------------------------------------------------

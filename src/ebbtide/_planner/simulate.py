@@ -19,12 +19,14 @@ Note [What is simulated]
 7. A step is abandoned as soon as elapsed time and remaining time exceed the limit together. Remaining time counts
    compute, and the interference of copies still to come. While compute waits for a copy it loses nothing to
    interference, but waits as long as the copy takes.
-8. Of several graphs in flight one is simulated. Each of the others keeps as much, on the device and in the store.
-   Parcels on the way out count once: the lane is one, and so is its window.
+8. With several graphs in flight the passes of a whole step run one after the other, in the order of the measured step.
+   The lanes go on between them. All graphs keep and move the same. The time of the step is that of one graph in the
+   mean.
 """
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +34,7 @@ from typing import NamedTuple
 
 from ebbtide._planner.options import Option, launch_overhead_s, option_for
 from ebbtide._plans import Recipe
-from ebbtide._profiling.profile import Host, Link, Profile, RegionProfile
+from ebbtide._profiling.profile import Host, Profile
 
 LAST_DIGITS_S = 1e-9
 """More than the rounding error of a sum of times in another order."""
@@ -96,6 +98,8 @@ def windows_within(profile: Profile, choice: Sequence[Option], budget_bytes: int
     room = _Room.within(profile, choice, budget_bytes)
     if room.least < 0:
         return None
+    if profile.graphs > 1:
+        return _shared_out(profile, choice, room.least)
     # A recompute batch is fetched as a whole, as soon as its first parcel has room.
     more = accumulate((_bytes_after_first(option) for option in choice), max, initial=0)
     carried = [room.backward[0], *room.entering] if room.backward else []
@@ -104,14 +108,27 @@ def windows_within(profile: Profile, choice: Sequence[Option], budget_bytes: int
     return Windows(_same_by_name(profile, forward), tuple(room.at_points), _same_by_name(profile, prefetch))
 
 
-def fixed_bytes(profile: Profile, kept_bytes: int) -> int:
-    """Allocated throughout the step if the regions of a graph keep `kept_bytes`.
+def _shared_out(profile: Profile, choice: Sequence[Option], room: int) -> Windows:
+    """Equal windows. At any time parcels of one graph wait to leave, and parcels of another are back early.
 
-    The sum of memory from before the step, tensors saved before the regions, and tensors of other graphs in flight.
+    Forward makes in a short time what the lane carries until the next forward, and backward needs in a longer time what
+    comes since the last: each way has room for what the lane has left to carry when the pass ends.
+    """
+    forward_s = sum(region.forward_s for region in profile.regions)
+    share = 1.0 - forward_s / max(LAST_DIGITS_S, _compute_s(profile, choice))
+    out_bytes = int(room * share)
+    return equal_windows(profile, out_bytes, max(0, room - out_bytes - max(map(_bytes_after_first, choice), default=0)))
+
+
+def fixed_bytes(profile: Profile, kept_bytes: int, others: int | None = None) -> int:
+    """Allocated throughout a step if the regions of a graph keep `kept_bytes`.
+
+    The sum of memory from before the step, tensors saved before the regions, and tensors of the `others` graphs in
+    flight; None: the most.
     """
     outside = profile.outside
-    others = (profile.graphs - 1) * (outside.kept_bytes + outside.held_bytes + kept_bytes)
-    return profile.base_bytes + outside.kept_bytes + others
+    each = outside.kept_bytes + outside.held_bytes + kept_bytes
+    return profile.base_bytes + outside.kept_bytes + (profile.graphs - 1 if others is None else others) * each
 
 
 def least_budget(profile: Profile, choice: Sequence[Option]) -> int:
@@ -143,14 +160,16 @@ class _Room:
         fixed = budget_bytes - fixed_bytes(profile, sum(option.kept_bytes for option in choice))
         kept = list(accumulate(option.kept_bytes for option in choice))
         rows = zip(kept, _grads_after(profile), choice, strict=True)
-        backward = [fixed - k - grads - option.backward_work_bytes for k, grads, option in rows]
+        last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0
+        can_leave = any(point.tensor_index >= 0 for point in profile.outside.post_region_points)
+        beside = last if profile.graphs > 1 and not can_leave else 0  # of another graph: waits for the next forward
+        backward = [fixed - k - grads - option.backward_work_bytes - beside for k, grads, option in rows]
         entering = _most_entering(backward, choice)
         all_kept = kept[-1] if kept else 0
         points = [(p.tensor_index, fixed - all_kept - p.peak_bytes) for p in profile.outside.post_region_points]
         at_points = [room for index, room in points if index >= 0]
         at_the_end = [room for index, room in points if index < 0] + ([] if at_points else entering[-1:])
         at_points[-1:] = [min([room, *entering[-1:]]) for room in at_points[-1:]]
-        last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0
         return cls(
             forward=[fixed - k - option.forward_work_bytes for k, option in zip(kept, choice, strict=True)],
             at_points=at_points,
@@ -204,55 +223,12 @@ def simulate(profile: Profile, choice: Sequence[Option], windows: Windows) -> Ou
 
 def simulate_below(profile: Profile, choice: Sequence[Option], windows: Windows, most_s: float) -> Outcome | None:
     """As `simulate`; None as soon as the step is known to take more than `most_s` seconds."""
-    launches = _Launches(profile.host)
-    sent_bytes = sum(option.moved_bytes for option in choice)
-    forward = _Forward(profile, choice, windows, launches)
-    least_bytes = sent_bytes - _most_that_stays(choice, windows)
-    if not forward.run(least_bytes, most_s - _least_backward_s(profile, choice, least_bytes)):
-        return None
-    moved_bytes = sent_bytes - forward.waiting_bytes
-    backward = _Backward(profile, choice, windows, launches, forward)
-    if not backward.run(moved_bytes, most_s):
-        return None
-    backward.now = launches.ended(backward.now)
-    curve = (*forward.curve, *backward.curve)
-    return Outcome(
-        step_s=backward.now,
-        forward_s=forward.now,
-        stall_forward_s=forward.stalled_s,
-        stall_backward_s=backward.stalled_s,
-        host_wait_s=launches.waited_s,
-        peak_bytes=max(moment.nbytes for moment in curve),
-        moved_bytes=moved_bytes,
-        host_bytes=moved_bytes + (profile.graphs - 1) * sent_bytes,  # parcels of other graphs have left by then
-        curve=curve,
-    )
+    return _Simulation(profile, choice, windows, most_s).run()
 
 
-def _most_that_stays(choice: Sequence[Option], windows: Windows) -> int:
-    """Bytes of parcels that may still be on the device after the last region."""
-    if windows.post_region:
-        return max(0, windows.post_region[-1])
-    last = choice[-1].moved[-1].nbytes if choice and choice[-1].moved else 0  # the newest parcel stays in its region
-    return max(0, *windows.forward[-1:]) + last if windows.forward else 0
-
-
-def _least_backward_s(profile: Profile, choice: Sequence[Option], back_bytes: int) -> float:
-    """A lower bound with `back_bytes` coming back; stalls come on top."""
-    outside, link = profile.outside, profile.link
-    compute_s = outside.backward_before_s + outside.backward_after_s + sum(map(_backward_s, profile.regions, choice))
-    return compute_s + link.interference * max(0, back_bytes) / link.back
-
-
-class _Interference:
-    """Seconds that compute loses to a concurrent copy, until either is done."""
-
-    def __init__(self, link: Link) -> None:
-        self._share = link.interference
-        self._stretch = 1.0 / (1.0 - link.interference)
-
-    def __call__(self, seconds: float, busy_s: float) -> float:
-        return self._share * min(busy_s, seconds * self._stretch)
+def _compute_s(profile: Profile, choice: Sequence[Option]) -> float:
+    """Of one graph, without any wait."""
+    return profile.plain_s + sum(option.recompute_s for option in choice)
 
 
 class _Launches:
@@ -298,41 +274,105 @@ class _Launches:
         return self._launched_s
 
 
-class _Forward:
-    """Parcels are numbered in the order of sending, and leave in the same order: all before `oldest` have left."""
+class _Graph:
+    """The parcels of one forward, numbered in the order of sending."""
 
-    def __init__(self, profile: Profile, choice: Sequence[Option], windows: Windows, launches: _Launches) -> None:
+    def __init__(self, count: int) -> None:
+        self.has_left = [False] * count
+        self.arrived_s = [-1.0] * count  # negative: not fetched
+        self.is_ahead = [False] * count  # counted among the bytes that are on the device before backward needs them
+        self.has_run = False
+
+
+class _Simulation:
+    """Compute, and the two lanes."""
+
+    def __init__(self, profile: Profile, choice: Sequence[Option], windows: Windows, most_s: float) -> None:
         self._profile = profile
         self._choice = choice
         self._windows = windows
-        self._launches = launches
-        self._interference = _Interference(profile.link)
-        self._lane_free_s = 0.0
-        self.sizes: list[int] = []
-        self._landed_s: list[float] = []
-        self.oldest = 0
-        self.waiting_bytes = 0  # on the device, on the way out
+        self._link = profile.link
+        self._launches = _Launches(profile.host)
+        self._passes = profile.order
+        self._sizes = [moved.nbytes for option in choice for moved in option.moved]
+        self._count = len(self._passes) // 2
+        self._graphs = [_Graph(len(self._sizes)) for _ in range(self._count)]
+        self._most_s = most_s * self._count + LAST_DIGITS_S
+        self._left_s = self._count * _compute_s(profile, choice)  # without any wait
+        self._stretch = 1.0 / (1.0 - profile.link.interference)
+        self._kept_bytes = sum(option.kept_bytes for option in choice)
+        self._numbers = _numbers_in_order_of_need(choice)
+        seen: set[int] = set()
+        order = [each for each in self._passes if each in seen or seen.add(each)]
+        self._ahead = [
+            (graph, parcel, region)
+            for graph in order
+            for region in range(len(choice) - 1, -1, -1)
+            for parcel in self._numbers[region]
+        ]
+        self._next = 0  # in `_ahead`: the first parcel not yet considered
+        self._alive = 0
+        # Parcels that have not left, oldest first: when they have landed, graph and number.
+        self._queue: deque[tuple[float, _Graph, int]] = deque()
+        self._waiting_bytes = 0  # of the parcels in the queue
+        self._ahead_bytes = 0  # on the device before backward needs them, beside the queue
+        self._out_free_s = self._back_free_s = 0.0
+        self._stalled_out_s = self._stalled_back_s = self._forward_s = 0.0
+        self._stored_bytes = self._most_stored_bytes = self._moved_bytes = 0
+        self._curve: list[Moment] = []
         self.now = 0.0
-        self.stalled_s = 0.0
-        self.curve: list[Moment] = []
 
-    def run(self, least_bytes: int, most_s: float) -> bool:
-        """False if forward would end later than `most_s`, given that at least `least_bytes` have to leave."""
-        outside, link = self._profile.outside, self._profile.link
-        fixed = fixed_bytes(self._profile, sum(option.kept_bytes for option in self._choice))
-        left_s = outside.after_s + sum(region.forward_s for region in self._profile.regions)
-        out_s = least_bytes / link.out
+    def run(self) -> Outcome | None:
+        """None if the step takes longer than allowed."""
+        for number in self._passes:
+            graph = self._graphs[number]
+            if not (self._run_backward(graph) if graph.has_run else self._run_forward(graph)):
+                return None
+        self.now = self._launches.ended(self.now)
+        count = self._count
+        moved_bytes = self._moved_bytes // count
+        return Outcome(
+            step_s=self.now / count,
+            forward_s=self._forward_s / count,
+            stall_forward_s=self._stalled_out_s / count,
+            stall_backward_s=self._stalled_back_s / count,
+            host_wait_s=self._launches.waited_s / count,
+            peak_bytes=max(moment.nbytes for moment in self._curve),
+            moved_bytes=moved_bytes,
+            host_bytes=moved_bytes if count == 1 else self._most_stored_bytes,
+            curve=tuple(self._curve),
+        )
+
+    def _fixed_bytes(self) -> int:
+        """Allocated throughout the present pass."""
+        return fixed_bytes(self._profile, self._kept_bytes, self._alive - 1)
+
+    def _is_late(self) -> bool:
+        return self.now + self._left_s > self._most_s
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _run_forward(self, graph: _Graph) -> bool:
+        """False if the step would end too late."""
+        outside = self._profile.outside
+        began_s = self.now
+        self._alive += 1
+        fixed = self._fixed_bytes()
         self._pass(outside.before_s)
         self.now = self._launches.before(self.now)
+        sent = 0
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
-            if self.now + left_s + link.interference * max(0.0, out_s - self.now) > most_s + LAST_DIGITS_S:
+            if self._is_late():
                 return False
-            left_s -= region.forward_s
             fixed += option.kept_bytes
-            most = self._run_region(self._windows.forward[number], region.forward_s, option)
+            most = self._run_region_forward(graph, sent, self._windows.forward[number], region.forward_s, option)
+            sent += len(option.moved)
             self.now = self._launches.forward(self.now, number, option)
-            self.curve.append(Moment(self.now, fixed + most + option.forward_work_bytes, f"{region.name} forward"))
+            nbytes = fixed + most + self._ahead_bytes + option.forward_work_bytes
+            self._curve.append(Moment(self.now, nbytes, f"{region.name} forward"))
         self._run_post_region(fixed)
+        graph.has_run = True
+        self._forward_s += self.now - began_s
         return True
 
     def _run_post_region(self, fixed: int) -> None:
@@ -344,159 +384,167 @@ class _Forward:
             self._pass(at_s - passed_s)
             passed_s = max(passed_s, at_s)
             if point.tensor_index >= 0:
-                self._release(next(windows), len(self.sizes))
-            nbytes = fixed + self.waiting_bytes + point.peak_bytes
-            self.curve.append(Moment(self.now, nbytes, "after the last region"))
+                self._release(next(windows), spared=0)
+            nbytes = fixed + self._waiting_bytes + self._ahead_bytes + point.peak_bytes
+            self._curve.append(Moment(self.now, nbytes, "after the last region"))
         self._pass(outside.after_s - passed_s)
 
-    def _run_region(self, window: int, forward_s: float, option: Option) -> int:
-        """Returns the most that waits on the way out meanwhile."""
-        self._release(window, len(self.sizes))
-        most = self.waiting_bytes
+    def _run_region_forward(self, graph: _Graph, sent: int, window: int, forward_s: float, option: Option) -> int:
+        """Returns the most that waits on the way out meanwhile. `sent`: number of the region's first parcel."""
+        self._release(window, spared=0)
+        most = self._waiting_bytes
         passed_s = 0.0
-        for moved in option.moved:
+        for number, moved in enumerate(option.moved, sent):
             self._pass(moved.at_s - passed_s)
             passed_s = moved.at_s
-            self._send(moved.nbytes)
-            if self.waiting_bytes > window:
-                self._release(window, len(self.sizes) - 1)  # the newest parcel is in use by its region
-            most = max(most, min(self.waiting_bytes, window))
+            self._send(graph, number)
+            if self._waiting_bytes > window:
+                self._release(window, spared=1)  # the newest parcel is in use by its region
+            most = max(most, min(self._waiting_bytes, window))
         self._pass(forward_s - passed_s)
         return most
 
-    def _pass(self, seconds: float) -> None:
-        """Compute runs, a little slower during a copy."""
-        if seconds > 0.0:
-            busy_s = self._lane_free_s - self.now
-            self.now += seconds if busy_s <= 0.0 else seconds + self._interference(seconds, busy_s)
+    def _send(self, graph: _Graph, number: int) -> None:
+        nbytes = self._sizes[number]
+        self._out_free_s = max(self._out_free_s, self.now) + self._link.latency_s + nbytes / self._link.out
+        self._queue.append((self._out_free_s, graph, number))
+        self._waiting_bytes += nbytes
+        self._store(nbytes)
 
-    def _send(self, nbytes: int) -> None:
-        link = self._profile.link
-        self._lane_free_s = max(self._lane_free_s, self.now) + link.latency_s + nbytes / link.out
-        self.sizes.append(nbytes)
-        self._landed_s.append(self._lane_free_s)
-        self.waiting_bytes += nbytes
+    def _store(self, nbytes: int) -> None:
+        self._stored_bytes += nbytes
+        self._most_stored_bytes = max(self._stored_bytes, self._most_stored_bytes)
 
-    def _release(self, window: int, end: int) -> None:
-        """The oldest parcels before number `end` leave while more than `window` waits."""
-        while self.waiting_bytes > window and self.oldest < end:
-            landed_s = self._landed_s[self.oldest]
-            self.waiting_bytes -= self.sizes[self.oldest]
-            self.oldest += 1
+    def _release(self, window: int, spared: int) -> None:
+        """The oldest parcels leave while more than `window` waits, but not the newest `spared`."""
+        while self._waiting_bytes > window and len(self._queue) > spared:
+            landed_s, graph, number = self._queue.popleft()
+            self._waiting_bytes -= self._sizes[number]
+            graph.has_left[number] = True
+            self._moved_bytes += self._sizes[number]
             if landed_s > self.now:
-                self.stalled_s += landed_s - self.now
+                self._stalled_out_s += landed_s - self.now
                 self.now = landed_s
 
+    # -- backward ------------------------------------------------------------------------------------------------------
 
-class _Backward:
-    """Parcels have the numbers of forward."""
-
-    def __init__(
-        self, profile: Profile, choice: Sequence[Option], windows: Windows, launches: _Launches, forward: _Forward
-    ) -> None:
-        self._profile = profile
-        self._choice = choice
-        self._windows = windows
-        self._launches = launches
-        self._interference = _Interference(profile.link)
-        self._sizes = forward.sizes
-        self._stayed = forward.oldest  # parcels from this number on have never left
-        self._arrived_s: list[float] = [-1.0] * len(forward.sizes)  # negative: not fetched yet
-        self._numbers = _numbers_in_order_of_need(choice)
-        self._ahead = [
-            (parcel, region) for region in range(len(choice) - 1, -1, -1) for parcel in self._numbers[region]
-        ]
-        self._next = 0  # in `_ahead`: the first parcel not yet considered
-        self._waiting_bytes = forward.waiting_bytes  # on the device before backward asks for it
-        self._lane_free_s = forward.now
-        self.now = forward.now
-        self.stalled_s = 0.0
-        self.curve: list[Moment] = []
-
-    def run(self, moved_bytes: int, most_s: float) -> bool:
-        """False if backward would end later than `most_s`, given that `moved_bytes` have to come back."""
-        outside, link = self._profile.outside, self._profile.link
-        back_at_s = self.now + moved_bytes / link.back  # not earlier
-        left_s = outside.backward_after_s + sum(map(_backward_s, self._profile.regions, self._choice))
+    def _run_backward(self, graph: _Graph) -> bool:
+        """False if the step would end too late."""
+        outside = self._profile.outside
+        self._keep_the_rest(graph)
         self._pass(outside.backward_before_s)
         self.now = self._launches.after_regions(self.now)
-        kept_bytes = sum(option.kept_bytes for option in self._choice)
-        fixed = fixed_bytes(self._profile, kept_bytes) + kept_bytes
+        fixed = self._fixed_bytes() + self._kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
-            if self.now + left_s + link.interference * max(0.0, back_at_s - self.now) > most_s + LAST_DIGITS_S:
+            if self._is_late():
                 return False
-            left_s -= _backward_s(region, option)
             fixed += region.grad_bytes
-            most = self._run_region(number, region.backward_s, option)
+            most = self._waiting_bytes + self._run_region_backward(graph, number, region.backward_s, option)
             self.now = self._launches.backward(self.now, number, option)
-            self.curve.append(Moment(self.now, fixed + most + option.backward_work_bytes, f"{region.name} backward"))
+            nbytes = fixed + most + option.backward_work_bytes
+            self._curve.append(Moment(self.now, nbytes, f"{region.name} backward"))
             fixed -= option.kept_bytes
         self._pass(outside.backward_after_s)
+        self._alive -= 1
         return True
 
-    def _run_region(self, number: int, backward_s: float, option: Option) -> int:
+    def _keep_the_rest(self, graph: _Graph) -> None:
+        """What has not left when backward begins is used from the device. In a steady state it was not sent."""
+        own = [number for _, each, number in self._queue if each is graph]
+        if own:
+            self._queue = deque(each for each in self._queue if each[1] is not graph)
+            for number in own:
+                self._stay(graph, number)
+            self._out_free_s = self._queue[-1][0] if self._queue else self.now
+
+    def _stay(self, graph: _Graph, number: int) -> None:
+        nbytes = self._sizes[number]
+        graph.is_ahead[number] = True
+        self._waiting_bytes -= nbytes
+        self._ahead_bytes += nbytes
+        self._stored_bytes -= nbytes
+
+    def _run_region_backward(self, graph: _Graph, number: int, backward_s: float, option: Option) -> int:
         """Returns the most that is back early or has not left meanwhile, the region's needed parcels not counted."""
         parcels = self._numbers[number]
         prefetch = self._windows.prefetch[number]
         together = option.is_recompute_batch
         if together:  # otherwise the engine does not see the begin of the region's backward
-            self._fetch_all(parcels)
+            for parcel in parcels:
+                self._fetch_if_away(graph, parcel)
             self._look_ahead(prefetch)
-        most = 0 if together else self._waiting_bytes
+        most = 0 if together else self._ahead_bytes
         passed_s = 0.0
         for parcel, moved in zip(parcels, option.moved if together else reversed(option.moved), strict=True):
             if moved.needed_s > passed_s:
                 self._pass(moved.needed_s - passed_s)
                 passed_s = moved.needed_s
-            self._need(parcel)
+            self._need(graph, parcel)
             self._look_ahead(prefetch if together else prefetch - moved.nbytes)
             if not together:
-                most = max(most, self._waiting_bytes)
+                most = max(most, self._ahead_bytes)
         self._pass(option.recompute_s + backward_s - passed_s)
-        return max(most, self._waiting_bytes)
+        return max(most, self._ahead_bytes)
 
-    def _need(self, parcel: int) -> None:
-        if parcel < self._stayed:
-            if self._arrived_s[parcel] < 0.0:
-                self._fetch(parcel)
-            arrived_s = self._arrived_s[parcel]
+    def _need(self, graph: _Graph, parcel: int) -> None:
+        if graph.has_left[parcel]:
+            self._fetch_if_away(graph, parcel)
+            arrived_s = graph.arrived_s[parcel]
             if arrived_s > self.now:
-                self.stalled_s += arrived_s - self.now
+                self._stalled_back_s += arrived_s - self.now
                 self.now = arrived_s
-        self._waiting_bytes -= self._sizes[parcel]
+            self._stored_bytes -= self._sizes[parcel]
+        self._ahead_bytes -= self._sizes[parcel]
 
     def _look_ahead(self, prefetch: int) -> None:
-        before = -1
+        """Fetch in order of need, across graphs, but not beyond a graph whose forward has not run."""
+        before = None
         while self._next < len(self._ahead):
-            parcel, region = self._ahead[self._next]
-            if parcel < self._stayed and self._arrived_s[parcel] < 0.0:
-                has_room = self._waiting_bytes + self._sizes[parcel] <= prefetch
-                if not has_room and not (region == before and self._choice[region].is_recompute_batch):
+            number, parcel, region = self._ahead[self._next]
+            graph = self._graphs[number]
+            if not graph.has_run:
+                return
+            if not graph.is_ahead[parcel]:
+                has_room = self._ahead_bytes + self._sizes[parcel] <= prefetch
+                if not has_room and not ((number, region) == before and self._choice[region].is_recompute_batch):
                     return
-                self._fetch(parcel)
-            before = region
+                if graph.has_left[parcel]:
+                    self._fetch_if_away(graph, parcel)
+                else:  # not to be brought back at once
+                    self._queue = deque(each for each in self._queue if each[1:] != (graph, parcel))
+                    self._stay(graph, parcel)
+            before = number, region
             self._next += 1
 
-    def _fetch_all(self, parcels: Sequence[int]) -> None:
-        for parcel in parcels:
-            if parcel < self._stayed and self._arrived_s[parcel] < 0.0:
-                self._fetch(parcel)
-
-    def _fetch(self, parcel: int) -> None:
-        link, nbytes = self._profile.link, self._sizes[parcel]
-        self._lane_free_s = max(self._lane_free_s, self.now) + link.latency_s + nbytes / link.back
-        self._arrived_s[parcel] = self._lane_free_s
-        self._waiting_bytes += nbytes
+    def _fetch_if_away(self, graph: _Graph, parcel: int) -> None:
+        if graph.has_left[parcel] and graph.arrived_s[parcel] < 0.0:
+            link, nbytes = self._link, self._sizes[parcel]
+            self._back_free_s = max(self._back_free_s, self.now) + link.latency_s + nbytes / link.back
+            graph.arrived_s[parcel] = self._back_free_s
+            graph.is_ahead[parcel] = True
+            self._ahead_bytes += nbytes
 
     def _pass(self, seconds: float) -> None:
+        """Compute runs, a little slower during copies."""
         if seconds > 0.0:
-            busy_s = self._lane_free_s - self.now
-            self.now += seconds if busy_s <= 0.0 else seconds + self._interference(seconds, busy_s)
+            self._left_s -= seconds
+            longest_s, busy_s = seconds * self._stretch, 0.0
+            for free_s in (self._out_free_s, self._back_free_s):
+                if free_s > self.now:
+                    busy_s += min(free_s - self.now, longest_s)
+            self.now += seconds + self._link.interference * busy_s
 
 
-def _backward_s(region: RegionProfile, option: Option) -> float:
-    return region.backward_s + option.recompute_s
+def shares_between(passes: Sequence[int]) -> tuple[float, float]:
+    """Of all backwards the share that runs before the last forward, while parcels leave; and of all forwards the share
+    that runs behind the first backward, while parcels come back."""
+    is_backward = [number in passes[:at] for at, number in enumerate(passes)]
+    if not any(is_backward):
+        return 0.0, 0.0
+    first, last = is_backward.index(True), len(passes) - 1 - is_backward[::-1].index(False)
+    count = len(passes) / 2
+    return sum(is_backward[:last]) / count, is_backward[first:].count(False) / count
 
 
 def _numbers_in_order_of_need(choice: Sequence[Option]) -> list[range]:
@@ -527,9 +575,11 @@ def with_host(profile: Profile, host: Host | None) -> Profile:
 
 def _all_kept(profile: Profile) -> Outcome:
     options = [option_for(region, Recipe("keep")) for region in profile.regions]
-    return simulate(profile, options, _equal_windows(profile, 0))
+    return simulate(profile, options, equal_windows(profile, 0, 0))
 
 
-def _equal_windows(profile: Profile, nbytes: int) -> Windows:
-    windows = (nbytes,) * len(profile.regions)
-    return Windows(windows, (nbytes,) * len(profile.outside.post_region_points), windows)
+def equal_windows(profile: Profile, out_bytes: int, back_bytes: int) -> Windows:
+    """Windows of `out_bytes` in all of forward, and of `back_bytes` in all of backward."""
+    count = len(profile.regions)
+    points = sum(point.tensor_index >= 0 for point in profile.outside.post_region_points)
+    return Windows((out_bytes,) * count, (out_bytes,) * points, (back_bytes,) * count)

@@ -265,12 +265,23 @@ class _Space:
     def _least_s(self, assignment: Assignment, budget_bytes: int) -> float:
         """Lower bound of the simulated step, to skip most simulations."""
         outside, link, kept_bytes = self._profile.outside, self._profile.link, assignment.kept_bytes
+        if self._profile.graphs > 1:
+            return self._least_of_passes_s(assignment, budget_bytes - assignment.least_bytes)
         room = budget_bytes - fixed_bytes(self._profile, kept_bytes) - kept_bytes - outside.peak_bytes
         sent = max(0, assignment.moved_bytes - max(0, room))  # the rest may stay until backward
         out_s, back_s, lost = sent / link.out, sent / link.back, link.interference
         forward_s = max(self._forward_s + lost * out_s, outside.before_s + out_s)
         backward_s = self._profile.plain_s - self._forward_s + assignment.recompute_s + lost * back_s
         return forward_s + max(backward_s, outside.backward_before_s + outside.backward_after_s + back_s)
+
+    def _least_of_passes_s(self, assignment: Assignment, room: int) -> float:
+        """The same with several graphs: `room` holds what waits to leave, and what is back early."""
+        link, largest = self._profile.link, max((m.nbytes for o in assignment.options for m in o.moved), default=0)
+        sent = max(0, assignment.moved_bytes - room - largest)
+        out_s, back_s = sent / link.out, sent / link.back
+        compute_s = self._profile.plain_s + assignment.recompute_s
+        stalled_s = max(self._forward_s, out_s) + max(compute_s - self._forward_s, back_s)
+        return max(stalled_s, compute_s + link.interference * (out_s + back_s))
 
     @cached_property
     def _forward_s(self) -> float:

@@ -14,7 +14,7 @@ class Thresholds:
     alike_bytes: float = 0.02  # between regions of equal build
     alike_seconds: float = 0.2  # between regions of equal build: equal work, measured once
     derive_steps: int = 6  # recipes of a region that derive little to all
-    few: int = 4096  # assignments, of which the search tries all
+    few: int = 4096  # simulated graphs: of so many assignments the search tries all
     budgets: int = 64  # of which the search asks the linear program, otherwise
     buckets: int = 8  # of batch sizes in an octave
     unmeasured: float = 0.95  # of the link: times scaled to another batch size are inexact, above all for attention

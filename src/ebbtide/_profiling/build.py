@@ -20,6 +20,7 @@ from ebbtide._profiling.profile import (
     Profile,
     RegionProfile,
     SavedTensor,
+    in_flight,
 )
 from ebbtide._profiling.recorder import (
     Operand,
@@ -46,6 +47,7 @@ class ProfileInputs(NamedTuple):
     device_bytes: int
     recipe_costs: RecipeCosts | None  # None on a device that computes synchronously
     graphs: int = 1  # forwards in flight at once
+    passes: tuple[int, ...] = ()  # the order in which they run, if known
     overwritten: Collection[tuple[str, int]] = ()  # outputs that cannot be saved, by region and index
     derivations: Mapping[Hashable, DeriveCost] = MappingProxyType({})  # by `key_of`
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
@@ -99,7 +101,8 @@ def profile_of(
         host_limit_bytes=inputs.host_limit_bytes,
         tokens=inputs.tokens,
         device_bytes=inputs.device_bytes,
-        graphs=inputs.graphs,
+        graphs=max(inputs.graphs, *in_flight(inputs.passes), 1),
+        passes=inputs.passes,
         host=host_of(times, names, regions, sources, inputs.recipe_costs),
     )
 

@@ -27,7 +27,7 @@ from ebbtide._profiling.profile import (
 Row = TypeVar("Row")
 
 _SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
-_ALIKE = ("index", "tensor_index", "downstream", "users", "derived_from", "derive_ops")
+_ALIKE = ("passes", "index", "tensor_index", "downstream", "users", "derived_from", "derive_ops")
 _MEASURED = ("recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")  # 0: not measured
 
 
@@ -111,6 +111,7 @@ def slowest(profiles: Sequence[Profile]) -> Profile:
         tokens=max(p.tokens for p in profiles),
         device_bytes=_least(p.device_bytes for p in profiles),
         graphs=max(p.graphs for p in profiles),
+        passes=first.passes if len({p.passes for p in profiles}) == 1 else (),
         host=_slowest_host([p.host for p in profiles if p.host is not None]),
     )
 

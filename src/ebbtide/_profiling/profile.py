@@ -2,9 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 5
+FORMAT = 6
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -316,6 +317,8 @@ class Profile:
         device_bytes: capacity of the device; None if unknown.
         graphs: most forwards at once whose backward is still to come, the current forward included: 1 in a plain loop,
             more in a pipeline or where several forwards make one loss.
+        passes: the order in which the graphs of a step run, by number: first each forward, later each backward. Empty:
+            unknown, `order` has a likely one.
         host: CPU launch overhead; None where compute is synchronous, or nothing was measured.
 
     Raises:
@@ -333,12 +336,24 @@ class Profile:
     device_bytes: int | None = None
     graphs: int = 1
     host: Host | None = None
+    passes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.graphs < 1:
             raise PlanError(f"graphs={self.graphs}: expected at least 1, the forward of the backward")
+        if sorted(self.passes) != [number for number in range(len(self.passes) // 2) for _ in range(2)]:
+            raise PlanError(f"passes={self.passes}: expected each number from 0 on twice, for forward and backward")
         if self.host is not None and len(self.host.regions) != len(self.regions):
             raise PlanError(f"times of the host for {len(self.host.regions)} of {len(self.regions)} regions")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """`passes`, or without: `graphs` forwards first, then a backward and a forward in turns, as in 1F1B."""
+        if self.passes:
+            return self.passes
+        ahead = self.graphs
+        turns = (number for at in range(ahead) for number in (at, ahead + at))
+        return (0, 0) if ahead == 1 else (*range(ahead), *turns, *range(ahead, 2 * ahead))
 
     @property
     def has_recomputation(self) -> bool:
@@ -430,6 +445,13 @@ class Profile:
         if profile is None:
             raise OtherVersionError(f"{path} was written by another version of ebbtide: measure the profile again")
         return profile
+
+
+def in_flight(passes: Sequence[int]) -> list[int]:
+    """Graphs in flight during each pass of an order as of `Profile.passes`."""
+    is_backward = [number in passes[:at] for at, number in enumerate(passes)]
+    begun = accumulate(1 - each for each in is_backward)
+    return [count - sum(is_backward[:at]) for at, count in enumerate(begun)]
 
 
 _COLUMNS = ("regions", "tensors", "saved", "movable", "inputs", "expensive ops", "forward", "backward", "gradients")

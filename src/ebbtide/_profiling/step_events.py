@@ -5,12 +5,14 @@ Nothing in this file waits for the device. Times are read from events that have 
 
 import abc
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
+from ebbtide._profiling.profile import in_flight
 from ebbtide._types import Device, RecomputeRecorder, StreamEvent
 from ebbtide._utils.torch_private import at_end_of_backward, graph_task_id
 
@@ -20,6 +22,7 @@ class BackwardObserver(abc.ABC):
 
     def __init__(self) -> None:
         self.is_over = False
+        self.on_begin: Callable[[], None] | None = None  # of backward
         self.on_end: Callable[[], None] | None = None
         self._is_awaited = False
 
@@ -27,6 +30,8 @@ class BackwardObserver(abc.ABC):
         if not self._is_awaited:
             self._is_awaited = True
             at_end_of_backward(self._end)
+            if self.on_begin is not None:
+                self.on_begin()
 
     def _end(self) -> None:
         self._conclude()
@@ -65,6 +70,44 @@ class InFlightStep(Generic[Observer]):
     def pending(self) -> Observer | None:
         """Observer while backward is still to come; None after backward and for a dropped graph."""
         return self._alive() if self.ended is None else None
+
+
+class GraphOrder:
+    """The order in which graphs run forward and backward, from one moment without a graph in flight to the next.
+
+    Attributes:
+        passes: the last whole order of several graphs in flight, as in `Profile.passes`; empty until there is one.
+    """
+
+    def __init__(self) -> None:
+        self.passes: tuple[int, ...] = ()
+        self._begun: list[int] = []
+        self._forwards: list[weakref.ref[BackwardObserver]] = []
+
+    def forward_begins(self, observer: BackwardObserver) -> None:
+        """Count the graph that `observer` will follow."""
+        if self.in_flight == 0:
+            self._conclude()
+        number = len(self._forwards)
+        self._begun.append(number)
+        self._forwards.append(weakref.ref(observer))
+        observer.on_begin = functools.partial(self._begun.append, number)
+
+    @property
+    def in_flight(self) -> int:
+        """Graphs whose backward has not ended."""
+        found = (reference() for reference in self._forwards)
+        return sum(observer is not None and not observer.is_over for observer in found)
+
+    def _conclude(self) -> None:
+        whole = [number for number in self._begun if self._begun.count(number) == 2]  # the rest was dropped
+        numbers = {number: at for at, number in enumerate(dict.fromkeys(whole))}
+        alive = in_flight(whole)
+        if max(alive, default=0) > 1:
+            # A longer order repeats itself once as many graphs are in flight as ever.
+            enough = 2 * len(set(whole[: alive.index(max(alive)) + 1]))
+            self.passes = tuple(numbers[number] for number in whole if numbers[number] < enough)
+        self._begun, self._forwards = [], []
 
 
 class StepMonitor(BackwardObserver):

@@ -118,7 +118,6 @@ class AttachedSchedule:
             self.out_of_turn += 1
         self._at = self._numbers.get(action, self._at)
         for engine, _ in self._engines(action.stage):
-            engine.is_guided = True
             engine.keeps_retained = self._keeps_split and action.kind == "I"
         if action.kind == "F":
             for handle in self._handles[action.stage]:
@@ -127,7 +126,7 @@ class AttachedSchedule:
 
     def _leave(self, action: PipelineAction) -> None:
         for engine, _ in self._engines(action.stage):
-            engine.is_guided = engine.keeps_retained = False
+            engine.keeps_retained = False
         for handle in self._handles[action.stage]:
             handle._attachment.context.microbatch = -1
 

@@ -75,6 +75,7 @@ class RegionCall:
     """A call of a region. Referenced by the hooks during the call, and by the parcels made in the call.
 
     Attributes:
+        forward: names the forward of the module in which the call was made.
         next_index: number of the next saved tensor.
         limits: of the context, or of the plan for the region.
         points: release points still to come, in order of index.
@@ -95,6 +96,7 @@ class RegionCall:
         "context",
         "derives",
         "first_node",
+        "forward",
         "limits",
         "next_index",
         "noticed",
@@ -108,6 +110,7 @@ class RegionCall:
 
     def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
         self.context = context
+        self.forward: Hashable = (id(context), context.forwards)
         self.region = numbers.region
         self.next_index = 0
         self.limits = context.limits

@@ -5,9 +5,9 @@ Note [Windows]
 Forward: `window_bytes` bound the parcels that wait on the outbound lane with memory still on the device; beyond the
 window compute waits for the oldest. A parcel known to be needed before the release is not sent unless the window
 overflows: backward uses the source.
-Backward: a site is fetched ahead as long as the bytes on the device that are not needed yet, plus the bytes of the
-present node, stay within `prefetch_bytes`. Nothing is fetched on top of a large last activation (logits, loss): the
-window opens when the node has freed the activation.
+Backward: a site is fetched ahead as long as the bytes on the device that the same backward has not needed yet, plus the
+bytes of the present node, stay within `prefetch_bytes`. Nothing is fetched on top of a large last activation (logits,
+loss): the window opens when the node has freed the activation.
 A recomputed region needs all parcels at once, and no node needs any between two recomputed regions. Hence the parcels
 of a region are fetched ahead together, if the window has room for the first, and do not close the window.
 """
@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -31,8 +31,9 @@ from ebbtide._events import EventKind
 from ebbtide._types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 from ebbtide._utils.torch_private import current_node_name, graph_task_id, keeps_graph, share_version_counter
 
-_PendingFree: TypeAlias = tuple[int, int, int, TokenRef]
-"""Changes of the engine's books at the end of a parcel: key of its storage, bytes queued, bytes ahead, reference."""
+_PendingFree: TypeAlias = tuple[int, int, Hashable, int, TokenRef]
+"""Changes of the engine's books at the end of a parcel: key of its storage, bytes queued and the forward that they are
+of, bytes ahead, reference."""
 
 
 class _Farthest(NamedTuple):
@@ -73,8 +74,7 @@ class Engine:
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
         self.newest: Site | None = None  # of the parcel made last
-        self._forward = (0, 0)  # of the same parcel
-        self.is_guided = False  # a schedule tells what comes next; most parcels on the way out come later
+        self._forward: Hashable = None  # of the same parcel
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
         self._retained: dict[TokenRef, int] = {}
@@ -168,10 +168,9 @@ class Engine:
         site.live = ref
         site.is_recomputed = region_call.recomputes
         # Backward may take forwards in any order: a guess is for the tensors of one.
-        forward = id(region_call.context), region_call.context.forwards
-        if self.newest is not site and forward == self._forward:
+        if self.newest is not site and region_call.forward == self._forward:
             site.guess(self.newest)
-        self.newest, self._forward = site, forward
+        self.newest, self._forward = site, region_call.forward
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -257,7 +256,7 @@ class Engine:
                 token.parcel.is_ahead = True
             if batch:
                 self._fetch_guessed(batch)
-            self._fetch_ahead(owner_stream, limits, 0)
+            self._fetch_ahead(owner_stream, limits, tickets[0].token.parcel.region_call.forward if tickets else None)
 
     def reach(self, mark: Site, limits: Limits) -> None:
         """Backward goes on at `mark`: fetch what is expected behind, as far as `limits` allow."""
@@ -267,9 +266,7 @@ class Engine:
             if self._timetable.last is not mark:
                 self._timetable.needed(mark)
             self._look_anew()
-            was_guided, self.is_guided = self.is_guided, True
-            self._fetch_ahead(self.device.current_stream(), limits, 0, keeps=True)
-            self.is_guided = was_guided
+            self._fetch_ahead(self.device.current_stream(), limits, None, keeps=True)
 
     def _bring(self, parcel: Parcel, limits: Limits) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the present or future bytes of `parcel`; fetches ahead as far as `limits` allow.
@@ -290,7 +287,7 @@ class Engine:
             storage = parcel.arrival
         if is_first_need:
             held_bytes = 0 if parcel.site.is_recomputed else parcel.span.nbytes
-            point = self._fetch_ahead(parcel.owner_stream, limits, held_bytes) or point
+            point = self._fetch_ahead(parcel.owner_stream, limits, parcel.region_call.forward, held_bytes) or point
         return storage, point
 
     def _fetch_if_away(self, parcel: Parcel) -> StreamEvent | None:
@@ -336,20 +333,20 @@ class Engine:
         return any(token is not None and token.parcel.source is storage for token in tokens)
 
     def _fetch_ahead(
-        self, owner_stream: Stream, limits: Limits, held_bytes: int, keeps: bool = False
+        self, owner_stream: Stream, limits: Limits, forward: Hashable, held_bytes: int = 0, keeps: bool = False
     ) -> StreamEvent | None:
         """Fetch the parcels expected next, as far as the window reaches.
 
         Args:
+            forward: backward's; what its parcels that have not left take is part of the window, for backward needs them
+                first, as a rule. Those of later forwards leave meanwhile.
             held_bytes: bytes of the present node.
             keeps: those still on the device stay: another forward would release them, and they have to come back.
 
         Returns:
             The owner stream's present point after a fetch.
         """
-        room = limits.prefetch_bytes - held_bytes - self._ahead_bytes
-        if not self.is_guided:
-            room -= self._outbound.resident_bytes  # backward needs them first, as a rule
+        room = limits.prefetch_bytes - held_bytes - self._ahead_bytes - self._outbound.resident_bytes_of(forward)
         # A quarter of the window at least: several small parcels share a wait, and most of the window stays filled.
         if not keeps and (self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4):
             return None
@@ -470,13 +467,14 @@ class Engine:
             self.store.give_back(parcel.block)
         queued_bytes = parcel.nbytes if parcel.location is Location.LEAVING else 0
         ahead_bytes = parcel.nbytes if parcel.is_ahead else 0
-        self._pending_frees.append((parcel.storage_key, queued_bytes, ahead_bytes, parcel.ref))
+        forward = parcel.region_call.forward
+        self._pending_frees.append((parcel.storage_key, queued_bytes, forward, ahead_bytes, parcel.ref))
 
     def _drain_frees(self) -> None:
         while self._pending_frees:
-            storage_key, queued_bytes, ahead_bytes, ended = self._pending_frees.popleft()
+            storage_key, queued_bytes, forward, ahead_bytes, ended = self._pending_frees.popleft()
             if queued_bytes:
-                self._outbound.died(queued_bytes)
+                self._outbound.died(queued_bytes, forward)
             self._ahead_bytes -= ahead_bytes
             self._retained_bytes -= self._retained.pop(ended, 0)
             refs = self._by_storage.get(storage_key)

@@ -23,7 +23,7 @@ Captures (captures.py) have no times: all waits are made, and no event is querie
 
 import weakref
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 import torch
 
@@ -62,6 +62,11 @@ class Outbound(_Lane):
         self._owner_streams: list[Stream] = []
         self._compute_point: StreamEvent = None  # compute's present point, if recorded for the latest saved tensor
         self.resident_bytes = 0
+        self._resident_of: dict[Hashable, int] = {}  # the same by forward
+
+    def resident_bytes_of(self, forward: Hashable) -> int:
+        """The part of `resident_bytes` that a forward has saved."""
+        return self._resident_of.get(forward, 0)
 
     def join(self, parcel: Parcel) -> None:
         """Queue a parcel on the device, for release in turn."""
@@ -76,17 +81,24 @@ class Outbound(_Lane):
             self._owner_streams.append(parcel.owner_stream)
         parcel.queue()
         self.resident_bytes += parcel.nbytes
+        forward = parcel.region_call.forward
+        self._resident_of[forward] = self._resident_of.get(forward, 0) + parcel.nbytes
 
     def leave(self, parcel: Parcel) -> None:
         """Remove a released or needed parcel from the queue."""
         if parcel.location is Location.LEAVING:
             parcel.unqueue()
-            self.died(parcel.nbytes)
+            self.died(parcel.nbytes, parcel.region_call.forward)
 
-    def died(self, resident_bytes: int) -> None:
-        """A queued parcel has ended."""
+    def died(self, resident_bytes: int, forward: Hashable) -> None:
+        """A queued parcel of `forward` has ended."""
         self._resident -= 1
         self.resident_bytes -= resident_bytes
+        left = self._resident_of[forward] - resident_bytes
+        if left > 0:
+            self._resident_of[forward] = left
+        else:
+            del self._resident_of[forward]
 
     def send(self, parcel: Parcel) -> bool:
         """Start the copy out; False when the store has no room and the parcel stays. Raises StoreError."""

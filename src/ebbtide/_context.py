@@ -40,7 +40,7 @@ class OffloadActivations:
         if self._config.mode != "off" and not env.is_disabled():
             torch_checkpoint.install()
             megatron_checkpoint.install()
-            self._context.forwards += 1
+            self._context.forward_begins()
             hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
             hooks.__enter__()
         self._stack().append(hooks)

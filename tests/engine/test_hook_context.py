@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide._engine.context import CallNumbers, HookContext, Limits
+from ebbtide._engine.context import HookContext, Limits
 from ebbtide._plans import ReleasePoint
 
 
@@ -18,6 +18,7 @@ def test_a_plain_loop_uses_number_0_for_ever():
     context = new_context()
     seen = set()
     for _ in range(5):
+        context.forward_begins()
         call = context.new_call("layers.0")
         seen.add((call.site(3).call, call.site(3)))
         del call
@@ -32,8 +33,9 @@ def test_calls_alive_together_have_numbers_of_their_own():
     assert first.site(0) is not second.site(0)
     del first
     third = context.new_call("a")
-    assert third.site(0).call == 2  # in the order of forward, as long as one is alive
-    del second, third
+    assert third.site(0).call == 2  # in the order of forward
+    del second, third, other
+    context.forward_begins()
     empty, fourth = context.new_call("a"), context.new_call("a")
     assert fourth.site(0).call == 0
     assert empty.site(0).call == 1  # a call counts from its first parcel on
@@ -47,41 +49,60 @@ def test_sites_are_named_and_made_once():
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))
-def test_numbers_count_as_long_as_a_call_is_alive(choices):
-    numbers = CallNumbers("a")
-    taken: list[int] = []
-    last = -1
+def test_numbers_count_as_long_as_a_forward_waits(choices):
+    """Each choice is the backward of a waiting forward, or another forward."""
+    context = new_context()
+    waiting, last = [], -1
     for choice in choices:
-        if choice < len(taken):
-            numbers.give_back(taken.pop(choice))
+        if choice < len(waiting):
+            waiting.pop(choice).forward.backward_begins()
         else:
-            last = last + 1 if taken else 0
-            taken.append(numbers.take())
-            assert taken[-1] == last
-    assert len(set(taken)) == len(taken)
+            context.forward_begins()
+            last = last + 1 if waiting else 0
+            waiting.append(context.new_call("a"))
+            assert waiting[-1].site(0).call == last
 
 
-def test_a_call_in_backward_makes_no_numbers_count_on():
+def test_regions_that_backward_never_reads_make_no_numbers_count_on():
     """An output that the loss does not use keeps saved tensors of the step before alive."""
     context = new_context()
     seen, left = set(), None
     for _ in range(20):
-        call = context.new_call("a")
-        seen.add(call.site(0).call)
-        call.note_read()
-        left = call
+        context.forward_begins()
+        call, unused = context.new_call("a"), context.new_call("head")
+        seen |= {call.site(0).call, unused.site(0).call}
+        call.forward.backward_begins()
+        left = call, unused
     assert left is not None
     assert seen == {0, 1}
 
 
-def test_numbers_stay_bounded_beside_a_call_that_never_ends():
-    numbers = CallNumbers("a")
-    taken = [numbers.take() for _ in range(3)]
-    for _ in range(2000):
-        number = numbers.take()
-        assert number not in taken
-        numbers.give_back(number)
-    assert len(numbers._sites) < 300
+def test_numbers_of_all_modules_count_together():
+    """A stage of a pipeline may have no forward waiting while another stage of the rank has."""
+    first, second = new_context(), new_context()
+    first.forward_begins()
+    waiting = first.new_call("a")
+    assert waiting.site(0).call == 0
+    numbers = []
+    for _ in range(3):
+        second.forward_begins()
+        call = second.new_call("b")
+        numbers.append(call.site(0).call)
+        call.forward.backward_begins()
+    assert numbers == [0, 1, 2]
+
+
+def test_numbers_begin_again_beside_a_graph_kept_alive():
+    context = new_context()
+    kept = context.new_call("a")
+    numbers = [kept.site(0).call]
+    for _ in range(200):
+        context.forward_begins()
+        call = context.new_call("a")
+        numbers.append(call.site(0).call)
+        call.forward.backward_begins()
+    assert max(numbers) < 64
+    assert len(set(numbers[-50:])) == 1  # a period of one step again
 
 
 def test_calls_may_end_on_any_thread():
@@ -93,6 +114,7 @@ def test_calls_may_end_on_any_thread():
     for thread in threads:
         thread.join()
     calls.clear()
+    context.forward_begins()
     assert context.new_call("a").site(0).call == 0
     alive = [context.new_call("a") for _ in range(100)]
     assert sorted(call.site(0).call for call in alive) == list(range(100))

@@ -27,39 +27,84 @@ class Limits(NamedTuple):
     min_bytes: int
 
 
+class _InFlight:
+    """The forwards of the process that wait for their backward.
+
+    Attributes:
+        waiting: keys of the forwards. Threads and finalisers add and discard.
+        rounds: number of forwards that began while none was waiting.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: set[int] = set()
+        self.rounds = 0
+
+
+_in_flight = _InFlight()
+
+
+class Forward:
+    """One forward of a module, or one entry into a context. Lives as long as a tensor that the forward has saved."""
+
+    __slots__ = ("_has_backward",)
+
+    def __init__(self) -> None:
+        if not _in_flight.waiting:
+            _in_flight.rounds += 1
+        self._has_backward = False
+
+    def saves(self) -> None:
+        """A saved tensor travels, and backward may come."""
+        if not self._has_backward:
+            _in_flight.waiting.add(id(self))
+
+    def backward_begins(self) -> None:
+        self._has_backward = True
+        _in_flight.waiting.discard(id(self))
+
+    def __del__(self, in_flight: _InFlight = _in_flight) -> None:  # at the end of the process the module is empty
+        in_flight.waiting.discard(id(self))
+
+
+_NO_FORWARD = Forward()
+
+
 class CallNumbers:
     """Numbers of a region's calls in the order of forward, and the sites of each number.
 
-    A call has a number as long as any of the call's parcels lives. Numbers count on while a call waits for
-    backward, and begin again otherwise. Hence a plain loop uses number 0 for ever, a region entered twice in a step
-    uses 0 and 1, and the microbatches of a pipeline count through each step, so the order of needs is the same in
-    every step, without a step boundary. Beside a graph kept alive, numbers begin again at `_MOST`.
+    A call has a number as long as any of the call's parcels lives. Numbers begin again with a forward before which no
+    forward of the process waits for backward. Hence a plain loop uses number 0 for ever, a region entered twice in a
+    step uses 0 and 1, and the microbatches of a pipeline count through each step, in all stages of a rank: the order of
+    needs is the same in every step, without a step boundary. Beside a graph kept alive, numbers begin again at `_MOST`,
+    and the graph counts no longer.
+
+    Attributes:
+        last: the number taken last.
     """
 
     def __init__(self, region: str) -> None:
         self.region = region
+        self.last = -1
+        self._round = 0
         self._sites: list[list[Site]] = []
         self._alive: set[int] = set()
-        self._read: set[int] = set()  # in backward
-        self._last = 0
         self._lock = threading.Lock()
         self._returned: deque[int] = deque()  # filled by finalisers of any thread
 
     def take(self) -> int:
         with self._lock:
             while self._returned:
-                number = self._returned.popleft()
-                self._alive.discard(number)
-                self._read.discard(number)
-            first = self._last + 1 if self._alive - self._read and self._last + 1 < _MOST else 0
-            number = self._last = next(free for free in itertools.count(first) if free not in self._alive)
+                self._alive.discard(self._returned.popleft())
+            first = self.last + 1 if self._round == _in_flight.rounds else 0
+            self._round = _in_flight.rounds
+            if first >= _MOST:
+                _in_flight.waiting.clear()
+                first = 0
+            number = self.last = next(free for free in itertools.count(first) if free not in self._alive)
             self._alive.add(number)
             while len(self._sites) <= number:
                 self._sites.append([])
             return number
-
-    def note_read(self, number: int) -> None:
-        self._read.add(number)
 
     def give_back(self, number: int) -> None:
         self._returned.append(number)
@@ -67,7 +112,7 @@ class CallNumbers:
     def site(self, number: int, index: int) -> Site:
         sites = self._sites[number]
         while len(sites) <= index:
-            sites.append(Site(self.region, number, len(sites)))
+            sites.append(Site(self.region, number, len(sites), self))
         return sites[index]
 
 
@@ -75,7 +120,7 @@ class RegionCall:
     """A call of a region. Referenced by the hooks during the call, and by the parcels made in the call.
 
     Attributes:
-        forward: names the forward of the module in which the call was made.
+        forward: of the module, in which the call was made.
         next_index: number of the next saved tensor.
         limits: of the context, or of the plan for the region.
         points: release points still to come, in order of index.
@@ -90,7 +135,6 @@ class RegionCall:
 
     __slots__ = (
         "_all_points",
-        "_is_read",
         "_number",
         "_numbers",
         "context",
@@ -110,7 +154,7 @@ class RegionCall:
 
     def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
         self.context = context
-        self.forward: Hashable = (id(context), context.forwards)
+        self.forward = context.forward
         self.region = numbers.region
         self.next_index = 0
         self.limits = context.limits
@@ -125,18 +169,12 @@ class RegionCall:
         self.parameters: RegionParameters | None = None
         self._numbers = numbers
         self._number: int | None = None
-        self._is_read = False
 
     def site(self, index: int) -> Site:
         if self._number is None:
             self._number = self._numbers.take()
+            self.forward.saves()
         return self._numbers.site(self._number, index)
-
-    def note_read(self) -> None:
-        """Backward has begun to read what the call has saved."""
-        if self._number is not None and not self._is_read:
-            self._is_read = True
-            self._numbers.note_read(self._number)
 
     def set_points(self, points: tuple[ReleasePoint, ...], prefetch_bytes: int | None) -> None:
         """Set the plan's release points, in order of index, and the prefetch window if the plan has any."""
@@ -166,7 +204,7 @@ class RegionCall:
 
     def restart(self) -> "RegionCall":
         """A new call of the region, with the same plan from the first saved tensor on."""
-        self.context.forwards += 1
+        self.context.forward_begins()
         call = RegionCall(self.context, self._numbers)
         call.limits, call.sites = self.limits, self.sites
         call.recomputes, call.noticed, call.operands = self.recomputes, self.noticed, self.operands
@@ -190,7 +228,7 @@ class HookContext:
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
-        forwards: number of forwards of the module, or entries into the context.
+        forward: the latest forward of the module, or entry into the context.
     """
 
     limits: Limits
@@ -200,13 +238,18 @@ class HookContext:
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
-    forwards: int = 0
+    forward: Forward = field(default_factory=Forward)
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )
     _size: int = 0
     _numbers: dict[tuple[int, int, str], CallNumbers] = field(default_factory=dict[tuple[int, int, str], CallNumbers])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
+
+    def forward_begins(self) -> None:
+        """A forward of the module begins, or the context was entered."""
+        self.forward = _NO_FORWARD  # one without saved tensors ends here, and waits no longer
+        self.forward = Forward()
 
     def set_batch_size(self, size: int) -> None:
         """Use sites of their own for batches of `size`, from the next call on.

@@ -16,12 +16,12 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ebbtide._engine.context import Limits, RegionCall
+from ebbtide._engine.context import Forward, Limits, RegionCall
 from ebbtide._engine.geometry import Span, geometry_of, make_dense, span_of, span_of_part
 from ebbtide._engine.lane import Inbound, Outbound
 from ebbtide._engine.parcel import LifetimeToken, Location, Parcel, Ticket, TokenRef, version_alias
@@ -31,7 +31,7 @@ from ebbtide._events import EventKind
 from ebbtide._types import Device, Reason, Store, StoreStats, Stream, StreamEvent
 from ebbtide._utils.torch_private import current_node_name, graph_task_id, keeps_graph, share_version_counter
 
-_PendingFree: TypeAlias = tuple[int, int, Hashable, int, TokenRef]
+_PendingFree: TypeAlias = tuple[int, int, int, int, TokenRef]
 """Changes of the engine's books at the end of a parcel: key of its storage, bytes queued and the forward that they are
 of, bytes ahead, reference."""
 
@@ -74,7 +74,7 @@ class Engine:
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
         self.newest: Site | None = None  # of the parcel made last
-        self._forward: Hashable = None  # of the same parcel
+        self._forward = 0  # the id of its forward
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
         self._retained: dict[TokenRef, int] = {}
@@ -168,9 +168,9 @@ class Engine:
         site.live = ref
         site.is_recomputed = region_call.recomputes
         # Backward may take forwards in any order: a guess is for the tensors of one.
-        if self.newest is not site and region_call.forward == self._forward:
+        if self.newest is not site and id(region_call.forward) == self._forward:
             site.guess(self.newest)
-        self.newest, self._forward = site, region_call.forward
+        self.newest, self._forward = site, id(region_call.forward)
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -258,6 +258,17 @@ class Engine:
                 self._fetch_guessed(batch)
             self._fetch_ahead(owner_stream, limits, tickets[0].token.parcel.region_call.forward if tickets else None)
 
+    def forward_ended(self, limits: Limits) -> None:
+        """If backward is expected to go on with the graph of an earlier forward, fetch that graph's first tensors."""
+        with self.lock:
+            at = self._timetable.last
+            following = None if at is None else at.expected_after(self._timetable.before_last)
+            token = None if following is None or following.live is None else following.live()
+            if token is None or token.parcel.is_needed or id(token.parcel.region_call.forward) == self._forward:
+                return
+            self._look_anew()
+            self._fetch_ahead(self.device.current_stream(), limits, None)
+
     def reach(self, mark: Site, limits: Limits) -> None:
         """Backward goes on at `mark`: fetch what is expected behind, as far as `limits` allow."""
         with self.lock:
@@ -266,7 +277,7 @@ class Engine:
             if self._timetable.last is not mark:
                 self._timetable.needed(mark)
             self._look_anew()
-            self._fetch_ahead(self.device.current_stream(), limits, None, keeps=True)
+            self._fetch_ahead(self.device.current_stream(), limits, None)
 
     def _bring(self, parcel: Parcel, limits: Limits) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         """Device memory with the present or future bytes of `parcel`; fetches ahead as far as `limits` allow.
@@ -300,7 +311,7 @@ class Engine:
     def _note_need(self, parcel: Parcel) -> None:
         """Learn from backward's first need of `parcel`."""
         parcel.is_needed = True
-        parcel.region_call.note_read()
+        parcel.region_call.forward.backward_begins()
         stats = parcel.recorder.stats
         if not self._timetable.needed(parcel.site):
             self._look_anew()
@@ -333,27 +344,31 @@ class Engine:
         return any(token is not None and token.parcel.source is storage for token in tokens)
 
     def _fetch_ahead(
-        self, owner_stream: Stream, limits: Limits, forward: Hashable, held_bytes: int = 0, keeps: bool = False
+        self, owner_stream: Stream, limits: Limits, forward: Forward | None, held_bytes: int = 0
     ) -> StreamEvent | None:
         """Fetch the parcels expected next, as far as the window reaches.
 
+        Parcels of the running backward that have not left are a part of the window: backward needs them first, as a
+        rule. Those of a later backward stay if the window reaches them: another forward would release them, and they
+        would have to come back.
+
         Args:
-            forward: backward's; what its parcels that have not left take is part of the window, for backward needs them
-                first, as a rule. Those of later forwards leave meanwhile.
+            forward: backward's; None before a backward.
             held_bytes: bytes of the present node.
-            keeps: those still on the device stay: another forward would release them, and they have to come back.
 
         Returns:
             The owner stream's present point after a fetch.
         """
         room = limits.prefetch_bytes - held_bytes - self._ahead_bytes - self._outbound.resident_bytes_of(forward)
         # A quarter of the window at least: several small parcels share a wait, and most of the window stays filled.
-        if not keeps and (self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4):
+        is_full = self._is_through or room <= 0 or room < (room + self._ahead_bytes) // 4
+        if is_full and forward is not None:
             return None
         batch: list[LifetimeToken] = []
         is_whole = True
         for before, site, token in self._to_come():
             parcel = token.parcel
+            is_later = parcel.region_call.forward is not forward
             if self._may_fetch(parcel, owner_stream):
                 room -= parcel.nbytes
                 if room < 0 and not (before.is_batched_with(site) and _is_present(before)):
@@ -362,7 +377,7 @@ class Engine:
                 batch.append(token)
             elif parcel.may_be_fetched:
                 is_whole = False  # another stream's backward has to look at the site again
-            elif keeps and parcel.location is Location.LEAVING and parcel.engine is self:
+            elif is_later and parcel.location is Location.LEAVING and parcel.engine is self:
                 if room <= 0:
                     break
                 room -= parcel.nbytes
@@ -381,7 +396,7 @@ class Engine:
         dead = 0
         for _ in range(512):  # bounds the time of a look
             following = None if at is None else at.expected_after(before)
-            if at is None or following is None or following.is_closed:
+            if at is None or following is None or following.is_to_come:
                 break
             token = None if following.live is None else following.live()
             if token is None or token.parcel.is_needed:
@@ -467,7 +482,7 @@ class Engine:
             self.store.give_back(parcel.block)
         queued_bytes = parcel.nbytes if parcel.location is Location.LEAVING else 0
         ahead_bytes = parcel.nbytes if parcel.is_ahead else 0
-        forward = parcel.region_call.forward
+        forward = id(parcel.region_call.forward)
         self._pending_frees.append((parcel.storage_key, queued_bytes, forward, ahead_bytes, parcel.ref))
 
     def _drain_frees(self) -> None:

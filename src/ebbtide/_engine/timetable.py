@@ -14,7 +14,13 @@ Note [Order is a guess]
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
+
+
+class Numbers(Protocol):
+    """The numbers of a region's calls: `last` is the number taken last."""
+
+    last: int
 
 
 class Site:
@@ -30,15 +36,17 @@ class Site:
         is_recomputed: the region is recomputed, and reads at once all the parcels that the recomputation needs.
         is_derived: a saved tensor of the site was derived.
         not_derived: signature of an expression whose result was not equal to the saved tensor; see derive.py.
+        numbers: of the region's calls, if known.
         is_closed: a mark; nothing behind is fetched before something else, a forward, has happened.
         batch: first site of the recompute batch, the sites that one recomputation reads together. A tensor shared by
             several regions belongs to the batch of the region that reads first, which may not have saved the tensor.
     """
 
-    def __init__(self, region: str, call: int, index: int) -> None:
+    def __init__(self, region: str, call: int, index: int, numbers: Numbers | None = None) -> None:
         self.region = region
         self.call = call
         self.index = index
+        self.numbers = numbers
         self._times_held = 0
         self._times_kept = 0
         self.needed_before_release = False
@@ -54,6 +62,12 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.region or '<root>'}#{self.call}.{self.index}"
+
+    @property
+    def is_to_come(self) -> bool:
+        """Whether a forward has to run first: a later call of the region, or one that a schedule knows of. Nothing
+        behind is fetched yet: the site, which comes first, would find no room."""
+        return self.is_closed or (self.numbers is not None and self.call > self.numbers.last)
 
     def learn_freed(self, was_freed: bool) -> None:
         """Learn whether a release freed memory, or the storage was referenced elsewhere all along."""

@@ -240,7 +240,7 @@ class Attachment:
         self._note_weights()
         torch_checkpoint.install()
         megatron_checkpoint.install()
-        self.context.forwards += 1
+        self.context.forward_begins()
         hooks = SavedTensorHooks(self.engines, self.context.new_call(""))
         hooks.step_recorder = recorder
         hooks.stays = Reason.OUTSIDE if self.config.include else None
@@ -264,6 +264,8 @@ class Attachment:
         if is_complete:
             self._note_kept(session)
         session.close()
+        if is_complete and torch.is_grad_enabled() and (engine := self.engine()) is not None:
+            engine.forward_ended(session.hooks.region_call.limits)
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._forwards += 1

@@ -13,13 +13,16 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def check_example(path, folder):
+def check_example(path, folder, runner=()):
     """Run the example in `folder` with the first command of the docstring, check the output and return the output.
+    `runner`: a script that runs the example, for processes by torchrun too.
 
     The output must have losses that differ, and a line that bytes moved.
     """
+    command = command_of(path)
+    launcher = () if command.torchrun is None else ("-m", "torch.distributed.run", *command.torchrun)
     done = subprocess.run(
-        [sys.executable, str(path), *command_of(path).arguments],
+        [sys.executable, *launcher, *runner, str(path), *command.arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,

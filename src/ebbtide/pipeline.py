@@ -27,10 +27,13 @@ from ebbtide._engine.context import Limits
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.timetable import Site
 from ebbtide._errors import ConfigError
+from ebbtide._model.hooks import is_compiled
 from ebbtide._offload import OffloadHandle, handle_of
 from ebbtide._utils.logs import logger_of
 from ebbtide._utils.torch_private import (
     PipelineAction,
+    donates_buffers,
+    is_pipeline_compute,
     modules_of,
     pipeline_actions,
     pipeline_stages,
@@ -42,6 +45,7 @@ _log = logger_of(__name__)
 
 _ATTACHED = "_ebbtide_attached"
 _LOOKED_AT = 2  # steps in which the memory of stages is looked at
+_REGISTER = "register_custom_function"
 _METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 
@@ -52,6 +56,7 @@ class AttachedSchedule:
         out_of_turn: actions that came in another order than the schedule's.
         held_bytes: the most that stages themselves hold on the device behind an action, which no offloading can free:
             "outputs" for their backward, and "received" from other stages.
+        not_offloaded: numbers of this rank's stages that are not under `offload`.
     """
 
     def __init__(self, schedule: Any, actions: Sequence[PipelineAction], keeps_split: bool) -> None:
@@ -68,13 +73,12 @@ class AttachedSchedule:
         self._former: list[tuple[dict[str, Any], str, Any, Any]] = []
         self.out_of_turn = 0
         self.held_bytes = {"outputs": 0, "received": 0}
+        self.not_offloaded = [number for number, stage in self._stages.items() if not _handles_in(stage.submod)]
         for stage in self._stages.values():
-            own = cast(dict[str, Any], vars(stage))
-            for method in _METHODS:
-                wrapped = self._wrapped(stage, method)
-                self._former.append((own, method, own.get(method), wrapped))
-                own[method] = wrapped
+            own = self._replace(stage, {method: self._wrapped(stage, method) for method in _METHODS})
             own[_ATTACHED] = self
+        if hasattr(schedule, _REGISTER):  # schedules of one stage run no functions of the user
+            self._replace(schedule, {_REGISTER: _guarded(schedule)})
 
     def remove(self) -> None:
         """Undo `attach`. A second call does nothing."""
@@ -85,6 +89,13 @@ class AttachedSchedule:
                     own[method] = former
             own.pop(_ATTACHED, None)
         self._former = []
+
+    def _replace(self, owner: Any, methods: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+        """Set `methods` on an instance until `remove`. Returns the attributes of the instance."""
+        own = cast(dict[str, Any], vars(owner))
+        self._former += [(own, method, own.get(method), wrapped) for method, wrapped in methods.items()]
+        own.update(methods)
+        return own
 
     def _wrapped(self, stage: Any, method: str) -> Callable[..., Any]:
         call = getattr(stage, method)
@@ -186,7 +197,8 @@ def attach(schedule: Any, *, keeps_split: bool = True) -> AttachedSchedule:
 
     Raises:
         ConfigError: no schedule of torch.distributed.pipelining, a schedule of an unknown class, without a stage under
-            `offload`, with functions of the user in place of actions, or attached already.
+            `offload`, with functions of the user in place of actions, with compiled blocks and split backward, or
+            attached already.
     """
     name, stages = type(schedule).__name__, pipeline_stages(schedule)
     actions = pipeline_actions(schedule) if stages else None
@@ -198,9 +210,13 @@ def attach(schedule: Any, *, keeps_split: bool = True) -> AttachedSchedule:
     if any(_ATTACHED in vars(stage) for stage in stages):
         raise ConfigError(f"attach({name}): a stage is attached already; remove() of the first attach() undoes it")
     if replaces_pipeline_actions(schedule):
+        raise ConfigError(f"attach({name}): {_UNSEEN}")
+    compiled = [stage.stage_index for stage in stages if any(map(is_compiled, modules_of(stage.submod)))]
+    if compiled and donates_buffers() and any(action.kind in "IW" for action in actions):
         raise ConfigError(
-            f"attach({name}): functions registered by register_custom_function() run in place of the stages' methods, "
-            "and attach() would see nothing. Leave attach() out: the order is learned in the first steps"
+            f"attach({name}): stage {compiled[0]} has modules compiled in place, and the schedule runs their backward "
+            "twice, once for inputs and once for weights, which torch refuses. Before the first forward write "
+            "torch._functorch.config.donated_buffer = False, or take a schedule without split backward"
         )
     if not any(_handles_in(stage.submod) for stage in stages):
         raise ConfigError(
@@ -208,6 +224,25 @@ def attach(schedule: Any, *, keeps_split: bool = True) -> AttachedSchedule:
             "with mode='off'"
         )
     return AttachedSchedule(schedule, actions, keeps_split)
+
+
+_UNSEEN = (
+    f"functions registered by {_REGISTER}() run in place of the stages' methods, and attach() would see nothing. Leave "
+    "attach() out: the order is learned in the first steps"
+)
+
+
+def _guarded(schedule: Any) -> Callable[..., None]:
+    """Registers functions of the user for actions without computation only."""
+    register: Callable[[Any, Any], None] = getattr(schedule, _REGISTER)
+
+    @functools.wraps(register)
+    def checked(computation_type: Any, custom_function: Any) -> None:
+        if is_pipeline_compute(computation_type):
+            raise ConfigError(f"{type(schedule).__name__} is under attach(): {_UNSEEN}")
+        register(computation_type, custom_function)
+
+    return checked
 
 
 def _held_bytes(stages: Iterable[Any]) -> dict[str, int]:

@@ -165,8 +165,11 @@ def sharded(offload, first="shard", mesh=None, is_uneven=False, **settings):
     rows = ROWS + dist.get_rank() if is_uneven else ROWS
     if first == "offload":
         offload(model)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, **settings)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **settings)
+    if first == "shard the blocks":
+        offload(model)
+    fully_shard(model, mesh=mesh, **settings)
     if first == "shard":
         offload(model)
     return model, lambda seed: backward(loss_of(model, batch(seed, dist.get_rank(), rows)))
@@ -177,7 +180,7 @@ def sharded_and_replicated(offload):
     return sharded(offload, mesh=mesh)
 
 
-def divided(model, mesh, has_sequences):
+def divided_blocks(model, mesh, has_sequences=False):
     """Columns and rows of weights; `has_sequences`: between the products each rank has a part of the sequence."""
     whole = Shard(1) if has_sequences else Replicate()
     block = {
@@ -186,17 +189,23 @@ def divided(model, mesh, has_sequences):
         "feed_forward.up": ColwiseParallel(),
         "feed_forward.down": RowwiseParallel(output_layouts=whole),
     }
-    ends = {"head": ColwiseParallel(input_layouts=whole, output_layouts=Replicate())}
     if has_sequences:
         gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         block |= {name: SequenceParallel() for name in ("norm1", "norm2")}
         block |= {"attention": gathered, "feed_forward": gathered}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, block)
+    return whole
+
+
+def divided(model, mesh, has_sequences):
+    whole = divided_blocks(model, mesh, has_sequences)
+    ends = {"head": ColwiseParallel(input_layouts=whole, output_layouts=Replicate())}
+    if has_sequences:
         ends |= {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
         }
-    for layer in model.layers:
-        parallelize_module(layer, mesh, block)
     return parallelize_module(model, mesh, ends)
 
 
@@ -237,13 +246,15 @@ def expert_parallel(offload):
     return model, lambda seed: backward(loss_of(model, batch(seed, dist.get_rank())))
 
 
-def sharded_pipeline(offload):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
+def sharded_pipeline(offload, tensors=1):
+    mesh = init_device_mesh("cpu", (2, 2, tensors), mesh_dim_names=("stages", "data", "tensor"))
     at, microbatches = mesh.get_local_rank("stages"), 4
     part = made(Part, seed=at)
+    if tensors > 1:
+        divided_blocks(part, mesh["tensor"])
     for module in (*part.layers, part):
         fully_shard(module, mesh=mesh["data"])
-    offload(part, process_group=mesh["data"].get_group())
+    offload(part, process_group=[dist.new_group(ranks.flatten().tolist()) for ranks in mesh.mesh][at])
     stage = PipelineStage(part, at, 2, CPU, group=mesh["stages"].get_group())
     schedule = Schedule1F1B(stage, microbatches, loss_fn=functional.mse_loss)
 
@@ -274,6 +285,7 @@ LAYOUTS = {
     "FSDP2 on 4": (4, sharded, {}),
     "FSDP2, not resharded": (2, partial(sharded, reshard_after_forward=False), {}),
     "FSDP2, offload first": (2, partial(sharded, first="offload"), {}),
+    "FSDP2, offload in between": (2, partial(sharded, first="shard the blocks"), {}),
     "FSDP2, bf16": (2, partial(sharded, mp_policy=BF16), {}),
     "FSDP2, weights on the CPU": (2, partial(sharded, offload_policy=ON_THE_CPU), {}),
     "FSDP2, offload first, bf16, weights on the CPU, not resharded": (
@@ -292,6 +304,7 @@ LAYOUTS = {
     "EP": (2, expert_parallel, {"all_to_all_single": 3}),
     "EP on 4": (4, expert_parallel, {"all_to_all_single": 3}),
     "FSDP2 x PP": (4, sharded_pipeline, {}),
+    "FSDP2 x TP x PP": (8, partial(sharded_pipeline, tensors=2), {"all_reduce": 4}),  # one for each microbatch
 }
 
 
@@ -459,7 +472,7 @@ def test_every_recipe_trains_as_the_twin(tmp_path, name):
                 assert all(count <= per_step[collective] for collective, count in row["repeated"].items()), recipe
             else:
                 assert row["repeated"] == {}, recipe
-        stages = [rows] if name != "FSDP2 x PP" else [rows[:2], rows[2:]]
+        stages = [rows[: ranks // 2], rows[ranks // 2 :]] if name.endswith("PP") else [rows]
         for stage in stages:
             assert all(
                 (row["plan"], row["collectives"]) == (stage[0]["plan"], stage[0]["collectives"]) for row in stage

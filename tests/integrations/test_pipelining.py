@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from control.test_controller import SETTINGS, WIDTH, Block
+from integrations.test_layouts import enlarged
 from processes import RANKS, join, spawn
 from support import bits
 from torch import nn
@@ -26,8 +27,11 @@ from torch.distributed.pipelining import (
 )
 
 import ebbtide
-from ebbtide import ConfigError, Profile
-from ebbtide._engine.timetable import Site
+from ebbtide import ConfigError, ModuleError, PlanError, Profile
+from ebbtide._engine.derive import DerivedTicket
+from ebbtide._engine.parcel import Parcel, Ticket
+from ebbtide._recompute.frame import Holder
+from ebbtide._utils.sizes import GIB
 
 pytestmark = pytest.mark.long
 
@@ -174,6 +178,45 @@ def test_a_budget_for_a_stage_of_unknown_ranks_is_refused(tmp_path, is_staged_fi
             assert "Name them with process_group=" in error
 
 
+def staged_late(rank, folder, ranks, forwards):
+    """A stage after some forwards outside of a pipeline; in a mesh the ranks of the stage are unknown."""
+    torch.set_num_threads(1)
+    join(rank, folder, ranks=ranks)
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "pp"))
+    at, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+    found = []
+    module, twin = part(at), part(at)
+    handle = ebbtide.offload(module, **within(), **SETTINGS)
+    try:
+        for each in (twin, module):
+            for _ in range(forwards):
+                each(torch.ones(4, WIDTH)).sum().backward()
+            stage = PipelineStage(each, at, 2, CPU, group=group)
+            schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+            found.append(train(schedule, each, at))
+        write_down(rank, folder, [found[0] == found[1], handle.plan.status])
+    except Exception as error:  # torch raises its own, with ours as the reason
+        while error is not None and not isinstance(error, ConfigError):
+            error = error.__cause__ or error.__context__
+        write_down(rank, folder, [str(error)])
+        os._exit(0)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("forwards", [1, 3])
+def test_a_module_that_becomes_a_stage_after_some_forwards_plans_alone(tmp_path, forwards):
+    spawn(staged_late, str(tmp_path), RANKS, forwards)
+    assert read(tmp_path) == [[True, ""]] * RANKS
+
+
+def test_a_module_that_becomes_a_stage_of_unknown_ranks_is_refused(tmp_path):
+    """On the ranks of the first stage, whose end ends the ranks of the second."""
+    spawn(staged_late, str(tmp_path), 4, 1, ranks=4)
+    for rank, (error,) in enumerate(read(tmp_path, ranks=4)):
+        assert rank % 2 == 1 or "Name them with process_group=" in error
+
+
 # -- schedules that tell what comes next -------------------------------------------------------------------------------
 
 LOOPED = {
@@ -183,7 +226,10 @@ LOOPED = {
 }
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
 ALL = {**SCHEDULES, **LOOPED, **V_SHAPED}
+ALONE = tuple(SCHEDULES)  # several stages of a rank have no budget
 GRAPH_BYTES = 60 * 1024  # hardly more than a microbatch saves in a stage of three blocks
+STEPS = 20
+BATCHES = 4  # weights stay, hence steps of equal batches have equal gradients
 
 
 class Blocks(Part):
@@ -199,28 +245,33 @@ def stage_numbers(name, rank, ranks):
 
 
 class Pipeline:
-    """The part of a rank."""
+    """The part of a rank. `prepare` is called with each module before the stage is made."""
 
-    def __init__(self, name, rank, ranks, **settings):
+    def __init__(self, name, rank, ranks, prepare=lambda module: None, **settings):
         self.numbers = stage_numbers(name, rank, ranks)
         self.modules, stages, self.total = [], [], ranks * len(self.numbers)
         for number in self.numbers:
             torch.manual_seed(number)
             self.modules.append(Blocks())
+            prepare(self.modules[-1])
             stages.append(PipelineStage(self.modules[-1], number, self.total, CPU))
         self.microbatches = 2 * ranks
+        self.rows = 8 * self.microbatches
         self.schedule = ALL[name](
             stages[0] if name in SCHEDULES else stages,
             self.microbatches,
             loss_fn=lambda out, target: (out - target).square().mean(),
         )
-        store = {"store": "mock", "min_bytes": 1, "window": "1KiB", "prefetch": GRAPH_BYTES}
+        store = {"store": "mock", "min_bytes": 1}
+        if "budget" not in settings:
+            store |= {"window": "1KiB", "prefetch": GRAPH_BYTES}
         self.handles = [ebbtide.offload(m, **store, **settings) for m in self.modules] if settings else []
 
     def step(self, k):
         for module in self.modules:
             module.zero_grad()
-        x, target = torch.randn(2, 8 * self.microbatches, WIDTH, generator=torch.Generator().manual_seed(k))
+        seed = torch.Generator().manual_seed(k % BATCHES)
+        x, target = torch.randn(2, self.rows, WIDTH, generator=seed)
         losses = []
         last = {"target": target, "losses": losses} if self.total - 1 in self.numbers else {}
         # Otherwise torch keeps the outputs of the last stage, with their graphs, until the next step.
@@ -232,36 +283,67 @@ class Pipeline:
         return [sum(getattr(each, name).nbytes for each in stats) for name in ("out", "inbound", "misses")]
 
 
-def sites():
-    gc.collect()
-    return sum(type(each) is Site for each in gc.get_objects())
+def count(is_counted):
+    """Living objects of a kind: of all that no collection has freed yet."""
+    return sum(is_counted(type(each)) for each in gc.get_objects())
 
 
-def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), keeps_split=True):
+def is_of_a_graph(kind):
+    return kind in (Ticket, DerivedTicket, Holder, Parcel)
+
+
+def is_ours(kind):
+    return str(kind.__module__).startswith("ebbtide") or issubclass(kind, torch.Tensor)
+
+
+def half_the_room(name, rank, ranks):
+    """A goal with room for half of what the rank saves: something has to move, or to be recomputed."""
+    pipeline = Pipeline(name, rank, ranks, **within())
+    for k in range(BATCHES):
+        pipeline.step(k)
+    (handle,) = pipeline.handles
+    profile = enlarged(handle.profile)
+    handle.remove()
+    saved_bytes = sum(region.saved_bytes for region in profile.regions)
+    return {"budget": GIB + profile.graphs * saved_bytes // 2, "profile": profile}
+
+
+def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attached=True, keeps_split=True):
     torch.set_num_threads(1)
     join(rank, folder, ranks=ranks)
+    gc.freeze()  # imported modules: without them objects are counted in no time
     found = {}
     for name in names:
-        pipeline, twin = Pipeline(name, rank, ranks, **settings), Pipeline(name, rank, ranks)
-        attached = ebbtide.pipeline.attach(pipeline.schedule, keeps_split=keeps_split)
-        is_equal, held, on_demand = True, [], []
-        for k in range(6):
-            before = pipeline.totals()
-            if k == 3:
-                known = sites()
+        twin = Pipeline(name, rank, ranks)
+        expected = [twin.step(k) for k in range(BATCHES)]
+        pipeline = Pipeline(name, rank, ranks, **(settings or half_the_room(name, rank, ranks)))
+        attached = ebbtide.pipeline.attach(pipeline.schedule, keeps_split=keeps_split) if is_attached else None
+        is_equal, alive, held, on_demand = True, [], [], []
+        for k in range(STEPS):
+            before = pipeline.totals()  # and reads timings: those not read stay, up to a limit
+            if k == BATCHES:
+                gc.collect()
+                known = count(is_ours)
             gc.disable()
-            is_equal &= pipeline.step(k) == twin.step(k)
+            is_equal &= pipeline.step(k) == expected[k % BATCHES]
+            alive.append(count(is_of_a_graph))
             held.append(sum(handle.stats().host_bytes for handle in pipeline.handles))
             gc.enable()
             out, back, missed = (now - then for now, then in zip(pipeline.totals(), before, strict=True))
-            on_demand.append(missed / back)
-        attached.remove()
+            on_demand.append(missed / max(1, back))
+        gc.collect()
+        grown = count(is_ours) - known
+        stats = [handle.stats() for handle in pipeline.handles]
         found[name] = {
-            "equal": is_equal, "moved": out > 0, "back": back / out, "first": on_demand[0], "later": max(on_demand[1:]),
-            "held": max(held),
-            "grown": sites() - known, "out of turn": attached.out_of_turn,
-            "of the stages": all(attached.held_bytes.values()),
+            "equal": is_equal, "does": all(each.out.count + each.recomputed.count for each in stats),
+            "back": back / max(1, out), "first": on_demand[0], "later": max(on_demand[1:]),
+            "alive": max(alive), "held": max(held), "grown": grown,
         }  # fmt: skip
+        if attached is not None:
+            attached.remove()
+            found[name] |= {
+                "out of turn": attached.out_of_turn, "of the stages": all(attached.held_bytes.values()),
+            }  # fmt: skip
         for handle in pipeline.handles:
             handle.remove()
     write_down(rank, folder, found)
@@ -269,10 +351,12 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), keeps_spl
     os._exit(0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(2, {"mode": "all"}), (4, {"mode": "all"}), (2, {"recipe": "recompute"}), (2, {"recipe": "selective"})],
-)
+RECIPES = [{"mode": "all"}, {"recipe": "recompute"}, {"recipe": "selective"}]
+AS_ITS_TWIN = {"equal": True, "does": True, "alive": 0, "held": 0, "grown": 0}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("settings", RECIPES, ids=str)
 def test_an_attached_schedule_needs_hardly_anything_on_demand_from_the_first_step_on(tmp_path, ranks, settings):
     """With room to fetch one microbatch ahead. Nothing comes back twice, also if backward is split."""
     spawn(by_every_schedule, str(tmp_path), ranks, settings, ranks=ranks)
@@ -280,26 +364,121 @@ def test_an_attached_schedule_needs_hardly_anything_on_demand_from_the_first_ste
         for name, each in found.items():
             assert each.pop("back") <= 1.02, name
             assert each.pop("first") <= 0.05, name
-            assert each == {
-                "equal": True, "moved": True, "later": 0, "held": 0, "grown": 0, "out of turn": 0,
-                "of the stages": True,
-            }, name  # fmt: skip
+            assert each == {**AS_ITS_TWIN, "later": 0, "out of turn": 0, "of the stages": True}, name
+
+
+@pytest.mark.parametrize("settings", RECIPES, ids=str)
+def test_every_schedule_computes_as_its_twin_without_attach(tmp_path, settings):
+    spawn(by_every_schedule, str(tmp_path), RANKS, settings, tuple(ALL), False)
+    for found in read(tmp_path):
+        for name, each in found.items():
+            assert {key: each[key] for key in AS_ITS_TWIN} == AS_ITS_TWIN, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages_alone_on_their_ranks_compute_as_their_twins_within_a_budget(tmp_path, ranks):
+    spawn(by_every_schedule, str(tmp_path), ranks, None, ALONE, ranks=ranks)
+    for found in read(tmp_path, ranks):
+        for name, each in found.items():
+            # Plans are still corrected. Objects that outlive their step would be one more in each step at least.
+            each["grown"] = max(0, each["grown"] // (STEPS - BATCHES))
+            assert {key: each[key] for key in AS_ITS_TWIN} == AS_ITS_TWIN, name
+            assert each["out of turn"] == 0, name
 
 
 def test_a_split_backward_may_bring_tensors_back_twice(tmp_path):
     """For less memory between the halves."""
     names = ("InterleavedZeroBubble", "ZBVZeroBubble")
-    spawn(by_every_schedule, str(tmp_path), 2, {"mode": "all"}, names, False)
+    spawn(by_every_schedule, str(tmp_path), RANKS, {"mode": "all"}, names, True, False)
     back = []
     for found in read(tmp_path):
         for each in found.values():
-            assert each["equal"]
-            assert (each["held"], each["grown"], each["out of turn"]) == (0, 0, 0)
+            assert {key: each[key] for key in AS_ITS_TWIN} == AS_ITS_TWIN
+            assert each["out of turn"] == 0
             back.append(each["back"])
     assert max(back) > 1.1
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
+
+
+def compare(name, settings, steps=3, rows=None, prepare=lambda module: None):
+    """Steps of a rank that has all stages, attached, with bytes equal to the twin's. Returns the pipeline."""
+    found = []
+    for options in ({}, settings):
+        pipeline = Pipeline(name, 0, 1, prepare, **options)
+        pipeline.rows = rows or pipeline.rows
+        attached = ebbtide.pipeline.attach(pipeline.schedule) if options else None
+        found.append([pipeline.step(k) for k in range(steps)])
+    assert found[0] == found[1]
+    assert attached.out_of_turn == 0
+    for handle in pipeline.handles:
+        handle.remove()
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, each) for name in ALL for each in RECIPES), *((name, {"budget": "64GiB"}) for name in ALONE)],
+)
+def test_microbatches_of_different_sizes(process_group, name, settings):
+    """Of 9 and 8 rows. Between ranks, torch sends tensors of one shape only."""
+    pipeline = compare(name, settings, steps=6, rows=17)
+    assert all(handle.stats().unable == {} for handle in pipeline.handles)
+    assert "budget" in settings or all(handle.stats().out.count for handle in pipeline.handles)
+
+
+def compile_blocks(module):
+    for block in module.layers:
+        block.compile(backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an input
+def test_compiled_blocks_under_a_split_backward_are_refused(process_group, monkeypatch):
+    """torch's own error comes in the middle of the first step."""
+    pipeline = Pipeline("InterleavedZeroBubble", 0, 1, compile_blocks, mode="all")
+    with pytest.raises(ConfigError, match=r"stage 0 has modules compiled in place.*donated_buffer = False"):
+        ebbtide.pipeline.attach(pipeline.schedule)
+    with pytest.raises(RuntimeError, match="backward"):
+        pipeline.step(0)
+    compare("Interleaved1F1B", {"mode": "all"}, prepare=compile_blocks)
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
+    for settings in RECIPES:
+        compare("InterleavedZeroBubble", settings, prepare=compile_blocks)
+
+
+def without_layers(module):
+    """The first stage has all blocks, the second passes on what comes."""
+    if torch.initial_seed() == 1:
+        del module.layers[:]
+
+
+@pytest.mark.parametrize("name", [*LOOPED, *V_SHAPED])
+@pytest.mark.filterwarnings("ignore:offload.Blocks. moved nothing in its first forward. autograd saved nothing")
+def test_more_stages_than_layers(process_group, name):
+    """Everything moved; a recipe or a goal for such a stage is an error before the first step."""
+    first, second = compare(name, {"mode": "all"}, prepare=without_layers).handles
+    assert first.stats().out.count > 0
+    assert second.stats().out.count == 0
+    for settings, error, text in (
+        ({"recipe": "recompute"}, ModuleError, "Blocks has no repeated blocks to give recipe='recompute' to"),
+        ({"budget": "64GiB"}, PlanError, "Blocks has no parameters"),
+        ({}, PlanError, "Blocks has no parameters"),
+    ):
+        module = Blocks()
+        del module.layers[:]
+        with pytest.raises(error, match=text):
+            ebbtide.offload(module, **settings)
+
+
+def test_stages_without_offload_are_named(process_group):
+    pipeline, twin = Pipeline("ZBVZeroBubble", 0, 1, mode="all"), Pipeline("ZBVZeroBubble", 0, 1)
+    pipeline.handles.pop().remove()
+    attached = ebbtide.pipeline.attach(pipeline.schedule)
+    assert attached.not_offloaded == [1]
+    assert [pipeline.step(k) for k in range(2)] == [twin.step(k) for k in range(2)]
+    pipeline.handles[0].remove()
 
 
 @pytest.fixture
@@ -394,9 +573,16 @@ def test_functions_of_the_user_in_place_of_actions_are_refused(one_of_two_ranks)
     stages = [PipelineStage(part(k), k, 4, CPU) for k in (0, 2)]
     handle = ebbtide.offload(stages[0].submod, recipe="offload", **SETTINGS)
     schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
-    from torch.distributed.pipelining.schedules import _ComputationType
+    from torch.distributed.pipelining.schedules import _ComputationType as Type
 
-    schedule.register_custom_function(_ComputationType.FORWARD, lambda *_: None)
+    schedule.register_custom_function(Type.UNSHARD, lambda *_: None)  # computes nothing
+    attached = ebbtide.pipeline.attach(schedule)
+    schedule.register_custom_function(Type.RESHARD, lambda *_: None)
+    for each in (Type.FORWARD, Type.OVERLAP_F_B):
+        with pytest.raises(ConfigError, match=r"is under attach.*functions registered by register_custom_function"):
+            schedule.register_custom_function(each, lambda *_: None)
+    attached.remove()
+    schedule.register_custom_function(Type.FORWARD, lambda *_: None)
     with pytest.raises(ConfigError, match="functions registered by register_custom_function"):
         ebbtide.pipeline.attach(schedule)
     handle.remove()

@@ -5,11 +5,13 @@ import json
 import os
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import RANKS, join, spawn
+from scripts import ROOT, check_example
 from support import HandleRig, OperatorNames, assert_equal
 from tiny_megatron import MICROBATCHES, TOKENS, WIDTH, WORDS, chunks_of, megatron_on_the_cpu, train_chunks, wrapped
 
@@ -146,18 +148,35 @@ MIXTURE = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "exp
 NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 PAIR = {"pipeline_model_parallel_size": RANKS}
+VIRTUAL = {**PAIR, "virtual_pipeline_model_parallel_size": 2}
+TENSORS = {"tensor_model_parallel_size": RANKS}
 EXPERTS = {"expert_model_parallel_size": RANKS}
 # Parallel sizes, modules, settings of the model; with BF16 in Megatron's wrappers, by the distributed optimizer.
 LAYOUTS = {
     "1F1B": (PAIR, GPT, {"hidden_dropout": 0.1}),
-    "interleaved": ({**PAIR, "virtual_pipeline_model_parallel_size": 2}, GPT, {}),
+    "interleaved": (VIRTUAL, GPT, {}),
     "dense stage, then experts": (PAIR, ["expert_fc1", "moe_act"], {"moe": True, "moe_layer_freq": [0, 0, 1, 1]}),
-    "tensors": ({"tensor_model_parallel_size": RANKS}, GPT, {}),
+    "tensors": (TENSORS, GPT, {}),
     "experts": (EXPERTS, MIXTURE, {"moe": True}),
     "data, optimizer": ({}, GPT, BF16),
-    "interleaved, optimizer": ({**PAIR, "virtual_pipeline_model_parallel_size": 2}, GPT, BF16),
+    "1F1B, optimizer": (PAIR, GPT, BF16),
+    "interleaved, optimizer": (VIRTUAL, GPT, BF16),
+    "tensors, optimizer": (TENSORS, GPT, BF16),
+    "data of experts, optimizer": ({}, MIXTURE, {"moe": True, **BF16}),
+    "1F1B of experts, optimizer": (PAIR, MIXTURE, {"moe": True, **BF16}),
+    "interleaved experts, optimizer": (VIRTUAL, MIXTURE, {"moe": True, **BF16}),
     "experts, optimizer": (EXPERTS, MIXTURE, {"moe": True, **BF16}),
+    "experts and tensors, optimizer": (TENSORS, MIXTURE, {"moe": True, "sequence_parallel": True, **BF16}),
     "1F1B within a budget": (PAIR, None, BF16),
+}
+
+
+# Where the words for all layers select as many bytes as Megatron does.
+SIZES = {
+    "1F1B": (PAIR, {}),
+    "interleaved": (VIRTUAL, {}),
+    "tensors": (TENSORS, {}),
+    "experts": (EXPERTS, {"moe": True}),
 }
 
 
@@ -189,11 +208,16 @@ def all_layouts(rank, folder):
 
     torch.set_num_threads(1)
     join(rank, folder)
-    found = {}
+    found = {"bytes": {}}
     with megatron_on_the_cpu():
         for name, (sizes, modules, settings) in LAYOUTS.items():
             parallel_state.initialize_model_parallel(**sizes)
             found[name] = compare(modules, settings, **({} if modules else {"budget": "1TiB"}))
+            parallel_state.destroy_model_parallel()
+        for name, (sizes, settings) in SIZES.items():
+            parallel_state.initialize_model_parallel(**sizes)
+            sides = counted_by_megatron(GPT[:5], settings), counted_by_ours(GPT[:5], settings)
+            found["bytes"][name] = [nbytes for _, nbytes in sides]
             parallel_state.destroy_model_parallel()
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -227,12 +251,13 @@ def test_two_ranks_compute_as_megatron_alone(layouts, name):
         (GPT, NORMS),
         (GPT, BF16),
         (MIXTURE, {"moe": True}),
+        (MIXTURE, {"moe": True, **BF16}),
         (
             ["shared_fc1", "shared_fc2", "router_fc1", "router_fc2"],
             {"moe": True, "moe_shared_expert_intermediate_size": 16},
         ),
     ],
-    ids=["gpt", "recomputed attention", "recomputed norms", "optimizer", "mixture", "shared experts"],
+    ids=["gpt", "attention again", "norms again", "optimizer", "mixture", "mixture, optimizer", "shared experts"],
 )
 def test_one_rank_computes_as_megatron_alone(modules, settings):
     is_equal, moved = compare(modules, settings)
@@ -261,6 +286,11 @@ def test_gradients_added_by_a_fused_kernel(monkeypatch):
     assert all(moved)
 
 
+def test_the_example_trains_and_moves(tmp_path):
+    runner = Path(__file__).with_name("on_the_cpu.py")
+    check_example(ROOT / "examples" / "megatron_gpt.py", tmp_path, [str(runner)])
+
+
 class Noop(torch.nn.Module):
     """A layer that a user's stage has in the place of none, to make stages equally long."""
 
@@ -283,17 +313,9 @@ def test_layers_without_modules():
 # -- the selection -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("modules", "settings"),
-    [
-        *[([word], {}) for word in ("attn_norm", "qkv_linear", "core_attn", "mlp_norm")],
-        (GPT[:5], {}),
-        (["qkv_linear"], {"qk_layernorm": True}),
-        (GPT[:5], NORMS),
-    ],
-)
-def test_words_select_the_bytes_that_megatron_selects(monkeypatch, modules, settings):
-    """Megatron's own contexts, around which Megatron puts hooks of its own, count the bytes saved inside."""
+def counted_by_megatron(modules, settings):
+    """The results of a step, and parcels and bytes that Megatron would move: its own contexts, around which Megatron
+    puts hooks of its own, count what is saved inside."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Theirs,
     )
@@ -309,21 +331,48 @@ def test_words_select_the_bytes_that_megatron_selects(monkeypatch, modules, sett
         if self.offload:
             inside.__exit__(*error)
 
-    monkeypatch.setattr(Theirs, "__enter__", enter)
-    monkeypatch.setattr(Theirs, "__exit__", leave)
-    monkeypatch.setattr(Theirs, "group_commit", staticmethod(lambda tensor, **_: tensor))
+    patches = {"__enter__": enter, "__exit__": leave, "group_commit": staticmethod(lambda tensor, **_: tensor)}
     for name in ("init_chunk_handler", "mark_not_offloadable", "reset"):
-        monkeypatch.setattr(Theirs, name, staticmethod(lambda *_, **__: None))
+        patches[name] = staticmethod(lambda *_, **__: None)
     theirs = {"fine_grained_activation_offloading": True, "offload_modules": modules, "min_offloaded_tensor_size": 1}
     before = inside.stats().parcels  # equal contexts count together
-    counted = train_chunks(chunks_of(**theirs, **settings), steps=1)
+    with mock.patch.multiple(Theirs, **patches):
+        results = train_chunks(chunks_of(**theirs, **settings), steps=1)
     after = inside.stats().parcels
+    return results, [after.count - before.count, after.nbytes - before.nbytes]
+
+
+def counted_by_ours(modules, settings):
     chunks = chunks_of(**settings)
     with adapter().offload(chunks, modules, **MOVES) as offloaded:
-        assert train_chunks(chunks, steps=1) == counted
-        ours = offloaded.handles[0].stats().parcels
-    assert (ours.count, ours.nbytes) == (after.count - before.count, after.nbytes - before.nbytes)
-    assert ours.count > 0
+        results = train_chunks(chunks, steps=1)
+        parcels = [handle.stats().parcels for handle in offloaded.handles]
+    return results, [sum(each.count for each in parcels), sum(each.nbytes for each in parcels)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "settings"),
+    [
+        *[([word], {}) for word in ("attn_norm", "qkv_linear", "core_attn", "mlp_norm")],
+        (GPT[:5], {}),
+        (["qkv_linear"], {"qk_layernorm": True}),
+        (GPT[:5], NORMS),
+        (MIXTURE[:5], {"moe": True}),
+    ],
+)
+def test_words_select_the_bytes_that_megatron_selects(modules, settings):
+    """Megatron's words for experts need TransformerEngine's experts; see the next test."""
+    counted, theirs = counted_by_megatron(modules, settings)
+    assert counted_by_ours(modules, settings) == (counted, theirs)
+    assert min(theirs) > 0
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_two_ranks_select_the_bytes_that_megatron_selects(layouts, name):
+    for results in layouts:
+        theirs, ours = results["bytes"][name]
+        assert theirs == ours
+        assert min(ours) > 0
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def megatron_on_the_cpu():
     Megatron asks for CUDA by literals; no file of Megatron is changed.
     """
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def state(*args, **kwargs):
@@ -36,6 +37,13 @@ def megatron_on_the_cpu():
 
     def set_state(state, *args, **kwargs):
         torch.default_generator.set_state(state)
+
+    def norm(cls, config, hidden_size, eps=1e-5, **_):
+        """As Megatron's, which refuses parts of a sequence: the gradients of the weights have to be summed there."""
+        made = torch.nn.RMSNorm(hidden_size, eps)
+        for weight in made.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return made
 
     type_of = torch.Tensor.type
 
@@ -79,6 +87,7 @@ def megatron_on_the_cpu():
             activation_recompute_forward=lambda **_: contextlib.nullcontext(),
             fp8_autocast=lambda **_: contextlib.nullcontext(),
         )  # fmt: skip
+        patch(torch_norm.WrappedTorchNorm, __new__=norm)
         for owner in (moe_utils, token_dispatcher):  # the sizes of the parts that experts exchange
             patch(owner, maybe_move_tensor_to_cpu=moved)
         if not hasattr(moe_utils, "te_general_gemm"):

@@ -188,6 +188,12 @@ class CompiledCall:
         return output
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is compiled in place, with or without a hook of ours around the call."""
+    call = cast("Callable[..., Any] | None", module._compiled_call_impl)
+    return (call.former if isinstance(call, CompiledCall) else call) is not None
+
+
 class RootHook(ModuleHook):
     """Opens a session for each forward of the root module."""
 

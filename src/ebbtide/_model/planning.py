@@ -11,7 +11,7 @@ import torch
 
 from ebbtide._config import Budget, as_names
 from ebbtide._control.controller import PlanController
-from ebbtide._control.ranks import Ranks, group_of, ranks_of
+from ebbtide._control.ranks import FIRST_MEETING, Ranks, group_of, ranks_of
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
 from ebbtide._model.recipe_probe import probe_recipes
@@ -22,6 +22,7 @@ from ebbtide._profiling.profile import Profile
 from ebbtide._recompute.provenance import AnyExpensiveOp
 from ebbtide._types import StepRecorder
 from ebbtide._utils.distributed import ThisRank, group_size
+from ebbtide._utils.torch_private import parameters_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class Planning:
     Attributes:
         regions: names, patterns or classes of the modules to plan for; empty: the repeated blocks and the last norm.
         process_group: the ranks that agree on one plan; None: all ranks.
-        may_be_stage: the module may become a stage of a pipeline later.
+        may_be_stage: the module may become a stage of a pipeline, until the ranks meet for the first time.
         may_have_peers: a process group may be made later.
-        unchecked: ranks that have not compared their `options` yet.
+        ranks: the ranks that meet; None for a single rank.
+        unchecked: `ranks`, if they have not compared their `options` yet.
         options: what decides about recomputation, by name, and has to be equal on all ranks.
     """
 
@@ -63,6 +65,8 @@ class Planning:
     process_group: "torch.distributed.ProcessGroup | None"
     may_be_stage: bool = False
     may_have_peers: bool = False
+    is_first_forward: bool = True
+    ranks: Ranks | None = None
     unchecked: Ranks | None = None
     options: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -70,6 +74,11 @@ class Planning:
         """Have a controller set the plan from now on. Raises ConfigError, PlanError, ModuleError."""
         attachment, goal, group = self.attachment, self.goal, self.process_group
         module = attachment.module
+        if next(parameters_of(module), None) is None:
+            raise PlanError(
+                f"{type(module).__name__} has no parameters, and plans are for the device of the parameters: on this "
+                "rank leave offload() out, or write mode='all' to move everything"
+            )
         if goal.may_recompute:
             group = group_of(module, group)
             self.may_be_stage = group is not ThisRank.ALONE
@@ -83,7 +92,8 @@ class Planning:
         refuse_nested(regions)
         # Where no region recomputes, each rank may move tensors as it likes.
         ranks = ranks_of(group, f"a plan for {type(module).__name__}") if goal.may_recompute else None
-        self.unchecked, self.options = ranks, self._options(regions)
+        self.ranks = self.unchecked = ranks
+        self.options = self._options(regions)
         if self.profile is not None:
             self._check_alike()  # over a profile ranks agree at once
         profiles = Profiles(self.profile, attachment.made_for(), self._profile_settings, group)
@@ -129,12 +139,15 @@ class Planning:
         """Set the plan of the forward about to begin. Returns a recorder, and whether to verify the forward."""
         is_measuring = counts_steps = False
         try:
-            # The stage or the process group may have been made after `offload`: all ranks come by in the same forward.
-            group = self.process_group
-            is_stage = self.may_be_stage and group_of(self.attachment.module, group) is not group
+            # The process group or the stage may have been made after `offload`, a stage even after some forwards: every
+            # rank looks before the first forward and before the first meeting. In a meeting of all ranks a stage would
+            # wait for stages that wait for its output.
+            group, ranks = self.process_group, self.ranks
+            looks = self.is_first_forward or (ranks is not None and ranks.meet_next)
+            is_stage = self.may_be_stage and looks and group_of(self.attachment.module, group) is not group
             if is_stage or (self.may_have_peers and group_size(None) > 1):
                 self.start()
-            self.may_be_stage = False
+            self.is_first_forward = False
             self._check_alike()
             assert self.controller is not None
             recorder = self.controller.step_begins(tokens, verifies)
@@ -142,6 +155,7 @@ class Planning:
         finally:
             if not counts_steps:  # a single rank looks for optimizers until there is a profile, or an error instead
                 self.attachment.optimizers.stop()
+        self.may_be_stage &= self.ranks is not None and self.ranks.step < FIRST_MEETING
         if is_measuring:  # verification would hold up a timed forward
             verifies = self.controller.is_warming_up and self.attachment.config.verify != 0
         if not self.controller.status:

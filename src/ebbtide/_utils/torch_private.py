@@ -520,6 +520,17 @@ def pipeline_tensors(stage: Any) -> dict[str, list[torch.Tensor]]:
     return {name: [part for t in each for part in plain_tensors(t)] for name, each in found.items()}
 
 
+def is_pipeline_compute(computation_type: Any) -> bool:
+    """Whether stages compute in actions of this type. Other actions gather or drop weights, send or receive."""
+    return computation_type.value in {"F", "B", "I", "W", "OVERLAP_F_B"}
+
+
 def replaces_pipeline_actions(schedule: Any) -> bool:
-    """Whether the user has registered functions of their own for actions of `schedule`."""
-    return bool(getattr(schedule, "_comp_type_to_function_map", None))
+    """Whether the user has registered functions of their own for the computations of `schedule`."""
+    return any(map(is_pipeline_compute, getattr(schedule, "_comp_type_to_function_map", ())))
+
+
+def donates_buffers() -> bool:
+    """Whether compiled backward may overwrite saved tensors. torch refuses to keep the graph of such a backward."""
+    config: Any = sys.modules.get("torch._functorch.config")
+    return config is not None and config.donated_buffer

@@ -1,5 +1,6 @@
 """`offload_activations`: a context around the forward or the whole step, without a model."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +16,7 @@ from ebbtide._engine.process import PROCESS
 from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
+from ebbtide._model.syncs import SyncWatch
 from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._reports.stats_text import stats_text
 from ebbtide._types import StoreFactory
@@ -34,15 +36,21 @@ class OffloadActivations:
         self._engines: Engines = engines
         self._context: HookContext = context
         self._entered = threading.local()
+        self._watch = SyncWatch(self._context.recorder) if env.watches_syncs() else None
 
     def __enter__(self) -> "OffloadActivations":
-        hooks = None
+        hooks: contextlib.AbstractContextManager[Any] | None = None
         if self._config.mode != "off" and not env.is_disabled():
             torch_checkpoint.install()
             megatron_checkpoint.install()
             self._context.forward_begins()
             hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
             hooks.__enter__()
+            if self._watch is not None:
+                stack = contextlib.ExitStack()
+                stack.push(hooks)
+                stack.enter_context(self._watch.watching())
+                hooks = stack
         self._stack().append(hooks)
         return self
 
@@ -75,7 +83,7 @@ class OffloadActivations:
         """
         return self._context.recorder.listeners.add(listener)
 
-    def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks | None]:
+    def _stack(self) -> list[contextlib.AbstractContextManager[Any] | None]:
         return vars(self._entered).setdefault("stack", [])
 
 

@@ -7,8 +7,10 @@ import gc
 import itertools
 import random
 import threading
+import warnings
 
 import pytest
+import routing
 import torch
 from cases import (
     CASES,
@@ -648,6 +650,59 @@ def test_packing_masks_never_waits_for_the_device():
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert context.stats().packed.count == 6
+
+
+def lines_that_wait(run):
+    """Lines of tests/routing.py in which torch finds a synchronisation."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in seen if "called a synchronizing" in str(each.message)]
+    return {each.lineno for each in waits if each.filename == routing.__file__}
+
+
+def test_the_lines_that_wait_are_those_that_torch_finds(monkeypatch):
+    torch.use_deterministic_algorithms(False)  # or some kernels wait on their own
+    monkeypatch.setenv("EBBTIDE_SYNCS", "1")
+    model, x = make(lambda: routing.Waiting(routing.maps_by_masks), GPU), Data(GPU, 5).tensor(256, 64)
+    twin = copy.deepcopy(model)
+    twin(x)
+    expected = lines_that_wait(lambda: twin(x))
+    with offload(model) as handle:
+        finish(model(x).sum(), model)
+        syncs = handle.stats().syncs
+    lines = {kind: set() for kind, _, _ in syncs}
+    for kind, _, line in syncs:
+        lines[kind].add(int(line.rpartition(":")[2]))
+    backward = lines.pop("boolean mask in backward")
+    assert set().union(*lines.values()) == expected
+    assert lines.keys() >= {"boolean mask", "repeat_interleave", "nonzero", ".item()"}
+    assert lines.keys() >= {"copy to the host", "copy from the host"}
+    assert len(backward) == 2  # of three selections one is of integers
+    assert backward < lines["boolean mask"]
+
+
+def test_maps_by_the_adapter_for_megatron_wait_for_nothing(monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("EBBTIDE_SYNCS", "1")
+    x, results, found = Data(GPU, 5).tensor(256, 64), [], []
+    for maps in (routing.maps_by_masks, routing.sync_free_maps()):
+        model = make(lambda maps=maps: routing.Routed(maps), GPU)
+        with offload(model) as handle:
+            results.append(finish(model(x).sum(), model))
+            found.append(handle.stats().syncs)
+    assert_equal(*results)
+    assert found[0]
+    assert found[1] == {}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_kept_graph_does_not_collect_on_the_device():

@@ -5,7 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
@@ -59,6 +59,32 @@ class CopyTiming:
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
+class Sync(NamedTuple):
+    """Code in which the host waits for the device.
+
+    Attributes:
+        kind: the call: ".item()", "nonzero", "boolean mask", ...; behind it "in backward", also in a recomputation.
+        module: name of the innermost module; in backward of the region that recomputes, or "" if unknown.
+        line: "file.py:12", with the folder; or the class of the autograd node, where no code of the model runs.
+    """
+
+    kind: str
+    module: str
+    line: str
+
+
+@dataclass
+class Wait:
+    """A number of waits of the host, and their seconds."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.count += count
+        self.seconds += seconds
+
+
 @dataclass
 class Stats:
     """Totals since the first use of the entry point, in bytes and seconds.
@@ -84,6 +110,8 @@ class Stats:
         unable: calls of a region that could not be prepared for recomputation, by reason; tensors saved in the call
             were kept or moved as without a recipe.
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
+        syncs: synchronisations of the host by code of the user, with EBBTIDE_SYNCS=1.
+        watched_forwards: forwards of the model, or entries into the context, that `syncs` covers.
         out_sample, in_sample: timed copies, the basis of the lanes' rates.
         host_bytes, host_reserved_bytes: bytes in the stores of the process, and memory or file space taken for them.
         host_captured_bytes: share of `host_bytes` that captured graphs keep for replays, until release_memory().
@@ -111,6 +139,8 @@ class Stats:
     unable: dict[Unable, int] = field(default_factory=dict[Unable, int])
     stall_forward_s: float = 0.0
     stall_backward_s: float = 0.0
+    syncs: dict[Sync, Wait] = field(default_factory=dict[Sync, Wait])
+    watched_forwards: int = 0
     out_sample: CopyTiming = field(default_factory=CopyTiming)
     in_sample: CopyTiming = field(default_factory=CopyTiming)
     host_bytes: int = 0
@@ -151,6 +181,7 @@ class Stats:
             **asdict(self),
             "kept": {reason.name: asdict(kept) for reason, kept in self.kept.items()},
             "unable": {why.name: count for why, count in self.unable.items()},
+            "syncs": [{**sync._asdict(), **asdict(wait)} for sync, wait in self.syncs.items()],
             "kept_bytes": self.kept_bytes,
             "saved_tensors": self.saved_tensors,
             "out_gb_per_s": self.out_gb_per_s,
@@ -234,6 +265,7 @@ class StatsRecorder:
             **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
             kept=self._copy_of_kept(),
             unable=dict(self.stats.unable),
+            syncs={sync: replace(wait) for sync, wait in self.stats.syncs.items()},
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),
@@ -242,6 +274,10 @@ class StatsRecorder:
 
     def _copy_of_kept(self) -> dict[Reason, Count]:
         return {reason: replace(kept) for reason, kept in self.stats.kept.items()}
+
+    def note_sync(self, sync: Sync, seconds: float) -> None:
+        """The host has waited for the device."""
+        self.stats.syncs.setdefault(sync, Wait()).add(seconds)
 
     def warn_store_failed(self, error: BaseException) -> None:
         """Warn once: a store that fails costs no step, but nothing moves either."""

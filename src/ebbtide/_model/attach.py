@@ -24,6 +24,7 @@ from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
 from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
 from ebbtide._model.session import NEVER_MOVE, Kept, Session, UnableRegions
+from ebbtide._model.syncs import SyncHook, SyncWatch
 from ebbtide._plans import Plan
 from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
@@ -104,7 +105,11 @@ class Attachment:
         self._region_hooks = {
             module: RegionHook(self, module, names.get(module), choice) for module, choice in choices.items()
         }
-        self._root_hook = RootHook(self, self.module)
+        if env.watches_syncs():
+            watch = SyncWatch(self.context.recorder, self.module, self.session)
+            self._root_hook = SyncHook(self, self.module, watch)
+        else:
+            self._root_hook = RootHook(self, self.module)
 
     def remove(self) -> None:
         """Take the hooks off. Graphs in flight still run backward."""

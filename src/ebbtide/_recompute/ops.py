@@ -1,11 +1,12 @@
-"""Properties of operators: expensive, random, a view, a collective. Nothing below calls an operator but a mode."""
+"""Properties of operators: expensive, random, a view, a collective, a wait. Only modes call operators below."""
 
 import fnmatch
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ebbtide._errors import CaptureError
 from ebbtide._plans import OpChoice, op_class_of
@@ -41,6 +42,12 @@ _HIDDEN_VIEWS = {
     "aten::unsafe_split",
     "aten::unsafe_split_with_sizes",
 }
+
+
+MASK = "boolean mask"
+"""A `host_wait`; autograd's node of the operator waits as well."""
+
+_READS_DEVICE = {"aten::equal", "aten::_linalg_check_errors"}  # beside the operators with tags of torch
 
 
 class OpKind(NamedTuple):
@@ -145,6 +152,54 @@ def is_view(op: Any) -> bool:
     """Whether `op` returns an alias of an argument, declared or hidden."""
     schema = getattr(op, "_schema", None)
     return is_hidden_view(op) or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+
+
+def host_wait(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> str:
+    """Why the host waits for a device of `device_type` in the call: ".item()", "nonzero", `MASK`, ...; "" if not."""
+    name = op_name(op)
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return _wait_of_indices(device_type, *args)
+    if name == "aten::lift_fresh":  # the end of torch.tensor(data), whose copy no mode sees
+        return _wait_of_copy(torch.device("cpu"), args[0].device, device_type)
+    if name == "aten::_to_copy":
+        is_queued, target = kwargs.get("non_blocking", False), kwargs.get("device") or args[0].device
+        return "" if is_queued else _wait_of_copy(args[0].device, target, device_type)
+    if name == "aten::copy_":
+        is_queued = any(args[2:]) and (args[0].device.type != "cpu" or args[0].is_pinned())
+        return "" if is_queued else _wait_of_copy(args[1].device, args[0].device, device_type)
+    if not _reads_device(op) or kwargs.get("output_size") is not None:  # repeat_interleave with a known size
+        return ""
+    devices = {t.device.type for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+    short = name.removeprefix("aten::").strip("_2")
+    return "" if device_type not in devices else {"local_scalar_dense": ".item()"}.get(short, short)
+
+
+@functools.cache
+def _reads_device(op: Any) -> bool:
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return op_name(op) in _READS_DEVICE or not tags.isdisjoint(getattr(op, "tags", ()))
+
+
+def _wait_of_indices(
+    device_type: str, t: torch.Tensor, indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor | None = None, accumulates: bool = False, *_: object,
+) -> str:  # fmt: skip
+    if t.device.type != device_type:
+        return ""
+    given = [index for index in indices if index is not None]
+    masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
+    if any(mask.device == t.device for mask in masks):
+        is_fill = values is not None and values.numel() == 1 and values.device.type == "cpu" and len(given) == 1
+        return "" if is_fill and not accumulates else MASK  # t[mask] = 0 selects nothing
+    # A mask on the host is read there, and its copy is queued; numbers and their positions are copied by the kernel.
+    copied = [values, *(index for index in given if not masks)]
+    return "copy from the host" if any(each is not None and each.device != t.device for each in copied) else ""
+
+
+def _wait_of_copy(source: torch.device, target: torch.device, device_type: str) -> str:
+    if source.type == target.type or {source.type, target.type} != {"cpu", device_type}:
+        return ""
+    return "copy to the host" if target.type == "cpu" else "copy from the host"
 
 
 def rng_device(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:

@@ -1,9 +1,10 @@
 """Stats as a table in plain text of fixed width."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ebbtide._engine.stats import Count, Stats
+from ebbtide._engine.stats import Count, Stats, Sync, Wait
 from ebbtide._utils.sizes import format_bytes
 
 
@@ -70,10 +71,23 @@ def _sections(stats: Stats) -> Iterator[Section]:
     if step:
         yield "step", step
     yield "stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]
+    if stats.watched_forwards:
+        yield "synchronisations of the host, per forward", list(_syncs(stats)) or [Row("none", "0", "")]
     rates = {"out": stats.out_gb_per_s, "in": stats.in_gb_per_s}
     yield "link", [Row(label, "", f"{rate:.1f} GB/s") for label, rate in rates.items()]
     captured = [_size("kept for captured graphs", stats.host_captured_bytes)] if stats.host_captured_bytes else []
     yield "store", [_size("held now", stats.host_bytes), *captured, _size("reserved", stats.host_reserved_bytes)]
+
+
+def _syncs(stats: Stats) -> Iterator[Row]:
+    """A row for each line of code, the most frequent first; modules that differ by numbers alone count together."""
+    waits: dict[Sync, Wait] = {}
+    for sync, wait in stats.syncs.items():
+        pattern = re.sub(r"\b\d+\b", "*", sync.module)
+        waits.setdefault(sync._replace(module=pattern), Wait()).add(wait.seconds, wait.count)
+    for sync, wait in sorted(waits.items(), key=lambda row: -row[1].count):
+        count, seconds = wait.count / stats.watched_forwards, wait.seconds / stats.watched_forwards
+        yield _time(", ".join(filter(None, sync)), seconds)._replace(number=f"{count:.1f}")
 
 
 def _count(label: str, count: Count) -> Row:

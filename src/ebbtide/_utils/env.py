@@ -7,6 +7,8 @@
 | EBBTIDE_DISK_FOLDER | folder of a disk store without a folder of its own  | the system's temp    |
 | EBBTIDE_PROFILE     | file to write the profile of the first steps to     | no file              |
 | EBBTIDE_PROFILE_END | 1: end the process after writing the profile        | 0                    |
+| EBBTIDE_SYNCS       | 1: reports name the lines in which the host waits   | 0                    |
+|                     | for the device; steps are slower                    |                      |
 | EBBTIDE_WAIT        | 1: training waits for plans, and repeats exactly    | 0                    |
 | LOCAL_WORLD_SIZE    | processes on the host (set by torchrun)             | as other launchers   |
 |                     |                                                     | say, or all ranks    |
@@ -43,6 +45,11 @@ def ends_with_profile() -> bool:
 
 def waits_for_plans() -> bool:
     return _is_set("EBBTIDE_WAIT", "write 1 to have training wait for plans, 0 or nothing to go on meanwhile")
+
+
+def watches_syncs() -> bool:
+    advice = "write 1 to have synchronisations of the host in reports, 0 or nothing to leave them out"
+    return _is_set("EBBTIDE_SYNCS", advice) and not is_disabled()
 
 
 def profiling_variables(path: Path) -> dict[str, str]:

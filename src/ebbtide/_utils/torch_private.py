@@ -74,6 +74,16 @@ def current_node_name() -> str:
     return "" if node is None else type(node).__name__
 
 
+def current_node_number() -> int:
+    """Return the sequence number of the autograd node running in this thread; -1 outside of backward."""
+    node = _current_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+RUN_BACKWARD: tuple[Any, str] = (torch.autograd, "_engine_run_backward")
+"""Owner and name of the function that runs every backward called from Python."""
+
+
 def is_in_custom_function() -> bool:
     """Whether the autograd node running in this thread may read a saved tensor more than once: `ctx.saved_tensors`
     reads all of them each time. Nodes of operators read each saved tensor once."""
@@ -167,15 +177,16 @@ def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def is_called_from(function: Callable[..., Any]) -> bool:
     """Whether the Python function `function` is on the stack of this thread."""
-    return any(frame.f_code is function.__code__ for frame in _frames())
+    return any(frame.f_code is function.__code__ for frame in frames())
 
 
 def callers() -> Iterator[tuple[str, str]]:
     """Iterate over the names of module and function of each Python frame of this thread, innermost first."""
-    return ((frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in _frames())
+    return ((frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames())
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """Iterate over the Python frames of this thread, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

@@ -16,7 +16,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ from benchmarks.facts import facts
 from ebbtide._utils.sizes import GIB
 
 RANKS, MICROBATCHES, STEPS = 2, 8, 6
+PLANNED_STEPS = 20  # until plans are made and corrected
 TOKENS, HIDDEN, HEADS, KV_HEADS, FFN = 4096, 4096, 32, 8, 14336
 
 _CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
+# A budget is a share of what activations take at the peak of the plain step.
 MODES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "attention's core and qkv": {"include": _CORE_AND_QKV},
     "everything": {"mode": "all"},
     "everything, 2 GiB either way": {"mode": "all", "window": "2GiB", "prefetch": "2GiB"},
-    "everything, 4 GiB either way": {"mode": "all", "window": "4GiB", "prefetch": "4GiB"},
+    "no budget": {},
+    "half of the activations": {"budget": 0.5},
+    "a quarter of the activations": {"budget": 0.25},
     "plain again": None,
 }
 
@@ -123,20 +128,26 @@ class Rank:
         return sum(int(each.sum(dtype=torch.int64)) for each in bits)
 
 
-def measure(name: str, rank: int, layers: int, device: torch.device) -> dict[str, Any]:
+def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequence[str]) -> dict[str, Any]:
     own = Rank(name, rank, layers, device)
     own.step()
     if _is_alone():
         own.fill_buffers()
     found: dict[str, Any] = {}
-    for mode, settings in MODES.items():
+    for mode in modes:
+        settings = MODES[mode]
         with contextlib.ExitStack() as undo:
+            if settings is not None and "budget" in settings:
+                before = torch.cuda.memory_allocated()
+                settings = {"budget": int(before + settings["budget"] * found["plain"]["peak_gib"] * GIB)}
             handles = [undo.enter_context(ebbtide.offload(m, **settings)) for m in own.modules if settings is not None]
             if handles:
                 undo.callback(ebbtide.pipeline.attach(own.schedule).remove)
-            for _ in range(3):
+            for _ in range(PLANNED_STEPS if settings is not None and not settings.keys() - {"budget"} else 3):
                 own.step()
             found[mode] = _timed(own, handles)
+            if settings is not None and "budget" in settings:
+                found[mode]["budget_gib"] = (settings["budget"] - before) / GIB
         gc.collect()
         ebbtide.release_memory()
     found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
@@ -157,10 +168,15 @@ def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
         times_ms.append((time.perf_counter() - began_s) * 1e3)
         peaks.append(torch.cuda.max_memory_allocated() - base)
     pairs = [(handle.stats(), each) for handle, each in zip(handles, before, strict=True)]
-    moved = {
+    moved: dict[str, Any] = {
         f"{name}_gib": sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs) / STEPS / GIB
         for name in ("out", "inbound", "misses")
     }
+    predicted = [plan.predicted for plan in (handle.plan for handle in handles) if plan.predicted is not None]
+    if predicted:
+        moved["predicted_graph_ms"] = [each.step_s * 1e3 for each in predicted]
+        moved["predicted_peak_gib"] = [(each.peak_bytes - base) / GIB for each in predicted]
+        moved["recipes"] = [_recipes(handle) for handle in handles]
     return {
         "step_ms": statistics.median(times_ms), "peak_gib": max(peaks) / GIB, "checksum": own.checksum(), **moved,
     }  # fmt: skip
@@ -168,6 +184,10 @@ def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
 
 def _is_alone() -> bool:
     return "WORLD_SIZE" not in os.environ
+
+
+def _recipes(handle: ebbtide.OffloadHandle) -> dict[str, int]:
+    return dict(Counter(str(region.recipe) for region in handle.plan.regions.values()))
 
 
 @contextlib.contextmanager
@@ -189,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", nargs="*", default=["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "1F1B"])
     parser.add_argument("--rank", type=int, default=0, choices=range(RANKS), help="of a rank that runs alone")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="'plain' first")
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipelines.json")
     parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
@@ -204,7 +225,7 @@ def main() -> None:
     result["kind"] = "a rank alone" if _is_alone() else f"{RANKS} ranks on {RANKS} devices"
     with _group(rank, device):
         for name in options.schedules:
-            own = {f"{name}, rank {rank}": measure(name, rank, options.layers, device)}
+            own = {f"{name}, rank {rank}": measure(name, rank, options.layers, device, options.modes)}
             found: list[Any] = [own]
             if not _is_alone():
                 found = [None] * RANKS

@@ -280,7 +280,7 @@ def offload(
         process_group: Ranks that agree on a plan within a budget, or share a profile file. Default: all ranks of the
             job. Write the ranks of data, sharded and tensor parallelism together, such as `mesh["dp"].get_group()`; all
             must run the same number of steps. For a stage of a pipeline: the ranks of the stage; default: this rank, if
-            the pipeline covers the job.
+            the pipeline covers the job. Stages that share a rank share a budget.
         store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
             accelerators, "disk" for a model on the CPU of a machine without an accelerator. Also a function that makes
             a store for a device.
@@ -297,7 +297,7 @@ def offload(
 
     Raises:
         ConfigError: an impossible setting, a profile file in a missing folder, or a budget for a pipeline stage of
-            unknown ranks or beside another stage (raised in the first step if the stage is made later).
+            unknown ranks (raised in the first step if the stage is made later).
         ModuleError: a part of the module is on the meta device, the module or a module inside has a handle already, or
             a name matches no module.
         PlanError: no regions to plan for, a profile of another model, a file without a profile, a rank that does not

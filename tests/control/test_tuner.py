@@ -27,7 +27,7 @@ BUDGET = int(2.5 * GIB)
 
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch):
-    monkeypatch.setattr("ebbtide._planner.process.answer", remembered)
+    monkeypatch.setattr("ebbtide._planner.process.answer_for_stage", remembered)
 
 
 # -- the budget from below ---------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ Note [PlanController]
    without a budget every region keeps. The first step warms up, the second is measured for times, and the third for
    details. The solver is asked for a plan, and training goes on with these recipes until the plan is there.
 2. From then on the tuner compares and corrects (Note [PlanTuner]).
-3. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
+3. Stages of a pipeline that share a rank share the budget: each waits, by its first recipes, until all are measured
+   (Note [Several stages]).
+4. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
    sizes of the ranks. They meet before step 4, and again before steps 12 and 36 if not all ranks have a profile; from
    then on to correct the plan (Note [Ranks]).
 """
@@ -16,7 +18,7 @@ import enum
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -88,6 +90,7 @@ class Phase(enum.Enum):
     WARM = "warms up"
     TIMES = "is measured for times"
     DETAILS = "is measured for details"
+    STAGES = "waits for the other stages of the rank"
     SOLVING = "waits for a plan"
     PLANNED = "runs by the plan"
     GAVE_UP = "keeps its first recipes"
@@ -127,6 +130,8 @@ class PlanController:
         max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         nested: those of `names` that another module may call. They are dropped if no profile can be made.
         probe_recipes: measures what recipes cost the host; None: plans assume that the host is always ahead.
+        stages: returns the controllers of all pipeline stages of the rank, this one included, in order; empty for a
+            module that is no stage beside others.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class PlanController:
         max_slowdown: float | None = None,
         nested: Collection[str] = (),
         probe_recipes: Callable[[Engine], RecipeCosts] | None = None,
+        stages: Callable[[], "Sequence[PlanController]"] = tuple,
     ) -> None:
         self._handle = handle
         self._names = names
@@ -157,6 +163,7 @@ class PlanController:
         self._max_slowdown = max_slowdown
         self._nested = nested
         self._probe_recipes = probe_recipes
+        self._stages = stages
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
         self._order = GraphOrder()
@@ -214,12 +221,17 @@ class PlanController:
             return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
         if self.phase is Phase.SOLVING:
             return "no plan yet: solving"
+        if self.phase is Phase.STAGES:
+            return f"no plan yet: {self.phase.value}"
         if self.tuner is not None:
             return "no plan at hand: solving again" if self.tuner.has_stopped_plan else ""
         return f"no plan: training {self.phase.value}"
 
-    def start(self) -> None:
-        """Apply the first plan. Raises PlanError if the given profile does not match the model, or if no plan fits."""
+    def start(self, is_stage: bool = False) -> None:
+        """Apply the first plan. With a profile the plan to follow, if the module is no stage: others may come.
+
+        Raises PlanError if the given profile does not match the model, or if no plan fits.
+        """
         profile = self._measured
         if profile is None:
             self._handle.apply_plan(self._first_plan())
@@ -230,13 +242,44 @@ class PlanController:
         self._tokens = profile.tokens
         agreed = self._agreed(profile)
         assert agreed is not None
+        if is_stage:
+            self._measured, self.phase = agreed, Phase.STAGES
+            self._handle.apply_plan(self._first_plan())
+            return
         self._plan_from(agreed)
         assert self.tuner is not None
         self._or_give_up(self.tuner.wait)
         self.phase = Phase.PLANNED
 
-    def _plan_from(self, profile: Profile) -> None:
-        """Ask for a plan. Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak."""
+    def _plan_beside_stages(self, profile: Profile) -> None:
+        """Ask for a plan once all stages that share the budget are measured."""
+        stages = [] if self._budget_of is None else [each for each in self._stages() if each.has_budget]
+        if any(each.profile is None for each in stages):
+            self._measured = profile
+            if self.phase is not Phase.STAGES:
+                self.phase = Phase.STAGES
+                _log.info("%s", self.status)
+            return
+        own = stages.index(self) if self in stages else 0
+        before, behind = ([each.measured_profile for each in part] for part in (stages[:own], stages[own + 1 :]))
+        self._plan_from(profile, (tuple(before), tuple(behind)))
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether plans keep a budget, or will."""
+        return self._budget_of is not None and self.phase is not Phase.GAVE_UP
+
+    @property
+    def measured_profile(self) -> Profile:
+        """The profile of the measured steps: the same whenever another stage asks."""
+        assert self._measured is not None
+        return self._measured
+
+    def _plan_from(self, profile: Profile, beside: tuple[tuple[Profile, ...], tuple[Profile, ...]] = ((), ())) -> None:
+        """Ask for a plan. Raises PlanError if nothing fits: the first recipes stay, which have the smallest peak.
+
+        `beside`: profiles of the other stages that share the budget, as in `Question`.
+        """
         self.phase = Phase.GAVE_UP
         self._measured = profile
         self.tuner = PlanTuner(
@@ -251,6 +294,8 @@ class PlanController:
             replans_on_oom=self._replans_on_oom,
             ranks=self._ranks,
             own_tokens=self._tokens,
+            beside=beside,
+            is_stage=len(self._stages()) > 1,
         )
         self.phase = Phase.PLANNED if self.tuner.has_plan else Phase.SOLVING
         if self.phase is Phase.SOLVING:
@@ -300,11 +345,13 @@ class PlanController:
         ranks, meets = self._ranks, False
         if ranks is not None and ranks.forward_begins(self._handle.have_stepped()):
             meets = True
-            if self.tuner is None:
+            if self.tuner is None and self.phase is not Phase.STAGES:
                 self._agree_on_profile(ranks, engine)
+        if self.phase is Phase.STAGES:
+            self._plan_beside_stages(self.measured_profile)
         if self.tuner is not None:
             return self._planned_step(engine, tokens, is_verified, meets)
-        return None if meets else self._recorded_step(engine, tokens)
+        return None if meets or self.phase is Phase.STAGES else self._recorded_step(engine, tokens)
 
     def _planned_step(
         self, engine: Engine, tokens: int, is_verified: bool = False, meets: bool = False
@@ -407,7 +454,7 @@ class PlanController:
         else:
             profile = self._read(recorder, engine)
             if profile is not None:
-                self._plan_from(profile)
+                self._plan_beside_stages(profile)
 
     def _read(self, details: ProfilingRecorder, engine: Engine) -> Profile | None:
         """Profile of the two measured steps; None if they do not match."""
@@ -473,6 +520,7 @@ class PlanController:
             derivations=probe_derivations(engine.device, derivable(details), room_bytes),
             graphs=max(times.graphs, details.graphs),
             passes=self._order.passes,
+            is_stage=len(self._stages()) > 1,
             overwritten=self._overwritten,
         )
         profile = profile_of(times, details, self._names, inputs)

@@ -29,10 +29,12 @@ class StepObserver:
     Args:
         link_rates: tells the stalls.
         device: device of the model, if known.
+        is_stage: of a pipeline, beside others on the rank: steps that other graphs interrupt are not compared either.
     """
 
-    def __init__(self, link_rates: LinkRates, device: Device | None) -> None:
+    def __init__(self, link_rates: LinkRates, device: Device | None, is_stage: bool = False) -> None:
         self._link_rates = link_rates
+        self._is_stage = is_stage
         self._in_flight: list[_PlannedStep] = []
         self._rests = False  # in the step before: no hook tells of its backward
         self._failed_allocations = 0 if device is None else device.failed_allocations()
@@ -100,7 +102,7 @@ class StepObserver:
             if trial is not each.size.trial:
                 continue  # the plan was replaced
             observed.append(each.size)
-            if not monitor.is_alone:
+            if not monitor.is_alone or (self._is_stage and monitor.is_interrupted):
                 trial.count_step()
                 continue
             seconds = monitor.seconds() / each.share

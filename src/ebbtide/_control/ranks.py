@@ -39,7 +39,7 @@ from ebbtide._planner.simulate import with_host
 from ebbtide._profiling.merge_ranks import merged_by, slowest, structure_of
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.distributed import Group, ThisRank, Value, gather, group_size, largest, ranks_in
-from ebbtide._utils.torch_private import callers, modules_of
+from ebbtide._utils.torch_private import callers, modules_of, pipeline_stages
 
 FIRST_MEETING = 4  # a warm-up, two measured steps, and the step that begins with the meeting
 
@@ -173,17 +173,12 @@ def group_of(module: torch.nn.Module, group: Group) -> Group:
     """The ranks to agree on a plan for `module`, by `process_group=` of the user.
 
     Raises:
-        ConfigError: the module is a pipeline stage of unknown ranks, or beside another stage of the rank.
+        ConfigError: the module is a pipeline stage of unknown ranks.
     """
     if group_size(None) == 1:
         return group
     stages = _stages()
     own = [stage for stage in stages if _has_part_in(stage.submod, module)]
-    if own and any(stage.stage_index != own[0].stage_index for stage in stages):
-        raise ConfigError(
-            f"budget= or max_slowdown= for {type(module).__name__}, one of several pipeline stages on this rank: a "
-            f"plan knows the memory of one stage alone. Instead {_WITHOUT_A_PLANNER}"
-        )
     if group is not None:
         return group
     if own and own[0].group_size == group_size(None):
@@ -200,14 +195,30 @@ def group_of(module: torch.nn.Module, group: Group) -> Group:
 _WITHOUT_A_PLANNER = "write recipe= (such as 'recompute' or 'selective'), plan= or mode= for each stage"
 
 
+def stages_beside(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of all pipeline stages on this rank, in order, if `module` has a part in one of them."""
+    for schedule in _instances("schedules", "_PipelineSchedule"):
+        stages = sorted(pipeline_stages(schedule), key=lambda stage: stage.stage_index)
+        modules = [stage.submod for stage in stages]
+        if any(_has_part_in(each, module) for each in modules):
+            return modules
+    return []
+
+
 def _stages() -> list[Any]:
-    """The pipeline stages of this process. A module has no reference to its stage: the search visits every object."""
-    stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
-    if stages is None:
-        return []
-    gc.collect()  # stages of an earlier pipeline
-    found = [each for each in gc.get_objects() if stages._PipelineStageBase in type(each).__mro__]
+    """The pipeline stages of this process."""
+    found = _instances("stage", "_PipelineStageBase")
     return [each for each in found if isinstance(getattr(each, "submod", None), torch.nn.Module)]
+
+
+def _instances(file: str, base: str) -> list[Any]:
+    """The objects of a class of torch.distributed.pipelining. A module has no reference to its stage, nor a stage to
+    its schedule: the search visits every object."""
+    found: Any = sys.modules.get(f"torch.distributed.pipelining.{file}")
+    if found is None:
+        return []
+    gc.collect()  # those of an earlier pipeline
+    return [each for each in gc.get_objects() if getattr(found, base) in type(each).__mro__]
 
 
 def _has_part_in(submod: torch.nn.Module, module: torch.nn.Module) -> bool:

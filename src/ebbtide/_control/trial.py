@@ -201,9 +201,9 @@ def first_margin(limit_bytes: int, base_bytes: int) -> int:
     return int(THRESHOLDS.margin * max(0, limit_bytes - base_bytes))
 
 
-def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
+def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int, sharing: int = 1) -> int:
     """The margin of the next plan, by the measured peaks of this plan; never negative: the error of another plan may be
-    another. Unmeasured peaks leave the margin.
+    another. Unmeasured peaks leave the margin. `sharing`: plans that take up what one margin leaves free.
     """
     predicted, seen = trial.plan.predicted, trial.seen
     if predicted is None or seen.peak_bytes == 0:
@@ -213,7 +213,8 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int) -> int:
     if over_bytes > 0:
         return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
-    return needed_bytes + int(THRESHOLDS.kept_margin * max(0, margin_bytes - needed_bytes))
+    kept_share = 1 - (1 - THRESHOLDS.kept_margin) / sharing
+    return needed_bytes + int(kept_share * max(0, margin_bytes - needed_bytes))
 
 
 def _gives_room(trial: Trial, limit_bytes: int, margin_bytes: int) -> bool:

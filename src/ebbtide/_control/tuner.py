@@ -101,6 +101,8 @@ class PlanTuner:
         replans_on_oom: plan for a smaller peak after the device ran out of memory.
         ranks: the ranks that share one plan for all batch sizes; None: this rank alone.
         own_tokens: with `ranks`, the batch size that this rank has measured.
+        beside: profiles of the other pipeline stages of the rank that share the budget, as in `Question`.
+        is_stage: other stages of the rank run between forward and backward.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class PlanTuner:
         replans_on_oom: bool,
         ranks: Ranks | None = None,
         own_tokens: int = 0,
+        beside: tuple[tuple[Profile, ...], tuple[Profile, ...]] = ((), ()),
+        is_stage: bool = False,
     ) -> None:
         self._handle = handle
         self._profile = profile
@@ -128,6 +132,9 @@ class PlanTuner:
         self._replans_on_oom = replans_on_oom
         self._ranks = ranks
         self._own_tokens = own_tokens
+        self._beside = beside
+        self._sharing = 1 + sum(map(len, beside))
+        self._is_stage = is_stage
         self._meeting_interval = 0
         self._ran_out = False  # since the last meeting
         self._is_asked = False  # the same, by the user
@@ -136,7 +143,7 @@ class PlanTuner:
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
         self._link_rates = LinkRates(recorder)
-        self._observer = StepObserver(self._link_rates, None if engine is None else engine.device)
+        self._observer = StepObserver(self._link_rates, None if engine is None else engine.device, is_stage)
         self._agreed_link = LinkRatios()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
         self._sizes: dict[int, BatchSize] = {}
@@ -349,7 +356,7 @@ class PlanTuner:
             reasons.append(_took(trial))
         limit_bytes = self.limit_bytes
         if limit_bytes is not None:
-            margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
+            margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
             if margin_bytes != size.margin_bytes:
                 reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
             size.margin_bytes = margin_bytes
@@ -371,7 +378,7 @@ class PlanTuner:
             self._warn_of_peak(peak_bytes, limit_bytes)
             trial.is_frozen = True
             return
-        size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes)
+        size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
         size.asks_fallback = size.answer is None  # for less: another one
         self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
         size.tried = within  # other than where memory has grown
@@ -495,6 +502,7 @@ class PlanTuner:
             max_slowdown=size.target * self._max_slowdown,
             only_moves=self._only_moves and limit_bytes is None,
             only_fallback=size.asks_fallback,
+            beside=self._beside,
         )
         answer = solve_here(question) if self._waits else solve_elsewhere(question)
         self._asked = _Asked(size, size.wanted, question, answer, is_due=self._waits or self._ranks is None)
@@ -614,9 +622,10 @@ class PlanTuner:
 
     def _condition(self, engine: Engine) -> Condition:
         """Memory from before the step may grow (the state of an optimizer, gradients that accumulate), and the peak may
-        (a longer evaluation): the device's statistics show both, unless somebody resets them."""
+        (a longer evaluation): the device's statistics show both, unless somebody resets them, or graphs of other stages
+        are in flight."""
         can_tell = self.limit_bytes is not None and self._size.trial is not None and engine.device.tracks_peak
-        if not can_tell or self._observer.may_be_in_backward:
+        if not can_tell or self._is_stage or self._observer.may_be_in_backward:
             return Condition(ran_out=self._ran_out, is_asked=self._is_asked)
         memory = engine.device.memory()
         grown_bytes = memory.allocated_bytes - self._profile.base_bytes

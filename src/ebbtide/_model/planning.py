@@ -11,9 +11,10 @@ import torch
 
 from ebbtide._config import Budget, as_names
 from ebbtide._control.controller import PlanController
-from ebbtide._control.ranks import FIRST_MEETING, Ranks, group_of, ranks_of
+from ebbtide._control.ranks import FIRST_MEETING, Ranks, group_of, ranks_of, stages_beside
 from ebbtide._errors import PlanError
 from ebbtide._model.attach import Attachment
+from ebbtide._model.hooks import HANDLE
 from ebbtide._model.recipe_probe import probe_recipes
 from ebbtide._model.regions import find_named, names_of, refuse_nested
 from ebbtide._plans import Plan
@@ -22,7 +23,7 @@ from ebbtide._profiling.profile import Profile
 from ebbtide._recompute.provenance import AnyExpensiveOp
 from ebbtide._types import StepRecorder
 from ebbtide._utils.distributed import ThisRank, group_size
-from ebbtide._utils.torch_private import parameters_of
+from ebbtide._utils.torch_private import modules_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Planning:
         may_be_stage: the module may become a stage of a pipeline, until the ranks meet for the first time.
         may_have_peers: a process group may be made later.
         ranks: the ranks that meet; None for a single rank.
+        stages: the modules of all pipeline stages on this rank; None until looked for, once steps are measured.
         unchecked: `ranks`, if they have not compared their `options` yet.
         options: what decides about recomputation, by name, and has to be equal on all ranks.
     """
@@ -67,6 +69,7 @@ class Planning:
     may_have_peers: bool = False
     is_first_forward: bool = True
     ranks: Ranks | None = None
+    stages: list[torch.nn.Module] | None = None
     unchecked: Ranks | None = None
     options: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -111,14 +114,22 @@ class Planning:
             replans_on_oom=self.replans_on_oom, ranks=ranks, on_profile=profiles.keep, always_recompute=looks_again,
             nested=() if named else tuple(attachment.norm),
             probe_recipes=functools.partial(probe_recipes, attachment.engines, attachment.context.serves),
+            stages=self._stage_controllers,
         )  # fmt: skip
-        controller.start()
+        controller.start(is_stage=known is not None and len(stages_beside(module)) > 1)
         attachment.controller, attachment.plan_step = controller, self.step_begins
         self.may_have_peers = goal.may_recompute and ranks is None and group is None
         if known is not None:
             profiles.keep(known)
         if controller.counts_steps:
             attachment.optimizers.start()
+
+    def _stage_controllers(self) -> list[PlanController]:
+        if self.stages is None:
+            self.stages = stages_beside(self.attachment.module)
+        handles = [vars(inner).get(HANDLE) for stage in self.stages for inner in modules_of(stage)]
+        plannings = [handle._planning for handle in handles if handle is not None]
+        return [each.controller for each in plannings if each is not None and each.controller is not None]
 
     @property
     def controller(self) -> PlanController | None:

@@ -17,7 +17,8 @@ import threading
 from concurrent.futures import Future
 
 from ebbtide._errors import PlanError
-from ebbtide._planner.solve import Answer, Question, answer
+from ebbtide._planner.solve import Answer, Question
+from ebbtide._planner.stages import answer_for_stage
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def solve_here(question: Question) -> "Future[Answer]":
     """The answer, worked out in this thread: for training that waits for its plans."""
     future: Future[Answer] = Future()
     try:
-        future.set_result(answer(question))
+        future.set_result(answer_for_stage(question))
     except PlanError as error:
         future.set_exception(error)
     return future
@@ -50,7 +51,7 @@ def serve() -> None:
     mark: modules may print while they are imported."""
     found: Answer | PlanError
     try:
-        found = answer(pickle.load(sys.stdin.buffer))  # noqa: S301 (of the parent process)
+        found = answer_for_stage(pickle.load(sys.stdin.buffer))  # noqa: S301 (of the parent process)
     except PlanError as error:
         found = error
     sys.stdout.buffer.write(_MARK + pickle.dumps(found))
@@ -84,4 +85,4 @@ def _answered_by_child(question: Question) -> Answer | PlanError:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         why = f"ended with {child.returncode} ({lines[-1]})"
     _log.warning("the solver's process %s: solving in a thread instead", why)
-    return answer(question)
+    return answer_for_stage(question)

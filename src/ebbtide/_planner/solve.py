@@ -31,11 +31,12 @@ _FINE = 1e-3  # relative precision of the budget for a largest slowdown
 
 @dataclass(frozen=True)
 class Point:
-    """The fastest plan at a budget, and the simulated step."""
+    """The fastest plan at a budget, and the simulated step. A graph keeps `kept_bytes` in regions."""
 
     budget_bytes: int
     plan: Plan
     outcome: Outcome
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Question:
         budget_bytes: limit of the predicted peak; None: the least peak for a step hardly slower.
         max_slowdown: without a budget, as of `Solver.solve`.
         only_fallback: within a budget, answer with the fallback as the plan, after a moment; no plan if none fits.
+        beside: profiles of the other pipeline stages of the rank, which share the budget: those before this stage, and
+            those behind.
         limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
             whatever the smallest plan takes.
     """
@@ -57,6 +60,7 @@ class Question:
     max_slowdown: float | None = None
     only_moves: bool | None = None
     only_fallback: bool = False
+    beside: tuple[tuple[Profile, ...], tuple[Profile, ...]] = ((), ())
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ class Solver:
 
     def _point(self, budget_bytes: int) -> Point:
         simulated = self._space(False).fastest(budget_bytes)
-        return Point(budget_bytes, _plan(self.profile, simulated, budget_bytes), simulated.outcome)
+        plan = _plan(self.profile, simulated, budget_bytes)
+        return Point(budget_bytes, plan, simulated.outcome, simulated.assignment.kept_bytes)
 
     def _space(self, only_moves: bool) -> "_Space":
         space = self._spaces.get(only_moves)

@@ -48,6 +48,7 @@ class ProfileInputs(NamedTuple):
     recipe_costs: RecipeCosts | None  # None on a device that computes synchronously
     graphs: int = 1  # forwards in flight at once
     passes: tuple[int, ...] = ()  # the order in which they run, if known
+    is_stage: bool = False  # other stages of a pipeline run in between
     overwritten: Collection[tuple[str, int]] = ()  # outputs that cannot be saved, by region and index
     derivations: Mapping[Hashable, DeriveCost] = MappingProxyType({})  # by `key_of`
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
@@ -70,7 +71,10 @@ def profile_of(
     seconds_between = times.device.seconds_between
     timed = RegionTimes(times.events, names, lambda a, b: inputs.time_scale * seconds_between(a.event, b.event))
     records = [record for record in details.records if record.region in names]
-    memory = _MemoryCurve(details, names, sum(map(_saved_bytes, records)))
+    # Between forward and backward of a graph in flight come passes of others, which are no part of either.
+    is_in_flight = inputs.is_stage or inputs.graphs > 1
+    is_apart = [is_in_flight and each.is_interrupted for each in (times, details)]
+    memory = _MemoryCurve(details, names, sum(map(_saved_bytes, records)), is_apart[1])
     if not timed.regions == memory.regions == [record.region for record in records]:
         return None
     recomputed = by_forward(details.recomputed, timed.regions)
@@ -89,7 +93,7 @@ def profile_of(
         outside=Outside(
             before_s=timed.before_s,
             after_s=timed.after_s,
-            backward_before_s=timed.backward_before_s,
+            backward_before_s=0.0 if is_apart[0] else timed.backward_before_s,
             backward_after_s=timed.backward_after_s,
             kept_bytes=memory.kept_bytes,
             held_bytes=memory.held_bytes,
@@ -103,7 +107,7 @@ def profile_of(
         device_bytes=inputs.device_bytes,
         graphs=max(inputs.graphs, *in_flight(inputs.passes), 1),
         passes=inputs.passes,
-        host=host_of(times, names, regions, sources, inputs.recipe_costs),
+        host=host_of(times, names, regions, sources, inputs.recipe_costs, is_apart[0]),
     )
 
 
@@ -287,9 +291,12 @@ def _grad_bytes(regions: Sequence[str], grads: Mapping[str, int]) -> list[int]:
 
 
 class _MemoryCurve(StepParts):
-    """Bytes of each region in a detailed step, in which the regions kept `regions_bytes` on the device."""
+    """Bytes of each region in a detailed step, in which the regions kept `regions_bytes` on the device. `is_apart`:
+    other graphs ran between forward and backward."""
 
-    def __init__(self, recorder: ProfilingRecorder, names: Collection[str], regions_bytes: int) -> None:
+    def __init__(
+        self, recorder: ProfilingRecorder, names: Collection[str], regions_bytes: int, is_apart: bool = False
+    ) -> None:
         super().__init__(recorder.events, names)
         events, left = self.events, self.left[-1]
         self.base_bytes = events[0].memory.allocated_bytes
@@ -299,6 +306,7 @@ class _MemoryCurve(StepParts):
         known_bytes += recorder.waiting_bytes - recorder.freed_common_bytes
         self.held_bytes = max(0, events[self.forward_end].memory.allocated_bytes - known_bytes)
         first = self.intervals[0].at if self.intervals else len(events) - 1
+        first = self.forward_end if is_apart else first
         last_peak_bytes = max((each.memory.peak_bytes for each in events[left + 1 : first + 1]), default=0)
         self.points = _post_region_points(recorder, events[left], known_bytes, last_peak_bytes)
         self.backward_work = [0 if each is None else _peak(each.events, each.begin) for each in self.own]

@@ -56,10 +56,12 @@ def host_of(
     regions: Sequence[RegionProfile],
     details: Sequence[RegionRecord],
     costs: RecipeCosts | None,
+    is_apart: bool = False,
 ) -> Host | None:
     """CPU times of the timed step; None on a device that computes synchronously, without `costs`.
 
     `regions` and `details` have a profile and a detailed record for each pass through one of the regions `names`.
+    `is_apart`: other graphs ran between forward and backward.
     """
     if costs is None:
         return None
@@ -86,7 +88,7 @@ def host_of(
         regions=tuple(kept),
         before_s=times.before_s,
         after_s=times.after_s,
-        backward_before_s=times.backward_before_s,
+        backward_before_s=0.0 if is_apart else times.backward_before_s,
         launch_ahead_s=_launch_ahead_s(recorder),
         steady_launch_ahead_s=0.0,
         frame_s=max(0.0, prepared_s - graph_s),

@@ -302,6 +302,7 @@ class ProfilingRecorder(BackwardObserver):
             self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
 
     def forward_ended(self) -> None:
+        super().forward_ended()
         self.add(StepEventKind.FORWARD_ENDED, "")
         self._count_after_bytes()
         self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common.items() if ref() is None)

@@ -18,23 +18,38 @@ from ebbtide._utils.torch_private import at_end_of_backward, graph_task_id
 
 
 class BackwardObserver(abc.ABC):
-    """Ends with the first backward that reads a tensor saved by the observed forward."""
+    """Ends with the first backward that reads a tensor saved by the observed forward.
+
+    Attributes:
+        is_interrupted: other observed forwards or backwards of the process ran between forward and backward.
+    """
+
+    _passes = 0  # observed forwards begun and backwards ended, in all of the process
 
     def __init__(self) -> None:
+        BackwardObserver._passes += 1
+        self._passes_before = 0
+        self.is_interrupted = False
         self.is_over = False
         self.on_begin: Callable[[], None] | None = None  # of backward
         self.on_end: Callable[[], None] | None = None
         self._is_awaited = False
 
+    def forward_ended(self) -> None:
+        """The observed forward has ended."""
+        self._passes_before = BackwardObserver._passes
+
     def _backward_began(self) -> None:
         if not self._is_awaited:
             self._is_awaited = True
+            self.is_interrupted = BackwardObserver._passes > self._passes_before > 0
             at_end_of_backward(self._end)
             if self.on_begin is not None:
                 self.on_begin()
 
     def _end(self) -> None:
         self._conclude()
+        BackwardObserver._passes += 1
         self.is_over = True
         if self.on_end is not None:
             self.on_end()
@@ -133,6 +148,7 @@ class StepMonitor(BackwardObserver):
         self._ended: StreamEvent = None
 
     def forward_ended(self) -> None:
+        super().forward_ended()
         self._read_peak()
 
     def _read_peak(self) -> None:

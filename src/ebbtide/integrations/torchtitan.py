@@ -79,13 +79,11 @@ class OffloadAC(ActivationCheckpointing):
         if any(model is inner for outer in self._covered for inner in modules_of(outer)):
             return  # a vision encoder: torchtitan passes the encoder again after the model around it
         _check_conflicts(model)
-        shared = [name for name in ("budget", "max_slowdown", "profile") if name in self._settings]
         # torchtitan's pipelines replace the modules of other stages by None.
-        is_stage = any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm", "lm_head"))
-        if shared and is_stage:
+        if "profile" in self._settings and any(getattr(model, name, model) is None for name in _ENDS):
             raise ConfigError(
-                f"{shared[0]}= is for ranks with equal blocks and one plan, and the ranks of a pipeline have different "
-                "blocks: write recipe= or mode="
+                "profile= names one file, and the stages of a pipeline have a profile each: leave it out. Each stage "
+                "measures its first steps"
             )
         super().apply(model)  # sets the compiler up for recomputed blocks
         ebbtide.offload(model, **self._settings)
@@ -93,6 +91,9 @@ class OffloadAC(ActivationCheckpointing):
 
     def _wrap_block(self, module: torch.nn.Module, *, base_fqn: str | None = None) -> torch.nn.Module:
         return module
+
+
+_ENDS = ("tok_embeddings", "norm", "lm_head")
 
 
 def handles(model_parts: Iterable[torch.nn.Module]) -> list[ebbtide.OffloadHandle]:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-trainers test-torch test-newest check format gpu bench clean
+.PHONY: demo test test-all test-trainers test-torch test-newest check format docs dist gpu bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
@@ -65,11 +65,20 @@ check: $(VENV)/ready
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.tables --check
+	$(BIN)/towncrier build --draft --version next > /dev/null
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m benchmarks.tables
+
+# The site, in build/site. A page or link that is wrong fails. mkdocs would advertise its successor.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Wheel and sdist, in dist/, checked and installed beside a torch that has to stay as it is.
+dist: $(VENV)/ready
+	$(BIN)/python .ci/wheel.py
 
 # On a machine with an accelerator, in an environment that has torch, transformers and pytest.
 gpu:

@@ -1,7 +1,9 @@
-"""Generate the tables of the README and of docs/measured.md from the committed result files.
+"""Generate the tables of the README and of pages in docs/ from committed files.
+
+Figures come from benchmarks/results, releases of trainers from the files that pin them.
 
 python -m benchmarks.tables           write them
-python -m benchmarks.tables --check   fail if a table differs from the result files
+python -m benchmarks.tables --check   fail if a table differs from its files
 """
 
 import json
@@ -16,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
+TARGETS = ROOT / "docs" / "targets.md"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 HIGHLIGHTS = ("A-plans",)
 NAMES = {
     "nothing": "nothing",
@@ -69,6 +73,9 @@ TITLES = {
 }
 """By group of tables in docs/measured.md: title of each result file."""
 
+TRAINERS = ("transformers", "trl", "accelerate", "peft", "bitsandbytes", "torchao", "lightning", "diffusers")
+"""Packages of constraints.txt that train."""
+
 PREDICTED = {
     "A": "Llama 1B shapes",
     "B-32k": "Llama 8B shapes (16 layers)",
@@ -82,9 +89,10 @@ def main() -> None:
         README: {"highlights": results_table({name: TITLES["plans"][name] for name in HIGHLIGHTS})},
         MEASURED: {
             **{group: results_table(titles) for group, titles in TITLES.items()},
-            "bars": bars_table(),
             "predictions": predictions_table(),
         },
+        TARGETS: {"bars": bars_table()},
+        COMPATIBILITY: {"releases": releases_table()},
     }
     for page, tables in pages.items():
         before = after = page.read_text()
@@ -93,7 +101,7 @@ def main() -> None:
         if "--check" not in sys.argv[1:]:
             page.write_text(after)
         elif before != after:
-            sys.exit(f"{page.name}: a table differs from benchmarks/results: run python -m benchmarks.tables")
+            sys.exit(f"{page.name}: a table differs from the committed files: run python -m benchmarks.tables")
 
 
 def results_table(titles: Mapping[str, str]) -> str:
@@ -156,6 +164,18 @@ def predictions_table() -> str:
                 f"{_off(*peak)} |"
             )
     return "\n".join(rows)
+
+
+def releases_table() -> str:
+    """The trainers' releases that the tests run with, and whether a trainer needs an environment of its own."""
+    suite = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    rows = [(name, suite[name], "the suite's") for name in TRAINERS]
+    for path in sorted((ROOT / "tests" / "trainers").glob("*.txt")):
+        pinned = next(line for line in path.read_text().splitlines() if not line.startswith("#"))  # the trainer, first
+        rows.append((*pinned.split("=="), "its own"))
+    return "\n".join(
+        ["| package | release | environment |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
 
 
 def _off(predicted: float, measured: float) -> str:

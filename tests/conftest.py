@@ -77,6 +77,7 @@ def _nothing_of_earlier_files():
 def _plans_without_a_budget_may_move_nothing():
     """Whether such a plan moves anything depends on this host's rates. Tests of the warning catch it all the same."""
     warnings.filterwarnings("ignore", message="offload.* moved nothing in its first planned forward")
+    warnings.filterwarnings("ignore", message=r"offload\(\) moves nothing from now on")
 
 
 @pytest.fixture

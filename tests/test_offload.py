@@ -354,7 +354,7 @@ def test_warning_when_nothing_moved_names_the_reasons_once():
 def test_a_handle_has_few_public_names():
     names = {name for name in dir(offload(make(Transformer, CPU))) if not name.startswith("_")}
     others = {"stats", "report", "plan", "set_plan", "profile", "recipes", "set_recipe", "regions", "subscribe"}
-    assert names == {*others, "replan", "remove"}
+    assert names == {*others, "replan", "remove", "save"}
 
 
 def test_a_handle_is_a_context_manager():
@@ -395,7 +395,7 @@ def test_a_planned_handle_prints_so():
 def test_the_plan_of_a_handle_is_a_table_in_notebooks():
     plan = ebbtide.Plan({"layers.0": ebbtide.RegionPlan("keep", reason="a < b")})
     html = offload(make(Transformer, CPU), plan=plan)._repr_html_()
-    assert "<td>layers.0</td><td>keep</td>" in html
+    assert '<th scope="row">layers.0</th><td class="text">keep</td>' in html
     assert "a &lt; b" in html
 
 

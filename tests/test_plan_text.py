@@ -10,7 +10,7 @@ from planner.workloads import workload_a
 
 from ebbtide import Plan, PlanError, Recipe, RegionPlan
 from ebbtide._plans import OP_CLASSES, Cost, Prediction, ReleasePoint
-from ebbtide._reports.plan_html import plan_html
+from ebbtide._reports.html import plan_table
 from ebbtide._utils.text import as_range, counts_up, plain_table
 
 MIB = 1024**2
@@ -104,9 +104,12 @@ def test_text_names_the_operators_of_a_recipe_by_hand():
 
 
 def test_a_notebook_shows_the_whole_headline():
-    html = plan_html(PLAN)
+    html = plan_table(PLAN)
     assert "peak 1000.00 MiB, 96.00 MiB out and back, 90.00 MiB on the host</caption>" in html
-    assert "<td>selective, 2 outputs</td><td>0 B</td><td>48.00 MiB</td><td>outputs offloaded, inputs off" in html
+    assert (
+        '<td class="text">selective, 2 outputs</td><td>0 B</td><td>48.00 MiB</td><td class="text wrap">outputs off'
+        in html
+    )
 
 
 def test_text_says_what_waits_for_the_host():

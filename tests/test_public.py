@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from public_api import public_api
 
 import ebbtide
 
@@ -12,6 +13,12 @@ def test_public_names_are_sorted_and_there():
     assert ebbtide.__all__ == sorted(ebbtide.__all__)
     assert len(set(ebbtide.__all__)) == len(ebbtide.__all__)
     assert all(hasattr(ebbtide, name) for name in ebbtide.__all__)
+
+
+def test_signatures_are_those_that_were_agreed_on():
+    """After a wanted change: python tests/public_api.py > tests/public_api.txt."""
+    agreed = (Path(__file__).parent / "public_api.txt").read_text().splitlines()
+    assert public_api() == agreed
 
 
 def test_no_other_name_is_public():

@@ -54,6 +54,7 @@ def all_known() -> Stats:
         unable={Unable.NO_GRAD: 3},
         stall_forward_s=0.25,
         stall_backward_s=0.5,
+        stall_by_region={"layers.1": 0.75},
         out_sample=CopyTiming(2 * 10**9, 0.5),
         host_bytes=2 * GIB,
         budget_bytes=40 * GIB,

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,9 @@ from ebbtide._engine.stats import Stats
 from ebbtide._errors import ConfigError
 from ebbtide._events import Listener
 from ebbtide._model.syncs import SyncWatch
+from ebbtide._plans import Plan
 from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
+from ebbtide._reports.run import Run, RunFile
 from ebbtide._reports.stats_text import stats_text
 from ebbtide._types import StoreFactory
 from ebbtide._utils import env
@@ -76,6 +79,14 @@ class OffloadActivations:
         """`stats` as a table."""
         return stats_text(self.stats())
 
+    def save(self, path: str | Path) -> None:
+        """Write the figures of `stats` as JSON, for `ebbtide report FILE`. Raises ConfigError if no file can be written
+        there."""
+        self._run().save(path)
+
+    def _run(self) -> Run:
+        return Run.of(self.stats(), {"model": "offload_activations()"}, Plan({}))
+
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with an Event for everything that happens to parcels of contexts with equal settings.
 
@@ -98,7 +109,7 @@ def offload_activations(
 ) -> OffloadActivations:
     """Move tensors that autograd saves inside the context out of device memory until backward needs them.
 
-    Loss and gradients equal the plain run's, bit for bit. No change to the model is needed::
+    Loss and gradients equal the plain run's, bit for bit. No change to the model is needed:
 
         with ebbtide.offload_activations():
             loss = model(batch).loss
@@ -134,4 +145,9 @@ def offload_activations(
     config = make_config(
         mode=mode, store=store, window=window, prefetch=prefetch, min_bytes=min_bytes, host_limit=host_limit
     )
-    return OffloadActivations(config, PROCESS.engines(config), PROCESS.context_of(config))
+    context = PROCESS.context_of(config)
+    activations = OffloadActivations(config, PROCESS.engines(config), context)
+    path = env.report_path()
+    if path is not None and context.run_file is None and mode != "off" and not env.is_disabled():
+        context.run_file = RunFile(path, activations._run)  # contexts with equal settings have one report
+    return activations

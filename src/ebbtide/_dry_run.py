@@ -52,7 +52,7 @@ def plan(
     """The plan that `offload(model, budget=...)` would make in the first steps, before any training.
 
     A few steps, forward and backward, run on `example_batch`. Gradients, buffers, attributes with state, random numbers
-    and hooks of the model are restored, also after an error::
+    and hooks of the model are restored, also after an error:
 
         planned = plan(model, batch, budget="40GiB", reserve="9GiB")
         print(planned)
@@ -127,14 +127,16 @@ def measure(
     """Bytes and seconds of each region, measured in a few steps, for plans of any budget.
 
     Every region recomputes meanwhile and inputs wait in the store: the steps take the least possible memory. The model
-    is restored, as by `plan`::
+    is restored, as by `plan`:
 
         profile = measure(model, batch)
         profile.save("profile.json")                     # `ebbtide plan profile.json` needs no GPU
         ebbtide.offload(model, profile=profile, budget="40GiB")
 
     Args:
-        model, example_batch, loss, reserve: as for `plan`.
+        model: as for `plan`.
+        example_batch: as for `plan`.
+        loss: as for `plan`.
         store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
             accelerators, "disk" for a model on the CPU of a machine without an accelerator.
         min_bytes: Saved tensors of smaller storages stay on the device. Default: 1MiB.
@@ -142,6 +144,7 @@ def measure(
             divided among the processes of the host.
         regions: Names, patterns or classes of the modules to plan for. Default: the repeated blocks and the norm
             behind.
+        reserve: as for `plan`.
 
     Raises:
         ConfigError, ModuleError: as `plan` does.

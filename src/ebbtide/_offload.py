@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -32,10 +33,12 @@ from ebbtide._model.planning import Goal, Planning
 from ebbtide._model.regions import choose_recipes
 from ebbtide._plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide._profiling.profile import Profile
-from ebbtide._reports.plan_html import plan_html
+from ebbtide._reports.html import plan_table
+from ebbtide._reports.run import Run, RunFile
 from ebbtide._reports.stats_text import stats_text
 from ebbtide._stores import serves
 from ebbtide._types import StoreFactory
+from ebbtide._utils import env
 from ebbtide._utils.distributed import check_group
 from ebbtide._utils.torch_private import buffers_of, named_modules, parameters_of
 
@@ -43,7 +46,7 @@ from ebbtide._utils.torch_private import buffers_of, named_modules, parameters_o
 class OffloadHandle:
     """Figures and plan of a model under `offload`, and the way back.
 
-    A handle is a context manager: `remove` runs at the end of the block::
+    A handle is a context manager: `remove` runs at the end of the block:
 
         with ebbtide.offload(model) as handle:
             train(model)
@@ -55,6 +58,7 @@ class OffloadHandle:
     # Internal accessors, also for tests: `_attachment` has the hooks, the sessions and the controller of `_planning`.
 
     def __init__(self, module: torch.nn.Module, config: OffloadConfig, engines: Any, context: Any) -> None:
+        self._run_file: RunFile | None = None
         self._attachment = Attachment(module, config, engines, context)
         self._planning: Planning | None = None
 
@@ -87,6 +91,15 @@ class OffloadHandle:
         """The figures of `stats` as a table."""
         return stats_text(self.stats())
 
+    def save(self, path: str | Path) -> None:
+        """Write plan, profile, figures and steps as JSON, for `ebbtide report FILE`, also after `remove`.
+
+        Raises:
+            ConfigError: no file can be written at `path`.
+            PlanError: the plan chooses operators by a function, which a file cannot hold.
+        """
+        self._run().save(path)
+
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with an Event for everything that happens to parcels. Returns a function to end the calls."""
         return self._attachment.context.recorder.listeners.add(listener)
@@ -98,6 +111,12 @@ class OffloadHandle:
         attachment.remove()
         if handle_of(attachment.module) is self:
             del vars(attachment.module)[HANDLE]
+        if self._run_file is not None:
+            self._run_file.write(self._run)  # last: reading a failed device raises
+
+    def __del__(self) -> None:
+        if self._run_file is not None:
+            self._run_file.write(self._run)
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -193,7 +212,7 @@ class OffloadHandle:
 
     def _repr_html_(self) -> str:
         """The plan as a table, for notebooks."""
-        return plan_html(self.plan)
+        return plan_table(self.plan)
 
     def __reduce__(self) -> NoReturn:
         self._attachment.__reduce__()
@@ -201,6 +220,22 @@ class OffloadHandle:
     def _install(self) -> None:
         self._attachment.install()
         vars(self._attachment.module)[HANDLE] = self  # wrappers may forward attribute writes
+
+    def _run(self) -> Run:
+        """The run up to now."""
+        attachment, profile = self._attachment, self.profile
+        stats, made_for = self.stats(), attachment.made_for()
+        tuner = None if attachment.controller is None else attachment.controller.tuner
+        if tuner is None or profile is None:
+            return Run.of(stats, made_for, self.plan, profile)
+        steps, changes = tuple(tuner.history.steps), tuple(tuner.history.changes)
+        return Run.of(stats, made_for, self.plan, profile.scaled(tuner.tokens), steps, changes, tuner.timeline)
+
+    def _report_at_exit(self) -> None:
+        """Have the report written that EBBTIDE_REPORT asks for."""
+        path, run = env.report_path(), weakref.WeakMethod(self._run)
+        if path is not None and not env.is_disabled():
+            self._run_file = RunFile(path, lambda: None if (read := run()) is None else read())
 
     def _check_installed(self, call: str) -> None:
         if not self._attachment.is_installed:
@@ -236,7 +271,7 @@ def offload(
 ) -> OffloadHandle:
     """Move the saved tensors of a model out of device memory until backward needs them.
 
-    Loss and gradients equal those of the plain run, bit for bit; names and `state_dict` are unchanged::
+    Loss and gradients equal those of the plain run, bit for bit; names and `state_dict` are unchanged:
 
         handle = ebbtide.offload(model)                     # the smallest peak for a step at most 1 % slower
         handle = ebbtide.offload(model, max_slowdown=0.05)  # ... at most 5 % slower, with recomputation too
@@ -338,6 +373,8 @@ def offload(
             attachment.start_when_placed = start
         else:
             start()
+        if config.mode != "off":
+            handle._report_at_exit()
         undo.pop_all()
     return handle
 

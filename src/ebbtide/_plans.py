@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 from ebbtide._errors import ConfigError, PlanError
 from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import format_bytes
-from ebbtide._utils.text import as_range, consecutive, plain_table
+from ebbtide._utils.text import as_range, consecutive, plain_table, shortened
 
 FORMAT = 2
 
@@ -322,13 +322,17 @@ class Plan:
         Raises:
             PlanError: a recipe chooses operators by a function, which a file cannot hold.
         """
+        self.check_fits_a_file()
+        write_file(dataclasses.replace(self, status=""), path, FORMAT)
+
+    def check_fits_a_file(self) -> None:
+        """Raise PlanError if a recipe chooses operators by a function."""
         for name, region in self.regions.items():
             if not all(isinstance(op, str) for op in region.recipe.ops):
                 raise PlanError(
                     f"{name}: the recipe chooses operators by a Python function, which cannot be saved: write classes "
                     f"of operators ({_words(tuple(OP_CLASSES))}) or sites= instead"
                 )
-        write_file(dataclasses.replace(self, status=""), path, FORMAT)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -472,7 +476,7 @@ def _table(plan: Plan) -> Iterator[str]:
     runs = list(consecutive(lines, _are_alike))
     rows = [_COLUMNS, *map(_row, runs)]
     room = _WIDTH - sum(2 + max(map(len, column)) for column in list(zip(*rows, strict=True))[1:])
-    short_rows = [(_shortened(name, max(_LEAST_NAME, room)), *cells) for name, *cells in rows]
+    short_rows = [(shortened(name, max(_LEAST_NAME, room)), *cells) for name, *cells in rows]
     titles, *texts = plain_table(short_rows, right=(2, 3, 4)).split("\n")
     yield titles
     for text, run in zip(texts, runs, strict=True):
@@ -493,14 +497,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
     joined = _FIGURE.sub(lambda figure: figure[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
     lines = textwrap.wrap(joined, _WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _shortened(name: str, most: int) -> str:
-    """At most `most` characters: names of modules differ at either end."""
-    if len(name) <= most:
-        return name
-    front = (most - 3) // 2
-    return f"{name[:front]}...{name[front + 3 - most :]}"
 
 
 def _are_alike(one: _Line, other: _Line) -> bool:

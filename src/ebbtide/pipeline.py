@@ -180,7 +180,7 @@ class AttachedSchedule:
 def attach(schedule: Any, *, keeps_split: bool = True) -> AttachedSchedule:
     """Tell the engines which microbatch is needed next, by the order of a schedule.
 
-    Every schedule works without as well, with some tensors of each microbatch on demand::
+    Every schedule works without as well, with some tensors of each microbatch on demand:
 
         ebbtide.offload(stage.submod, recipe="offload")
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, ModuleError
 from ebbtide._engine.stats import TOTALS
+from ebbtide._reports.run import Run
 from ebbtide.integrations.lightning import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -220,7 +221,7 @@ def test_another_offload_or_checkpointing_is_refused(wrapper, settings, message)
 
 
 @pytest.mark.parametrize("settings", [{**MOVES, "budget": "16GiB"}, ALL], ids=["budget", "everything"])
-def test_the_result_lives_on(settings):
+def test_the_result_lives_on(settings, tmp_path):
     callback = OffloadCallback(**settings)
     assert callback.result is None
     watcher = Watcher(callback)
@@ -230,6 +231,8 @@ def test_the_result_lives_on(settings):
     assert result.report() in str(result)
     assert (result.plan.predicted is not None) == (result.profile is not None) == ("budget" in settings)
     json.dumps(result.stats().to_dict())
+    result.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json").report == result.report()
 
 
 def test_the_result_of_a_fit_that_failed():

@@ -28,6 +28,7 @@ from ebbtide import ConfigError, ModuleError, Plan, PlanError, compat
 from ebbtide._engine.stats import TOTALS
 from ebbtide._offload import handle_of
 from ebbtide._plans import Recipe, RegionPlan
+from ebbtide._reports.run import Run
 from ebbtide.integrations.transformers import ActivationOffloadingMixin, OffloadArguments, OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -323,7 +324,7 @@ def default_script(tmp_path, make, *callbacks):
     return trainer
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/trainers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/trainers/transformers.md"])
 def test_the_first_lines_of_the_documentation_use_their_budget_in_a_default_script(tmp_path, page):
     text = (Path(__file__).parents[2] / page).read_text()
     lines = re.findall(
@@ -332,6 +333,7 @@ def test_the_first_lines_of_the_documentation_use_their_budget_in_a_default_scri
         re.MULTILINE,
     )
     assert "SFTTrainer" in [name for _, name in lines]
+    assert len(lines) == text.count("trainer = ")
     for line, name in lines:
         make = {"SFTTrainer": trl.SFTTrainer, "Trainer": Trainer}[name]
         callback = eval(line, {"OffloadCallback": OffloadCallback})
@@ -426,6 +428,8 @@ def test_the_result_lives_on(tmp_path, settings):
     assert (result.plan.predicted is not None) == (result.profile is not None) == ("budget" in settings)
     assert json.loads(json.dumps(result.stats().to_dict()))["parcels"]["count"] == result.stats().parcels.count
     assert pickle.loads(pickle.dumps(result)) == result
+    result.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json").plan == result.plan
     model = weakref.ref(ours.model)
     del ours
     gc.collect()

@@ -56,7 +56,7 @@ print(json.dumps({"peaks": seen, "loss": loss.item(), "grads": grads}))
 
 
 def run(*arguments):
-    """In a process of its own, whose C library gives back each large tensor at once (see docs/planning.md)."""
+    """In a process of its own, whose C library gives back each large tensor at once (see docs/limits/plans.md)."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
     return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)

@@ -21,7 +21,7 @@ def colours_in(path) -> set[tuple[int, ...]]:
 def test_both_curves_are_in_the_picture(tmp_path):
     path = tmp_path / "memory.png"
     draw_timeline(CURVES, path, title="what it shows", memory="memory")
-    assert {(0x9A, 0x9A, 0x9A), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
+    assert {(0x8B, 0x94, 0x9E), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
 
 
 def test_one_curve_is_drawn_alone(tmp_path):

@@ -28,6 +28,13 @@ def stats() -> Stats:
         unable={Unable.USER_CHECKPOINT: 5},
         stall_forward_s=0.0123,
         stall_backward_s=1.5,
+        stall_by_region={
+            "": 0.125,
+            "layers.2": 1.25,
+            "layers.3": 0.0,
+            "a" * 60: 0.125,
+            **{f"b.{k}": 0.01 for k in range(9)},
+        },
         out_sample=CopyTiming(29 * 10**9, 2.0),
         in_sample=CopyTiming(),
         host_bytes=11 * MIB,
@@ -53,6 +60,8 @@ ROWS = [
     ("not prepared: it is inside a checkpoint of the user's own", "5"),
     ("forward", "12.3 ms"),
     ("backward", "1500.0 ms"),
+    ("for layers.2", "1250.0 ms"),
+    ("for outside", "125.0 ms"),
     ("out", "14.5 GB/s"),
     ("in", "0.0 GB/s"),
     ("held now", "11.00 MiB"),
@@ -73,6 +82,17 @@ def test_reasons_come_largest_first(stats):
     text = stats_text(stats)
     places = [text.index(reason.value) for reason in (Reason.PARAMETER, Reason.SMALL, Reason.BUFFER)]
     assert places == sorted(places)
+
+
+def test_few_regions_with_the_longest_stalls_have_a_line(stats):
+    lines = [cells[0] for cells in cells_of(stats_text(stats)) if cells[0].startswith("for ")]
+    assert lines == ["for layers.2", "for outside", f"for {'a' * 19}...{'a' * 20}", "for b.0"]
+    assert max(map(len, stats_text(stats).splitlines())) <= 100
+
+
+def test_ranks_are_told_apart(stats):
+    stats.rank, stats.ranks = 3, 8
+    assert stats_text(stats).startswith("ebbtide, rank 3 of 8: 535 saved tensors, ")
 
 
 def test_headline_counts_saved_tensors_and_bytes(stats):

@@ -1,8 +1,10 @@
 """Megatron-Core's own transformer, tracker of random states, schedules and optimizer; in `make test-trainers`."""
 
 import contextlib
+import functools
 import json
 import os
+import re
 import types
 from pathlib import Path
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pages import run_blocks
 from processes import RANKS, join, spawn
 from scripts import ROOT, check_example
 from support import HandleRig, OperatorNames, assert_equal
@@ -296,6 +299,14 @@ class Noop(torch.nn.Module):
 
     def forward(self, hidden_states, context=None, **_):
         return hidden_states, context
+
+
+def test_the_lines_of_the_page(monkeypatch, capsys):
+    monkeypatch.setattr(adapter(), "offload", functools.partial(adapter().offload, **MOVES))
+    chunks = chunks_of(moe=True)
+    names = {"get_model": lambda _: chunks, "model_provider": None}
+    run_blocks("docs/trainers/megatron.md", names, train=lambda: train_chunks(chunks))
+    assert re.search(r"moved out +[1-9]", capsys.readouterr().out)
 
 
 def test_layers_without_modules():

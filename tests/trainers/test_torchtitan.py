@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import run_blocks
 from scripts import ROOT, check_example
 
 pytest.importorskip("torchtitan", reason="make test-trainers installs it", exc_type=ImportError)
@@ -215,6 +216,16 @@ def test_the_example_trains_and_moves(monkeypatch, tmp_path):
     for name in example.ONE_RANK:
         monkeypatch.delenv(name, raising=False)
     check_example(ROOT / "examples" / "torchtitan_debug.py", tmp_path)
+
+
+def test_the_lines_of_the_page(assets):
+    names = {"llama3_8b": lambda: configured(assets, None)}
+    run_blocks("docs/trainers/torchtitan.md", names)
+    config = names["llama3_8b_offloaded"]()
+    assert config.training.disable_cuda_graphs
+    (handle,) = names["handles"](train(config).model_parts)
+    assert "budget 40GiB" in repr(handle)
+    assert handle.stats().recomputed.count > 0  # the training ends with the measured steps
 
 
 def model_part(**changes):

@@ -20,10 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from ebbtide._cli.demo import demo
         from ebbtide._cli.plan import plan
+        from ebbtide._cli.report import report
 
         commands = tyro.extras.SubcommandApp()
         commands.command(demo)
         commands.command(plan)
+        commands.command(report)
         return commands.cli(
             prog="ebbtide",
             description="Moves the activations of PyTorch training out of device memory and back, bit for bit.",

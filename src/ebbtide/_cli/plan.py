@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -148,15 +147,18 @@ def _answer(
     console.print(pareto_table(rows, profile.plain_s))
     say("only moving, only recomputing: times the plain step, of the fastest plan that does nothing else.")
     if picture is not None:
-        from ebbtide._reports.pictures import draw_pareto
+        from ebbtide._reports.pictures import pareto
 
         curves = {
             "planned: keep, move, recompute": [(row.budget_bytes, row.predicted.step_s) for row in rows],
             "only moving": solvers.only_moving(points),
             "only recomputing": solvers.only_recomputing(points),
         }
-        draw = partial(draw_pareto, curves, plain.peak_bytes, plain.step_s, title=of.get("model", ""))
-        _write("--picture", picture, draw)
+        title = " on ".join(of[key] for key in ("model", "device") if key in of)
+        limits = {"budget": None if limit is None else limit(profile.device_bytes or 0), "device": profile.device_bytes}
+        known = {name: nbytes for name, nbytes in limits.items() if nbytes}
+        figure = pareto(curves, {}, known, (plain.peak_bytes, plain.step_s), title)
+        _write("--picture", picture, lambda path: figure.savefig(path))
         say(f"Picture: {picture}")
 
 

@@ -5,7 +5,10 @@ from typing import NamedTuple
 from ebbtide._control.batch_size import BatchSize
 from ebbtide._control.link_rates import LinkRates
 from ebbtide._control.trial import Trial
-from ebbtide._profiling.step_events import InFlightStep, StepMonitor
+from ebbtide._engine.stats import StatsRecorder
+from ebbtide._planner.thresholds import THRESHOLDS
+from ebbtide._profiling.step_events import InFlightStep, StepMonitor, TimelineMonitor
+from ebbtide._profiling.timeline import History, Timeline
 from ebbtide._types import Device
 
 _MOST_IN_FLIGHT = 64
@@ -26,15 +29,29 @@ class StepObserver:
     The durations of steps are compared with predictions without waiting for a step, so several monitors are in flight.
     Overlapping steps (two forwards, then backward) are not compared.
 
+    Of each plan the first step in a known order is measured for a timeline, for a few events per region.
+
     Args:
         link_rates: tells the stalls.
+        recorder: statistics of the handle.
+        history: gets the finished steps.
         device: device of the model, if known.
         is_stage: of a pipeline, beside others on the rank: steps that other graphs interrupt are not compared either.
     """
 
-    def __init__(self, link_rates: LinkRates, device: Device | None, is_stage: bool = False) -> None:
+    def __init__(
+        self,
+        link_rates: LinkRates,
+        recorder: StatsRecorder,
+        history: History,
+        device: Device | None,
+        is_stage: bool = False,
+    ) -> None:
         self._link_rates = link_rates
+        self._recorder = recorder
+        self._history = history
         self._is_stage = is_stage
+        self._timeline: tuple[Trial, Timeline] | None = None
         self._in_flight: list[_PlannedStep] = []
         self._rests = False  # in the step before: no hook tells of its backward
         self._failed_allocations = 0 if device is None else device.failed_allocations()
@@ -47,6 +64,11 @@ class StepObserver:
     def rest(self) -> None:
         """A step begins that nothing observes."""
         self._rests = True
+        self._recorder.watched = None
+
+    def timeline_of(self, trial: Trial | None) -> Timeline | None:
+        """The measured step of the trial, if there is one."""
+        return self._timeline[1] if self._timeline is not None and self._timeline[0] is trial else None
 
     def step_begins(
         self, device: Device, size: BatchSize, share: float, reads_peak: bool, is_verified: bool
@@ -54,7 +76,12 @@ class StepObserver:
         """The monitor of a step by the plan of `size`. The duration of a verified step is ignored."""
         assert size.trial is not None
         self._rests = False
-        monitor = StepMonitor(device, reads_peak)
+        self._recorder.watched = None  # of a graph that was dropped
+        has_known_order = size.trial.steps >= THRESHOLDS.learning_steps
+        if has_known_order and not is_verified and self.timeline_of(size.trial) is None:
+            monitor = TimelineMonitor(device, reads_peak, self._recorder)
+        else:
+            monitor = StepMonitor(device, reads_peak)
         monitor.is_alone = not is_verified
         for each in self._in_flight:
             other = each.step.pending
@@ -99,6 +126,10 @@ class StepObserver:
         waited = min(1.0, self._link_rates.waited_s() / took_s)
         for each, monitor in finished:
             trial = each.trial
+            if monitor.is_alone:
+                self._history.add(monitor.seconds(), monitor.peak_bytes, trial.predicted)
+                if isinstance(monitor, TimelineMonitor):
+                    self._timeline = trial, monitor.timeline()
             if trial is not each.size.trial:
                 continue  # the plan was replaced
             observed.append(each.size)

@@ -56,6 +56,7 @@ from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import StepMonitor
+from ebbtide._profiling.timeline import History, Timeline
 from ebbtide._utils.logs import logger_of
 from ebbtide._utils.sizes import format_bytes
 
@@ -143,7 +144,9 @@ class PlanTuner:
         self._may_keep_all = True  # without a budget, until keeping everything runs out of memory
         self._has_warned_of_peak = False
         self._link_rates = LinkRates(recorder)
-        self._observer = StepObserver(self._link_rates, None if engine is None else engine.device, is_stage)
+        self.history = History()
+        device = None if engine is None else engine.device
+        self._observer = StepObserver(self._link_rates, recorder, self.history, device, is_stage)
         self._agreed_link = LinkRatios()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
         self._sizes: dict[int, BatchSize] = {}
@@ -189,6 +192,11 @@ class PlanTuner:
         """Median seconds of the last steps of the active plan, and measured peak in bytes; 0: unknown."""
         trial = self._size.trial
         return (0.0, 0) if trial is None else (trial.own.typical_s, trial.own.peak_bytes)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """A measured step of the active plan, if there is one."""
+        return self._observer.timeline_of(self._size.trial)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -429,9 +437,18 @@ class PlanTuner:
 
     def _freeze(self, size: BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
         """Have `best` run for good. A plan whose steps are other than predicted carries their time from now on."""
+        ran = [each for each in (size.trial, *size.tried) if each is not None]
+        if self.limit_bytes is None and best.plan.keeps_all and not all(each.plan.keeps_all for each in ran):
+            warnings.warn(
+                f"offload() moves nothing from now on: {why}. Within a budget, such as '40GiB', what has to leave "
+                "does; mode='all' moves everything",
+                EbbtideWarning,
+                stacklevel=2,
+            )
         if best is size.trial:
             peak = f", peak {format_bytes(best.seen.peak_bytes)}" if best.seen.peak_bytes else ""
             _log.info("plan frozen: steps of %.1f ms%s", best.seen.typical_s * 1e3, peak)
+            self.history.note("plan frozen")
             if best.is_off:
                 best.plan = _as_measured(best.plan, best)
                 if size is self._size:
@@ -585,6 +602,7 @@ class PlanTuner:
         does = "everything stays on the device" if plan.keeps_all else does
         solved = f"; solving took {solving_s:.1f} s" if solving_s else ""
         _log.info("%s (%s): %s; %s%s", what, budget, plan.predicted, does, solved)
+        self.history.note(what)
 
     # -- refits ----------------------------------------------------------------------------------------------------
 

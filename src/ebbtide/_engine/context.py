@@ -229,6 +229,7 @@ class HookContext:
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
         forward: the latest forward of the module, or entry into the context.
+        run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
 
     limits: Limits
@@ -239,6 +240,7 @@ class HookContext:
     derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
     forward: Forward = field(default_factory=Forward)
+    run_file: object = None
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )

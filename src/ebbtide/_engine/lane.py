@@ -118,7 +118,7 @@ class Outbound(_Lane):
         ready = self._compute_point = device.record(parcel.owner_stream)
         device.wait(self._stream, ready, Wait.READY)
         landed = self._store.write(block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
-        parcel.recorder.add_copy(device, ready, self._last, landed, parcel.nbytes, True)
+        parcel.recorder.add_copy(device, ready, self._last, landed, parcel.nbytes, parcel.site.region, is_out=True)
         self._last = landed
         parcel.send(landed)
         return True
@@ -160,7 +160,7 @@ class Outbound(_Lane):
                 not_movable.append(parcel)
         self._compute_point = None  # compute continues, also past a release that had to send
         if released is not None and is_late:
-            released.recorder.time_stall(self._device, point, last, is_forward=True)
+            released.recorder.time_stall(self._device, point, last, released.site.region, is_forward=True)
         return not_movable
 
     def _release(self, parcel: Parcel) -> bool:
@@ -255,7 +255,7 @@ class Inbound(_Lane):
             point = device.record(parcel.owner_stream)
         device.wait(parcel.owner_stream, parcel.arrived, Wait.ARRIVED)
         if is_late:
-            parcel.recorder.time_stall(device, point, parcel.arrived, is_forward=False)
+            parcel.recorder.time_stall(device, point, parcel.arrived, parcel.site.region, is_forward=False)
         parcel.arrive()
 
     def abandon(self, parcel: Parcel) -> None:
@@ -271,6 +271,8 @@ class Inbound(_Lane):
                 arrived = self._store.read(parcel.block, into, self._stream)
         else:
             arrived = self._store.read(parcel.block, into, self._stream)
-        parcel.recorder.add_copy(self._device, room, self._last, arrived, parcel.nbytes, False)
+        parcel.recorder.add_copy(
+            self._device, room, self._last, arrived, parcel.nbytes, parcel.site.region, is_out=False
+        )
         self._last = arrived
         return arrived

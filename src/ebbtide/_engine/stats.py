@@ -5,11 +5,12 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
 from ebbtide._types import Device, Reason, StoreStats, StreamEvent, Unable
+from ebbtide._utils.distributed import rank_of_process
 from ebbtide._utils.sizes import GIB, MIB, format_bytes
 
 _TIMINGS_IN_FLIGHT = 512
@@ -85,6 +86,23 @@ class Wait:
         self.seconds += seconds
 
 
+_Stall: TypeAlias = tuple[StreamEvent, StreamEvent, str]
+"""Compute's point, the end of the copy waited for, and the copy's region."""
+
+
+@dataclass(eq=False)
+class WatchedCopies:
+    """Copies and waits of one step, for a timeline.
+
+    Attributes:
+        copies: for each: `ready`, `last` and `end` of `add_copy`, bytes, region, and whether the copy is outbound.
+        stalls: for each wait: see `time_stall`.
+    """
+
+    copies: list[tuple[StreamEvent, StreamEvent, StreamEvent, int, str, bool]] = field(default_factory=list[Any])
+    stalls: list[_Stall] = field(default_factory=list[_Stall])
+
+
 @dataclass
 class Stats:
     """Totals since the first use of the entry point, in bytes and seconds.
@@ -110,6 +128,7 @@ class Stats:
         unable: calls of a region that could not be prepared for recomputation, by reason; tensors saved in the call
             were kept or moved as without a recipe.
         stall_forward_s, stall_backward_s: time compute waited for the lanes (forward: releases, backward: arrivals).
+        stall_by_region: the same seconds by the region whose parcels were late; "" outside of all regions.
         syncs: synchronisations of the host by code of the user, with EBBTIDE_SYNCS=1.
         watched_forwards: forwards of the model, or entries into the context, that `syncs` covers.
         out_sample, in_sample: timed copies, the basis of the lanes' rates.
@@ -121,6 +140,7 @@ class Stats:
         measured_step_s: median of the last steps under the current plan; None without a planner or before any step.
         measured_peak_bytes: peak of a step under the current plan. Before any measured step, and without a budget:
             `torch.accelerator.max_memory_allocated()`. None on the CPU.
+        rank, ranks: number of the process in the job, and processes of the job.
     """
 
     parcels: Count = field(default_factory=Count)
@@ -139,6 +159,7 @@ class Stats:
     unable: dict[Unable, int] = field(default_factory=dict[Unable, int])
     stall_forward_s: float = 0.0
     stall_backward_s: float = 0.0
+    stall_by_region: dict[str, float] = field(default_factory=dict[str, float])
     syncs: dict[Sync, Wait] = field(default_factory=dict[Sync, Wait])
     watched_forwards: int = 0
     out_sample: CopyTiming = field(default_factory=CopyTiming)
@@ -151,6 +172,8 @@ class Stats:
     predicted_peak_bytes: int | None = None
     measured_step_s: float | None = None
     measured_peak_bytes: int | None = None
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def out_gb_per_s(self) -> float:
@@ -173,7 +196,7 @@ class Stats:
         return sum(kept.nbytes for reason, kept in self.kept.items() if reason not in _WEIGHTS)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes and properties, ready for JSON: enums by name, bytes and seconds as numbers::
+        """All attributes and properties, ready for JSON: enums by name, bytes and seconds as numbers:
 
         Path("stats.json").write_text(json.dumps(handle.stats().to_dict()))
         """
@@ -189,7 +212,7 @@ class Stats:
         }
 
     def metrics(self, since: "Stats | None" = None) -> dict[str, float]:
-        """One flat dict for a logger, with the keys that trainers log: `ebbtide/moved_gib`, `ebbtide/stall_ms`, ...::
+        """One flat dict for a logger, with the keys that trainers log: `ebbtide/moved_gib`, `ebbtide/stall_ms`, ...:
 
         wandb.log(handle.stats().metrics())
 
@@ -239,7 +262,8 @@ class StatsRecorder:
     def __init__(self) -> None:
         self.stats = Stats()
         self.listeners = Listeners()
-        self._waits: dict[tuple[Device, bool], deque[tuple[StreamEvent, StreamEvent]]] = {}
+        self.watched: WatchedCopies | None = None
+        self._waits: dict[tuple[Device, bool], deque[_Stall]] = {}
         self._copies: deque[tuple[Device, StreamEvent, StreamEvent, StreamEvent, int, bool]] = deque()
         self._untimed_bytes = 0
         self._draining = threading.Lock()
@@ -257,7 +281,7 @@ class StatsRecorder:
     def read(self, engines: Iterable[StatsSource]) -> Stats:
         """A copy of the totals, completed by the present contents of the engines' stores."""
         self.drain()
-        engines = list(engines)
+        engines, (rank, ranks) = list(engines), rank_of_process()
         stores = [engine.store_stats() for engine in engines]
         peaks = [engine.device.memory().peak_bytes for engine in engines if engine.device.tracks_peak]
         return replace(
@@ -265,11 +289,14 @@ class StatsRecorder:
             **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
             kept=self._copy_of_kept(),
             unable=dict(self.stats.unable),
+            stall_by_region=dict(self.stats.stall_by_region),
             syncs={sync: replace(wait) for sync, wait in self.stats.syncs.items()},
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),
             measured_peak_bytes=max(peaks, default=0) or None,
+            rank=rank,
+            ranks=ranks,
         )
 
     def _copy_of_kept(self) -> dict[Reason, Count]:
@@ -344,20 +371,34 @@ class StatsRecorder:
             for reason, count in sorted(kept.items(), key=lambda row: -row[1].nbytes)
         )
 
-    def time_stall(self, device: Device, point: StreamEvent, end: StreamEvent, is_forward: bool) -> None:
-        """Compute waits at `point` until `end`: no stall if `end` passed earlier."""
+    def time_stall(
+        self, device: Device, point: StreamEvent, end: StreamEvent, region: str, *, is_forward: bool
+    ) -> None:
+        """Compute waits at `point` until `end`, for a parcel of `region`: no stall if `end` passed earlier."""
+        if self.watched is not None:
+            self.watched.stalls.append((point, end, region))
         waits = self._waits.get((device, is_forward))
         if waits is None:
             waits = self._waits.setdefault((device, is_forward), deque())
-        waits.append((point, end))
+        waits.append((point, end, region))
         if len(waits) > _TIMINGS_IN_FLIGHT:
             self.drain()
 
     def add_copy(
-        self, device: Device, ready: StreamEvent, last: StreamEvent, end: StreamEvent, nbytes: int, is_out: bool
+        self,
+        device: Device,
+        ready: StreamEvent,
+        last: StreamEvent,
+        end: StreamEvent,
+        nbytes: int,
+        region: str,
+        *,
+        is_out: bool,
     ) -> None:
         """Count a copy that runs from `ready`, or the end of the `last` copy if later, until `end`."""
         (self.stats.out if is_out else self.stats.inbound).add(nbytes)
+        if self.watched is not None:
+            self.watched.copies.append((ready, last, end, nbytes, region, is_out))
         if device.supports_timing:
             self._untimed_bytes += nbytes
             if self._untimed_bytes >= TIMED_EVERY_BYTES:
@@ -372,7 +413,7 @@ class StatsRecorder:
         """
         with self._draining:
             for (device, is_forward), waits in list(self._waits.items()):
-                seconds = _passed_seconds(device, waits) if device.matches_capture() else 0.0
+                seconds = self._passed_seconds(device, waits) if device.matches_capture() else 0.0
                 if is_forward:
                     self.stats.stall_forward_s += seconds
                 else:
@@ -382,21 +423,23 @@ class StatsRecorder:
                 seconds = min(device.seconds_between(ready, end), device.seconds_between(last, end))
                 (self.stats.out_sample if is_out else self.stats.in_sample).add(nbytes, seconds)
 
+    def _passed_seconds(self, device: Device, waits: "deque[_Stall]") -> float:
+        """Remove the passed waits and return the sum of their stalls.
+
+        Start and end have to have passed: compute may be far behind the lane. Compute and the lane pass their events in
+        order, hence a query of the last wait in a batch answers for the whole batch.
+        """
+        seconds, by_region = 0.0, self.stats.stall_by_region
+        for batch in (_TIMINGS_IN_FLIGHT // 2, 1):
+            while len(waits) >= batch and all(map(device.is_done, waits[batch - 1][:2])):
+                for _ in range(batch):
+                    point, end, region = waits.popleft()
+                    stall_s = max(0.0, device.seconds_between(point, end))
+                    if stall_s > 0.0:
+                        seconds += stall_s
+                        by_region[region] = by_region.get(region, 0.0) + stall_s
+        return seconds
+
 
 def _has_passed(device: Device, event: StreamEvent) -> bool:
     return device.matches_capture() and device.is_done(event)
-
-
-def _passed_seconds(device: Device, waits: deque[tuple[StreamEvent, StreamEvent]]) -> float:
-    """Remove the passed waits and return the sum of their stalls.
-
-    Start and end have to have passed: compute may be far behind the lane. Compute and the lane pass their events in
-    order, hence a query of the last wait in a batch answers for the whole batch.
-    """
-    seconds = 0.0
-    for batch in (_TIMINGS_IN_FLIGHT // 2, 1):
-        while len(waits) >= batch and all(map(device.is_done, waits[batch - 1])):
-            for _ in range(batch):
-                point, end = waits.popleft()
-                seconds += max(0.0, device.seconds_between(point, end))
-    return seconds

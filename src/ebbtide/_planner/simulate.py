@@ -27,14 +27,15 @@ Note [What is simulated]
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from ebbtide._planner.options import Option, launch_overhead_s, option_for
 from ebbtide._plans import Recipe
-from ebbtide._profiling.profile import Host, Profile
+from ebbtide._profiling.profile import Host, Profile, are_backward
+from ebbtide._profiling.timeline import Interval, Lane, Timeline
 
 LAST_DIGITS_S = 1e-9
 """More than the rounding error of a sum of times in another order."""
@@ -226,6 +227,13 @@ def simulate_below(profile: Profile, choice: Sequence[Option], windows: Windows,
     return _Simulation(profile, choice, windows, most_s).run()
 
 
+def timeline(profile: Profile, choice: Sequence[Option], windows: Windows) -> Timeline:
+    """What compute and the lanes do when, in the step of `simulate`: all passes, in order."""
+    simulation = _Simulation(profile, choice, windows, math.inf)
+    simulation.run()
+    return simulation.timeline()
+
+
 def _compute_s(profile: Profile, choice: Sequence[Option]) -> float:
     """Of one graph, without any wait."""
     return profile.plain_s + sum(option.recompute_s for option in choice)
@@ -279,6 +287,7 @@ class _Graph:
 
     def __init__(self, count: int) -> None:
         self.has_left = [False] * count
+        self.landed_s = [0.0] * count
         self.arrived_s = [-1.0] * count  # negative: not fetched
         self.is_ahead = [False] * count  # counted among the bytes that are on the device before backward needs them
         self.has_run = False
@@ -319,6 +328,8 @@ class _Simulation:
         self._out_free_s = self._back_free_s = 0.0
         self._stalled_out_s = self._stalled_back_s = self._forward_s = 0.0
         self._stored_bytes = self._most_stored_bytes = self._moved_bytes = 0
+        self._regions_began_s: list[float] = []  # in each pass
+        self._stalls: list[tuple[int, float, float]] = []  # parcel waited for, begin and end
         self._curve: list[Moment] = []
         self.now = 0.0
 
@@ -343,6 +354,44 @@ class _Simulation:
             curve=tuple(self._curve),
         )
 
+    def timeline(self) -> Timeline:
+        """Of the step that has run."""
+        regions, link = self._profile.regions, self._link
+        names = [region.name for region, option in zip(regions, self._choice, strict=True) for _ in option.moved]
+        found = [*self._compute()]
+        for parcel, from_s, until_s in self._stalls:
+            found.append(Interval("compute", "stall", names[parcel], from_s, until_s))
+        for graph in self._graphs:
+            for parcel, name in enumerate(names):
+                if graph.has_left[parcel]:
+                    found.append(self._copy("out", name, self._sizes[parcel], link.out, graph.landed_s[parcel]))
+                    found.append(self._copy("back", name, self._sizes[parcel], link.back, graph.arrived_s[parcel]))
+        return Timeline(tuple(found), self.now)
+
+    def _copy(self, lane: Lane, name: str, nbytes: int, rate: float, end_s: float) -> Interval:
+        return Interval(lane, "copy", name, max(0.0, end_s - self._link.latency_s - nbytes / rate), end_s, nbytes)
+
+    def _compute(self) -> Iterator[Interval]:
+        """The work of compute, with the waits inside."""
+        rows = list(zip(self._profile.regions, self._choice, strict=True))
+        moments, from_s = iter(self._curve), 0.0
+        for is_backward, began_s in zip(are_backward(self._passes), self._regions_began_s, strict=True):
+            yield Interval("compute", "other", "", from_s, began_s)
+            from_s = began_s
+            for region, option in rows[::-1] if is_backward else rows:
+                until_s = next(moments).seconds
+                if not is_backward:
+                    yield Interval("compute", "forward", region.name, from_s, until_s)
+                else:
+                    middle_s = min(from_s + option.recompute_s, until_s)
+                    if middle_s > from_s:
+                        yield Interval("compute", "recompute", region.name, from_s, middle_s)
+                    yield Interval("compute", "backward", region.name, middle_s, until_s)
+                from_s = until_s
+            for _ in () if is_backward else self._profile.outside.post_region_points:
+                next(moments)
+        yield Interval("compute", "other", "", from_s, self.now)
+
     def _fixed_bytes(self) -> int:
         """Allocated throughout the present pass."""
         return fixed_bytes(self._profile, self._kept_bytes, self._alive - 1)
@@ -360,6 +409,7 @@ class _Simulation:
         fixed = self._fixed_bytes()
         self._pass(outside.before_s)
         self.now = self._launches.before(self.now)
+        self._regions_began_s.append(self.now)
         sent = 0
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
             if self._is_late():
@@ -408,6 +458,7 @@ class _Simulation:
         nbytes = self._sizes[number]
         self._out_free_s = max(self._out_free_s, self.now) + self._link.latency_s + nbytes / self._link.out
         self._queue.append((self._out_free_s, graph, number))
+        graph.landed_s[number] = self._out_free_s
         self._waiting_bytes += nbytes
         self._store(nbytes)
 
@@ -423,6 +474,7 @@ class _Simulation:
             graph.has_left[number] = True
             self._moved_bytes += self._sizes[number]
             if landed_s > self.now:
+                self._stalls.append((number, self.now, landed_s))
                 self._stalled_out_s += landed_s - self.now
                 self.now = landed_s
 
@@ -434,6 +486,7 @@ class _Simulation:
         self._keep_the_rest(graph)
         self._pass(outside.backward_before_s)
         self.now = self._launches.after_regions(self.now)
+        self._regions_began_s.append(self.now)
         fixed = self._fixed_bytes() + self._kept_bytes
         for number in range(len(self._choice) - 1, -1, -1):
             region, option = self._profile.regions[number], self._choice[number]
@@ -492,6 +545,7 @@ class _Simulation:
             self._fetch_if_away(graph, parcel)
             arrived_s = graph.arrived_s[parcel]
             if arrived_s > self.now:
+                self._stalls.append((parcel, self.now, arrived_s))
                 self._stalled_back_s += arrived_s - self.now
                 self.now = arrived_s
             self._stored_bytes -= self._sizes[parcel]
@@ -539,7 +593,7 @@ class _Simulation:
 def shares_between(passes: Sequence[int]) -> tuple[float, float]:
     """Of all backwards the share that runs before the last forward, while parcels leave; and of all forwards the share
     that runs behind the first backward, while parcels come back."""
-    is_backward = [number in passes[:at] for at, number in enumerate(passes)]
+    is_backward = are_backward(passes)
     if not any(is_backward):
         return 0.0, 0.0
     first, last = is_backward.index(True), len(passes) - 1 - is_backward[::-1].index(False)

@@ -447,9 +447,14 @@ class Profile:
         return profile
 
 
+def are_backward(passes: Sequence[int]) -> list[bool]:
+    """Of each pass of an order as of `Profile.passes`: whether a backward."""
+    return [number in passes[:at] for at, number in enumerate(passes)]
+
+
 def in_flight(passes: Sequence[int]) -> list[int]:
     """Graphs in flight during each pass of an order as of `Profile.passes`."""
-    is_backward = [number in passes[:at] for at, number in enumerate(passes)]
+    is_backward = are_backward(passes)
     begun = accumulate(1 - each for each in is_backward)
     return [count - sum(is_backward[:at]) for at, count in enumerate(begun)]
 

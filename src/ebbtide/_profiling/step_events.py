@@ -6,13 +6,16 @@ Nothing in this file waits for the device. Times are read from events that have 
 import abc
 import contextlib
 import functools
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
 import torch
 
+from ebbtide._engine.stats import StatsRecorder, WatchedCopies
 from ebbtide._profiling.profile import in_flight
+from ebbtide._profiling.timeline import Interval, Timeline, Work
 from ebbtide._types import Device, RecomputeRecorder, StreamEvent
 from ebbtide._utils.torch_private import at_end_of_backward, graph_task_id
 
@@ -191,3 +194,75 @@ class StepMonitor(BackwardObserver):
     def seconds(self) -> float:
         """Duration of the step, forward and backward, on the compute stream."""
         return self.device.seconds_between(self._began, self._ended)
+
+
+class TimelineMonitor(StepMonitor):
+    """Measures a planned step and its lanes, for two or three events per region. Copies have events in any case.
+
+    The backward of a region at rest counts to the region before, because no hook of a region at rest runs.
+
+    Args:
+        recorder: statistics of the handle, which note the copies of the step.
+    """
+
+    def __init__(self, device: Device, reads_peak: bool, recorder: StatsRecorder) -> None:
+        super().__init__(device, reads_peak)
+        self._recorder = recorder
+        self._copies = recorder.watched = WatchedCopies()
+        self._marks: list[tuple[Work, str, StreamEvent]] = []
+        self._has_begun = False
+        self._begun_ns = 0
+        self._mark("other", "", self._began)
+
+    def _mark(self, work: Work, region: str, event: StreamEvent = None) -> None:
+        if not self._has_begun:  # the host is ahead of compute, which begins between two looks
+            self._begun_ns, self._has_begun = time.time_ns(), self.device.is_done(self._began)
+        self._marks.append((work, region, event or self.device.record(self.device.current_stream())))
+
+    def entered(self, region: str) -> None:
+        super().entered(region)
+        self._mark("forward", region)
+
+    def left(self, region: str) -> None:
+        super().left(region)
+        self._mark("other", "")
+
+    def read(self, region: str) -> None:
+        before = self._region_read
+        super().read(region)
+        if self._region_read != before:
+            self._mark("backward" if region else "other", region)
+
+    @contextlib.contextmanager
+    def recomputing(self, region: str) -> Generator[RecomputeRecorder | None, None, None]:
+        with super().recomputing(region) as recorder:
+            self._mark("recompute", region)
+            yield recorder
+            self._mark("backward", region)
+
+    def _conclude(self) -> None:
+        super()._conclude()
+        if self._recorder.watched is self._copies:
+            self._recorder.watched = None
+
+    def timeline(self) -> Timeline:
+        """The step, once `is_readable`."""
+        ends = [self._at(event) for _, _, event in self._marks[1:]] + [self.seconds()]
+        found: list[Interval] = []
+        begin_s = 0.0
+        for (work, region, _), end_s in zip(self._marks, ends, strict=True):
+            if end_s > begin_s:
+                found.append(Interval("compute", work, region, begin_s, end_s))
+                begin_s = end_s
+        for point, end, region in self._copies.stalls:
+            if self._at(end) > self._at(point):
+                found.append(Interval("compute", "stall", region, self._at(point), self._at(end)))
+        for ready, last, end, nbytes, region, is_out in self._copies.copies:
+            if not self.device.is_done(end):
+                continue  # of a parcel that backward used from the device
+            from_s = max(self._at(ready), 0.0 if last is None else self._at(last))
+            found.append(Interval("out" if is_out else "back", "copy", region, from_s, self._at(end), nbytes))
+        return Timeline(tuple(each for each in found if each.end_s > each.begin_s), self.seconds(), self._begun_ns)
+
+    def _at(self, event: StreamEvent) -> float:
+        return max(0.0, self.device.seconds_between(self._began, event))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ebbtide._engine.stats import Count, Stats, Sync, Wait
 from ebbtide._utils.sizes import format_bytes
+from ebbtide._utils.text import shortened
 
 
 class Row(NamedTuple):
@@ -16,6 +17,8 @@ class Row(NamedTuple):
     amount: str
 
 
+_MOST_REGIONS = 4  # with a line of their own: the rest is in `Stats.stall_by_region`
+
 Section = tuple[str, list[Row]]
 
 
@@ -24,7 +27,8 @@ def stats_text(stats: Stats) -> str:
     sections = list(_sections(stats))
     every_row = [row for _, rows in sections for row in rows]
     label, number, amount = (max(len(row[column]) for row in every_row) for column in range(3))
-    headline = f"ebbtide: {stats.saved_tensors} saved tensors, {format_bytes(stats.out.nbytes)} moved out"
+    rank = f", rank {stats.rank} of {stats.ranks}" if stats.ranks > 1 else ""
+    headline = f"ebbtide{rank}: {stats.saved_tensors} saved tensors, {format_bytes(stats.out.nbytes)} moved out"
     width = max(label + number + amount + 6, len(headline))
     text = [headline.ljust(width)]
     for title, rows in sections:
@@ -70,7 +74,9 @@ def _sections(stats: Stats) -> Iterator[Section]:
     step += [_size(label, nbytes) for label, nbytes in sizes.items() if nbytes is not None]
     if step:
         yield "step", step
-    yield "stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s)]
+    longest_first = sorted(stats.stall_by_region.items(), key=lambda stall: -stall[1])
+    stalls = [_time(f"for {shortened(name or 'outside', 42)}", s) for name, s in longest_first[:_MOST_REGIONS]]
+    yield "stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s), *stalls]
     if stats.watched_forwards:
         yield "synchronisations of the host, per forward", list(_syncs(stats)) or [Row("none", "0", "")]
     rates = {"out": stats.out_gb_per_s, "in": stats.in_gb_per_s}

@@ -136,6 +136,14 @@ def is_first(group: Group) -> bool:
     return group is ThisRank.ALONE or not _is_distributed() or torch.distributed.get_rank(group) == 0
 
 
+def rank_of_process() -> tuple[int, int]:
+    """Number of this process in the job, and processes of the job. Without a process group, as before it is made and
+    after it is destroyed, the launcher tells."""
+    if _is_distributed():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return env.rank_of_launcher()
+
+
 def first_of(group: Group) -> int:
     """Number in the job of rank 0 of `group`."""
     if group is None or not _is_distributed():

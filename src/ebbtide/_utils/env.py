@@ -7,6 +7,8 @@
 | EBBTIDE_DISK_FOLDER | folder of a disk store without a folder of its own  | the system's temp    |
 | EBBTIDE_PROFILE     | file to write the profile of the first steps to     | no file              |
 | EBBTIDE_PROFILE_END | 1: end the process after writing the profile        | 0                    |
+| EBBTIDE_REPORT      | file to write a report of the run to, for           | no file              |
+|                     | `ebbtide report`                                    |                      |
 | EBBTIDE_SYNCS       | 1: reports name the lines in which the host waits   | 0                    |
 |                     | for the device; steps are slower                    |                      |
 | EBBTIDE_WAIT        | 1: training waits for plans, and repeats exactly    | 0                    |
@@ -31,11 +33,19 @@ def is_disabled() -> bool:
 
 
 def profile_path() -> Path | None:
-    value = os.environ.get("EBBTIDE_PROFILE", "")
+    return _path("EBBTIDE_PROFILE")
+
+
+def report_path() -> Path | None:
+    return _path("EBBTIDE_REPORT")
+
+
+def _path(name: str) -> Path | None:
+    value = os.environ.get(name, "")
     if not value:
         return None
     if not Path(value).parent.is_dir() or Path(value).is_dir():
-        raise ConfigError(f"EBBTIDE_PROFILE={value!r}: expected a file to write to, in an existing folder")
+        raise ConfigError(f"{name}={value!r}: expected a file to write to, in an existing folder")
     return Path(value)
 
 
@@ -72,6 +82,12 @@ def host_limit_text() -> str | None:
 
 def disk_folder() -> str:
     return os.environ.get("EBBTIDE_DISK_FOLDER") or tempfile.gettempdir()
+
+
+def rank_of_launcher() -> tuple[int, int]:
+    """Number of this process and processes of the job, as torchrun says; (0, 1) without torchrun."""
+    rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return (int(rank), int(ranks)) if rank.isdigit() and ranks.isdigit() else (0, 1)
 
 
 def processes_on_host() -> int | None:

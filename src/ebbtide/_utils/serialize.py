@@ -38,6 +38,8 @@ OLD_KEYS: Mapping[str, str | None] = {
 }
 """Field names of plans before format 2 and of profiles before format 5, with the names of today; None: dropped."""
 
+_MOST_BYTES = 256 << 20  # some thousand regions with some thousand saved tensors each
+
 _EXPECTED: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
@@ -68,7 +70,11 @@ def read_file(
         PlanError: the file cannot be read, or holds something else; names the file and the field.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise PlanError(f"the file has more than {_MOST_BYTES >> 20} MiB")
+        data = json.loads(text)
         if not isinstance(data, dict) or "format" not in data:
             raise PlanError("a JSON object with a format number was expected")
         found = cast("dict[str, Any]", data)
@@ -78,7 +84,10 @@ def read_file(
         return from_json(kind, found) if found.pop("format") in formats else None
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of json, of a field, or of a class that refuses its values
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of json, a field or a class; too deep
         raise PlanError(f"{path} is not an ebbtide {name} file: {error}") from error
 
 

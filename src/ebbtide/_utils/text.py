@@ -50,3 +50,11 @@ def as_range(first: str, last: str) -> str:
     pairs = zip(_NUMBER.findall(first), _NUMBER.findall(last), strict=True)
     numbers = [a if a == b else f"{a}-{b}" for a, b in pairs]
     return "".join(part + number for part, number in zip(parts, [*numbers, ""], strict=True))
+
+
+def shortened(name: str, most: int) -> str:
+    """At most `most` characters: names of modules differ at either end."""
+    if len(name) <= most:
+        return name
+    front = (most - 3) // 2
+    return f"{name[:front]}...{name[front + 3 - most :]}"

@@ -1,10 +1,10 @@
 """The names of TRL, torchtune and Axolotl for offloading activations, with ebbtide behind them.
 
-Change one import::
+Change one import:
 
     from ebbtide.compat import get_act_offloading_ctx_manager  # from trl.models import ...
 
-or leave the script unchanged, and replace the names in its trainer::
+or leave the script unchanged, and replace the names in its trainer:
 
     import ebbtide.compat
     ebbtide.compat.install("trl")  # SFTConfig(activation_offloading=True), DPOConfig(...), ... as before

@@ -45,7 +45,10 @@ def get_act_offloading_ctx_manager(
 
     Args:
         model: also a model in DDP, or a PEFT model.
-        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: as of `OffloadActivations`.
+        use_pin_memory: as of `OffloadActivations`.
+        use_streams: as of `OffloadActivations`.
+        min_offload_size: as of `OffloadActivations`.
+        max_fwd_stash_size: as of `OffloadActivations`.
         warn_if_no_head: whether to warn if no head is found.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ebbtide._engine.stats import TOTALS, Stats
 from ebbtide._offload import OffloadHandle, offload
 from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
+from ebbtide._reports.run import Run
 from ebbtide._reports.stats_text import stats_text
 
 
@@ -39,11 +41,11 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Result:
-    """Plan, profile and stats of a training, under the names of a handle. No model is kept alive::
+    """Plan, profile and stats of a training, under the names of a handle. No model is kept alive:
 
         trainer.train()
         print(callback.result)
-        json.dumps(callback.result.stats().to_dict())
+        callback.result.save("run.json")  # for `ebbtide report`
 
     Attributes:
         plan: the last plan of the training.
@@ -53,11 +55,12 @@ class Result:
     plan: Plan
     profile: Profile | None
     _stats: Stats
+    _run: Run
 
     @staticmethod
     def of(handle: OffloadHandle) -> "Result":
         """The present state of `handle`."""
-        return Result(handle.plan, handle.profile, handle.stats())
+        return Result(handle.plan, handle.profile, handle.stats(), handle._run())
 
     def stats(self) -> Stats:
         """Totals of the whole training."""
@@ -66,6 +69,10 @@ class Result:
     def report(self) -> str:
         """The figures of `stats` as a table."""
         return stats_text(self._stats)
+
+    def save(self, path: str | Path) -> None:
+        """As `handle.save`, for `ebbtide report`. Raises ConfigError if no file can be written there."""
+        self._run.save(path)
 
     def __str__(self) -> str:
         return f"{self.plan}\n{self.report()}"

@@ -22,7 +22,7 @@ __all__ = ["offload"]
 
 
 def offload(accelerator: Any, model: torch.nn.Module, **settings: Any) -> ebbtide.OffloadHandle:
-    """`ebbtide.offload` for the module inside of DDP, FSDP or DeepSpeed's engine::
+    """`ebbtide.offload` for the module inside of DDP, FSDP or DeepSpeed's engine:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         handle = offload(accelerator, model, budget="40GiB")

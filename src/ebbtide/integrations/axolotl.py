@@ -1,4 +1,4 @@
-"""Axolotl: a plugin, with the settings of `ebbtide.offload` in a block of its YAML file::
+"""Axolotl: a plugin, with the settings of `ebbtide.offload` in a block of its YAML file:
 
 plugins:
   - ebbtide.integrations.axolotl.EbbtidePlugin

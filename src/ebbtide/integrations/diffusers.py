@@ -60,7 +60,7 @@ class OffloadedTransformers:
 
 
 def offload_transformers(*transformers: Any, **settings: Any) -> OffloadedTransformers:
-    """`ebbtide.offload` for every transformer that trains, each once::
+    """`ebbtide.offload` for every transformer that trains, each once:
 
         offloaded = offload_transformers(transformer)               # the smallest peak for a step at most 1 % slower
         offloaded = offload_transformers(pipeline, budget="40GiB")  # every transformer in it that trains

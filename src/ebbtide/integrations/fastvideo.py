@@ -17,7 +17,7 @@ _log = logging.getLogger("fastvideo.ebbtide")  # FastVideo shows the logs below 
 
 
 class FastVideoOffloadCallback(_Callback):
-    """`offload_transformers` from the beginning of a training to its end, on the transformers of all roles that train::
+    """`offload_transformers` from the beginning of a training to its end, on the transformers of all roles that train:
 
         callbacks:
           offload:

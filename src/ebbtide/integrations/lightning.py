@@ -35,7 +35,7 @@ class _Called(torch.nn.Module):
 
 
 class LightningOffloadCallback(OffloadedTraining, Callback):
-    """`ebbtide.offload` from the beginning of a fit, after the strategy's set-up, to the end::
+    """`ebbtide.offload` from the beginning of a fit, after the strategy's set-up, to the end:
 
         trainer = Trainer(callbacks=[OffloadCallback(budget="40GiB")], ...)
 

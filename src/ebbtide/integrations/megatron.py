@@ -48,7 +48,7 @@ class OffloadedChunks:
 def offload(
     model: torch.nn.Module | Sequence[torch.nn.Module], modules: Sequence[str] | None = None, **options: Any
 ) -> OffloadedChunks:
-    """`ebbtide.offload` for a Megatron-Core model::
+    """`ebbtide.offload` for a Megatron-Core model:
 
         model = get_model(model_provider)  # a list of chunks
         offloaded = offload(model, modules=["core_attn", "expert_fc1", "moe_act"])

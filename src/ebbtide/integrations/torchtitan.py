@@ -26,7 +26,7 @@ __all__ = ["OffloadAC", "handles"]
 
 
 class OffloadAC(ActivationCheckpointing):
-    """`ebbtide.offload` on each model part, instead of torchtitan's checkpointing::
+    """`ebbtide.offload` on each model part, instead of torchtitan's checkpointing:
 
         config = llama3_8b()
         config.activation_checkpoint = OffloadAC.Config(budget="40GiB")

@@ -21,7 +21,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # as of
 
 
 class OffloadCallback(OffloadedTraining, TrainerCallback):
-    """`ebbtide.offload` from the beginning of a training to the end::
+    """`ebbtide.offload` from the beginning of a training to the end:
 
         trainer = Trainer(model, args, callbacks=[OffloadCallback(budget="40GiB")], ...)
 

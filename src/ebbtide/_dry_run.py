@@ -226,15 +226,17 @@ def _measured(
     leaves = [*parameters_of(model), *inputs]
     with restored(model, leaves), offload(model, mode="auto", budget=budget, **settings) as handle:
         planning = handle._planning
-        assert planning is not None
-        for _ in range(5):  # one warms up, two are measured, and two more if the first two were of different kinds
+        assert planning is not None and planning.controller is not None
+        steps = 0
+        while steps < planning.controller.steps + 2:  # two more if the first two measured were of different kinds
             _step(model, batch, loss, leaves)
             profile = planning.conclude()
             if profile is not None:
                 return profile
+            steps += 1
         names = list(handle.plan.regions)
         raise PlanError(
-            f"the batch makes no profile: in 5 steps forward entered none of the {len(names)} regions "
+            f"the batch makes no profile: in {steps} steps forward entered none of the {len(names)} regions "
             f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}), or changing or nested regions. Name regions "
             "that every step enters one after the other: regions=[...]"
         )

@@ -60,6 +60,10 @@ class Recipe:
         prune: for selective: members of `sites` whose outputs are replaced by the saved tensors computed from them.
             Example: attention's rotated q and k are saved, and the projections before the rotation are not.
             Recomputation skips the operators in between where possible.
+        activation_memory_budget: for a compiled region, except "selective": torch's setting of this name, in force
+            while the region is compiled for the recipe. 1 saves what makes backward fastest, 0 the inputs alone, and
+            values in between that share of the difference; the compiled backward computes the rest again. The saved
+            tensors are kept or moved, as `action` says. None: the region as the user compiled it.
 
     Raises:
         ConfigError: an unknown word, or a setting that the action does not have.
@@ -72,6 +76,7 @@ class Recipe:
     sites: tuple[int, ...] | None = None
     prune: tuple[int, ...] = ()
     derive: tuple[int, ...] | None = ()
+    activation_memory_budget: float | None = None
 
     def __post_init__(self) -> None:
         for option, kind in (("action", Action), ("inputs", Place), ("outputs", Place)):
@@ -105,6 +110,20 @@ class Recipe:
                 f"prune={self.prune!r} with action={self.action!r} and sites={self.sites!r}: expected some of the "
                 "sites of a 'selective' recipe"
             )
+        self._check_activation_memory_budget()
+
+    def _check_activation_memory_budget(self) -> None:
+        share: Any = self.activation_memory_budget
+        if share is None:
+            return
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"activation_memory_budget={share!r}: expected a number from 0 to 1, or None")
+        if self.action == "selective":
+            raise ConfigError(
+                f"activation_memory_budget={share!r} means nothing to the recipe 'selective', whose ops= say what the "
+                "compiled graph saves: omit one of them"
+            )
+        object.__setattr__(self, "activation_memory_budget", float(share))
 
     @property
     def beyond(self) -> tuple[int, ...]:
@@ -124,13 +143,15 @@ class Recipe:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all saved tensors stay on the device."""
-        return self.action == "keep" and not self.derives
+        """Whether all tensors saved by the region, as the user wrote it, stay on the device."""
+        return self.action == "keep" and not self.derives and self.activation_memory_budget is None
 
     @property
     def names_any(self) -> bool:
-        """Whether the recipe recomputes, or names saved tensors that move or are derived."""
-        return self.recomputes or self.derives or self.sites is not None
+        """Whether the recipe recomputes, here or in the compiled graph, or names saved tensors that move or are
+        derived."""
+        is_partitioned = self.activation_memory_budget is not None
+        return self.recomputes or self.derives or is_partitioned or self.sites is not None
 
     @functools.cached_property
     def moved_sites(self) -> frozenset[int] | None:
@@ -144,11 +165,11 @@ class Recipe:
 
     def __str__(self) -> str:
         if self.action == "recompute":
-            return f"recompute, inputs {_past(self.inputs)}"
+            return f"recompute{_at(self)}, inputs {_past(self.inputs)}"
         if self.action == "selective":
             ops = ", ".join(op if isinstance(op, str) else getattr(op, "__name__", "a predicate") for op in self.ops)
             return f"selective ({ops}) {_past(self.outputs)}, inputs {_past(self.inputs)}"
-        return f"{self.action}, derive" if self.derives else self.action
+        return f"{self.action}{_at(self)}{', derive' if self.derives else ''}"
 
 
 _BEYOND = "Recipe's `beyond` is deprecated and will be removed in the next release: write `prune`"
@@ -450,12 +471,18 @@ def headline(plan: Plan) -> str:
 
 def short_recipe(recipe: Recipe) -> str:
     """The action, and how many tensors or outputs are chosen."""
+    action = f"{recipe.action}{_at(recipe)}"
     if recipe.sites is None:
-        return str(recipe) if recipe.derives else recipe.action
+        return str(recipe) if recipe.derives else action
     count = len(recipe.sites)
     what = "output" if recipe.action == "selective" else "tensor"
     more = ", derive" if recipe.derives else ""
-    return f"{recipe.action}, {count} {what}{'' if count == 1 else 's'}{more}"
+    return f"{action}, {count} {what}{'' if count == 1 else 's'}{more}"
+
+
+def _at(recipe: Recipe) -> str:
+    """The activation memory budget: " at 0.2"."""
+    return "" if recipe.activation_memory_budget is None else f" at {recipe.activation_memory_budget:g}"
 
 
 def places(recipe: Recipe) -> str:
@@ -466,7 +493,7 @@ def places(recipe: Recipe) -> str:
     if recipe.action == "selective" and set(recipe.ops) == set(OP_CLASSES):
         # A planner names every class and chooses by sites: a list of all classes would say nothing.
         return f"outputs {_past(recipe.outputs)}{pruned}, inputs {_past(recipe.inputs)}"
-    return f"{str(recipe).removeprefix('recompute, ')}{pruned}"
+    return f"{str(recipe).removeprefix(f'recompute{_at(recipe)}, ')}{pruned}"
 
 
 def _table(plan: Plan) -> Iterator[str]:

@@ -111,6 +111,12 @@ class ScriptedHandle:
     def compiled(self):
         return ()
 
+    def partitionable(self):
+        return {}
+
+    def compilations(self):
+        return 0, 0.0
+
     def have_stepped(self):
         have_stepped, self.has_stepped = self.has_stepped, False
         return have_stepped

@@ -55,6 +55,28 @@ def work(rank: int, folder: str) -> None:
     write_down(rank, folder, handle, losses_and_gradients(model, rank) == plain)
 
 
+def compiled_work(rank: int, folder: str, is_late: bool) -> None:
+    """`is_late`: one rank runs no backward in a measured step, and comes to the next meeting without the last round."""
+    torch.set_num_threads(1)
+    join(rank, folder)
+    model, plain = make(), make()
+    for layer in (*model.layers, *plain.layers):
+        layer.compile(backend="aot_eager")
+    handle = ebbtide.offload(model, **within(), **SETTINGS)
+    is_equal = True
+    for k in range(16):
+        losses = [each(batch(10 * k + rank)) for each in (model, plain)]
+        if not (is_late and rank == 1 and k == 6):
+            for loss in losses:
+                loss.backward()
+        is_equal &= bits(losses[0]) == bits(losses[1])
+        is_equal &= all(
+            bits(p.grad) == bits(q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+    budgets = [[point.activation_memory_budget for point in region.points] for region in handle.profile.regions]
+    write_down(rank, folder, handle, is_equal and budgets == [[0.5, 0.2] if is_late else [0.5, 0.2, 0.0]] * 3)
+
+
 def work_that_joins_late(rank: int, folder: str, steps_before: int, has_file: bool) -> None:
     """As far as ebbtide can see, the rank is alone until after these steps."""
     torch.set_num_threads(1)
@@ -91,6 +113,13 @@ def check_one_plan(folder, ranks=RANKS):
 
 def test_two_ranks_have_one_plan(tmp_path):
     spawn(work, str(tmp_path))
+    check_one_plan(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_with_compiled_blocks_measure_partitions_and_have_one_plan(tmp_path, is_late):
+    spawn(compiled_work, str(tmp_path), is_late)
     check_one_plan(tmp_path)
 
 

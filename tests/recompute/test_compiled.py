@@ -128,3 +128,32 @@ def test_numbered_calls_are_refused_in_a_compiled_block():
     offload(model, recipe=Recipe("selective", sites=(0,)))
     with pytest.raises(ebbtide.ModuleError, match="this region is compiled: choose with ops="):
         model(tokens(CPU))
+
+
+@pytest.mark.parametrize("name", ["keep", "offload", "recompute", "selective", "at a budget"])
+def test_compiled_autograd_runs_backward(name):
+    def steps(model):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            return train(model)
+
+    plain, model = make(Tower, CPU), make(Tower, CPU)
+    compile_blocks(plain, "aot_eager")
+    expected = steps(plain)
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] > 0
+    torch._dynamo.reset()
+    compile_blocks(model, "aot_eager")
+    handle = offload(model, recipe=Recipe("offload", activation_memory_budget=0.5) if "budget" in name else name)
+    assert_equal(steps(model), expected)
+    assert (handle.stats().recomputed.count > 0) == (name == "recompute")
+
+
+def test_recipes_of_whole_blocks_share_a_graph():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    handle = offload(model, recipe="recompute")
+    train(model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for recipe in ("keep", "offload", "recompute"):
+            handle.set_recipe(recipe)
+            train(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

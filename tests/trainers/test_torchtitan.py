@@ -265,10 +265,9 @@ def test_their_budget_of_the_compiler_besides_is_refused():
 
 
 @pytest.mark.parametrize("part", [{"tok_embeddings": None}, {"norm": None, "lm_head": None}])
-@pytest.mark.parametrize("settings", [{"budget": "1GiB"}, {"profile": "profile.json"}])
-def test_a_plan_of_all_ranks_is_refused_in_a_pipeline(part, settings):
-    with pytest.raises(ConfigError, match=f"{next(iter(settings))}= is for ranks with equal blocks"):
-        apply(model_part(**part), **settings)
+def test_a_profile_is_refused_in_a_pipeline(part):
+    with pytest.raises(ConfigError, match="profile= names one file"):
+        apply(model_part(**part), profile="profile.json")
 
 
 @pytest.mark.parametrize("theirs", [{"preserve_rng_state": False}, {"determinism_check": "none"}, {"debug": True}])

@@ -4,13 +4,15 @@ Note [PlanController]
 ~~~~~~~~~~~~~~~~~~~~~
 1. The first steps run with the smallest memory: with a budget every region is recomputed and inputs are offloaded,
    without a budget every region keeps. The first step warms up, the second is measured for times, and the third for
-   details. The solver is asked for a plan, and training goes on with these recipes until the plan is there.
+   details. With a goal that allows recomputation, compiled regions are measured at other activation memory budgets, in
+   three more steps as a rule (Note [Points of compiled regions]). The solver is asked for a plan, and training goes on
+   with these recipes until the plan is there.
 2. From then on the tuner compares and corrects (Note [PlanTuner]).
 3. Stages of a pipeline that share a rank share the budget: each waits, by its first recipes, until all are measured
    (Note [Several stages]).
 4. With several ranks and recomputation, all ranks share one plan, from the slowest of all profiles, whatever the batch
-   sizes of the ranks. They meet before step 4, and again before steps 12 and 36 if not all ranks have a profile; from
-   then on to correct the plan (Note [Ranks]).
+   sizes of the ranks. They meet before step 4, again where compiled regions are measured further, and before steps
+   12 and 36 if not all ranks have a profile; from then on to correct the plan (Note [Ranks]).
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ import enum
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,11 +32,13 @@ from ebbtide._engine.engine import Engine
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
 from ebbtide._planner.simulate import with_host
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.build import ProfileInputs, derivable, profile_of
 from ebbtide._profiling.derive_probe import probe_derivations
 from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._profiling.link_probe import probe_link
+from ebbtide._profiling.points import Budgets, rounds_of, with_points
 from ebbtide._profiling.profile import Link, Profile
 from ebbtide._profiling.recorder import ProfilingRecorder
 from ebbtide._profiling.step_events import GraphOrder, InFlightStep, StepMonitor
@@ -68,6 +72,14 @@ class PlannedModel(PlanTarget, Protocol):
 
     def compiled(self) -> Collection[str]:
         """Regions with operators hidden by the compiler."""
+        ...
+
+    def partitionable(self) -> Mapping[str, Hashable]:
+        """Regions that can be compiled at other activation memory budgets, with the class of the module."""
+        ...
+
+    def compilations(self) -> tuple[int, float]:
+        """Number and seconds of compilations at activation memory budgets so far."""
         ...
 
     def never_recomputed(self) -> Collection[str]:
@@ -176,6 +188,9 @@ class PlanController:
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
         self._cpu_region_s = 0.0  # of the warm-up
+        self._inputs: ProfileInputs | None = None  # of the profile with all regions as the user compiled them
+        self._rounds: list[Budgets] = [{}]  # activation memory budgets of the regions in each round of steps
+        self._measured_at: list[tuple[Budgets, Profile]] = []  # rounds so far
         self._memory_before: tuple[dict[str, int], dict[str, int]] = {}, {}  # before the detailed step
         self.is_warming_up = False
         """Whether the current forward warms up: times and peaks do not count."""
@@ -210,6 +225,11 @@ class PlanController:
         return self.is_measuring or (self._ranks is not None and self.phase is not Phase.GAVE_UP)
 
     @property
+    def steps(self) -> int:
+        """Number of steps to measure, as far as known."""
+        return len(_MEASURING) * len(self._rounds)
+
+    @property
     def is_measuring(self) -> bool:
         """Whether steps are still measured."""
         return self.phase in _MEASURING
@@ -218,7 +238,8 @@ class PlanController:
     def status(self) -> str:
         """Reason for a missing plan; "" with a plan."""
         if self.is_measuring:
-            return f"no plan yet: measuring step {_MEASURING.index(self.phase) + 1} of {len(_MEASURING)}"
+            number = len(_MEASURING) * len(self._measured_at) + _MEASURING.index(self.phase) + 1
+            return f"no plan yet: measuring step {number} of {self.steps}"
         if self.phase is Phase.SOLVING:
             return "no plan yet: solving"
         if self.phase is Phase.STAGES:
@@ -326,10 +347,17 @@ class PlanController:
     def _first_plan(self, prefetch_bytes: int | None = None) -> Plan:
         recipe, keep = Recipe("recompute" if self.recomputes else "keep"), Recipe("keep")
         kept = self._handle.never_recomputed()
+        at = {name: Recipe("recompute", activation_memory_budget=budget) for name, budget in self._budgets.items()}
         regions = {
-            name: RegionPlan(keep if name in kept else recipe, prefetch_bytes=prefetch_bytes) for name in self._names
+            name: RegionPlan(keep if name in kept else at.get(name, recipe), prefetch_bytes=prefetch_bytes)
+            for name in self._names
         }
         return Plan(regions, outside=RegionPlan(Recipe("keep")))
+
+    @property
+    def _budgets(self) -> Budgets:
+        """Of the round of measured steps."""
+        return self._rounds[len(self._measured_at)] if self.is_measuring else {}
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +411,8 @@ class PlanController:
             return self._monitor_only(engine)  # an empty batch is no example of a step
         ended = self._ended_recorder
         if ended is not None:
-            if self.phase is Phase.DETAILS and (self._ranks is not None or not ended.is_readable):
+            waits_for_ranks = self._ranks is not None and self._is_last_round
+            if self.phase is Phase.DETAILS and (waits_for_ranks or not ended.is_readable):
                 return self._monitor_only(engine)  # until all ranks meet, or the device has finished
             self._move_on(ended, engine)
             if self.tuner is not None:
@@ -427,12 +456,18 @@ class PlanController:
         """
         ranks.meet_after(2 * ranks.step)
         ended = self._ended_recorder
-        if self.phase is Phase.DETAILS and ended is not None:
+        if self.phase is Phase.DETAILS and self._is_last_round and ended is not None:
             self._move_on(ended, engine)
-        else:
-            self._agreed(None)
-            self._recorded = None
-            self._could_not_read()
+            return
+        self._recorded = None
+        profile = self._kept(self._agreed(self._with_points(None)))
+        if profile is not None:
+            self._plan_from(profile)
+
+    @property
+    def _is_last_round(self) -> bool:
+        """Whether the measured steps are the last, as far as known."""
+        return len(self._measured_at) + 1 == len(self._rounds)
 
     def _wait_for_backward(self, pending: ProfilingRecorder, engine: Engine) -> StepMonitor:
         """The recorded graph has not run backward: several forwards make one loss, or a pipeline."""
@@ -446,7 +481,10 @@ class PlanController:
     def _move_on(self, recorder: ProfilingRecorder, engine: Engine) -> None:
         """Begin the next phase, or plan."""
         if self.phase is Phase.WARM:
-            self.phase, self._overwritten = Phase.TIMES, recorder.overwritten()
+            self.phase = Phase.TIMES
+            self._overwritten |= recorder.overwritten()
+            if self._measured_at:
+                _log.info("compiled %d variants in %.1f s", *self._handle.compilations())
             self._context.derived |= recorder.derived()
             self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
@@ -457,17 +495,54 @@ class PlanController:
                 self._plan_beside_stages(profile)
 
     def _read(self, details: ProfilingRecorder, engine: Engine) -> Profile | None:
-        """Profile of the two measured steps; None if they do not match."""
+        """Profile of the measured steps; None if they do not match, or if there are more to come."""
         assert self._times is not None
         while not details.is_readable:  # all ranks have to plan in one step
             time.sleep(1e-4)
-        profile = self._profile(self._times, details, engine)
+        found = self._profile(self._times, details, engine)
         self._times = self._recorded = None
+        if self._ranks is not None and not self._measured_at:
+            found = self._agreed(found)  # all ranks measure the same regions at the same budgets next
+            if found is None or not self._begins_round(found):
+                return self._kept(found)
+            self._ranks.meet_after(len(_MEASURING) * (len(self._rounds) - 1) + 1)
+            return None
+        if found is not None and self._begins_round(found):
+            return None
+        return self._kept(self._agreed(self._with_points(found)))
+
+    def _kept(self, profile: Profile | None) -> Profile | None:
+        """`profile`, handed over to the owner; None has the steps measured again."""
         if profile is None:
             self._could_not_read()
         elif self._on_profile is not None:
             self._on_profile(profile)
         return profile
+
+    def _begins_round(self, found: Profile) -> bool:
+        """Whether more steps are to be measured, with compiled regions at other activation memory budgets.
+
+        `found`: the profile of the steps so far, of this round.
+        """
+        if not self._measured_at and self.recomputes:
+            regions = self._handle.partitionable()
+            self._rounds += rounds_of(found, regions, THRESHOLDS.partitions)
+            if len(self._rounds) > 1:
+                count = len(THRESHOLDS.partitions) * len(set(regions.values()))
+                _log.info("compiling %d variants of %d blocks, beside the user's own", count, len(regions))
+        self._measured_at.append((self._budgets, found))
+        if len(self._measured_at) == len(self._rounds):
+            return False
+        self.phase = Phase.WARM
+        return True
+
+    def _with_points(self, found: Profile | None) -> Profile | None:
+        """The profile of the first round, with what later rounds have measured. `found`: None if a round has failed."""
+        if not self._measured_at:
+            return found
+        (_, profile), *others = self._measured_at
+        scaled = [(budgets, other.scaled(profile.tokens)) for budgets, other in others]
+        return with_points(profile, self._handle.partitionable(), scaled) if scaled else profile
 
     def conclude(self) -> Profile | None:
         """Finish measuring without another step or a plan. Returns the profile if the steps so far suffice."""
@@ -492,6 +567,20 @@ class PlanController:
             )
 
     def _profile(self, times: ProfilingRecorder, details: ProfilingRecorder, engine: Engine) -> Profile | None:
+        scale = self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0
+        graphs = max(times.graphs, details.graphs)
+        inputs = self._new_inputs(details, engine) if self._inputs is None else self._inputs
+        inputs = inputs._replace(
+            tokens=self._tokens, time_scale=scale, graphs=graphs, passes=self._order.passes,
+            is_stage=len(self._stages()) > 1,
+        )  # fmt: skip
+        profile = profile_of(times, details, self._names, inputs)
+        if profile is None:
+            return None
+        self._inputs = inputs._replace(recipe_costs=None)  # later rounds are of the same model on the same host
+        return with_host(profile, profile.host)
+
+    def _new_inputs(self, details: ProfilingRecorder, engine: Engine) -> ProfileInputs:
         base, grads = self._memory_before
         lanes = probe_link(engine)
         if lanes is None:
@@ -506,7 +595,7 @@ class PlanController:
         room_bytes = None
         if goal_bytes is not None and engine.device.tracks_peak:
             room_bytes = goal_bytes - engine.device.memory().allocated_bytes
-        inputs = ProfileInputs(
+        return ProfileInputs(
             made_for=self._handle.made_for(),
             link=Link(lanes.out, lanes.back, _LATENCY_S, lanes.interference),
             base=base,
@@ -514,19 +603,11 @@ class PlanController:
             host_limit_bytes=engine.store_stats().limit_bytes,
             tokens=self._tokens,
             compiled=frozenset(self._handle.compiled()),
-            time_scale=self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0,
             device_bytes=engine.device.total_bytes(),
             recipe_costs=costs,
             derivations=probe_derivations(engine.device, derivable(details), room_bytes),
-            graphs=max(times.graphs, details.graphs),
-            passes=self._order.passes,
-            is_stage=len(self._stages()) > 1,
             overwritten=self._overwritten,
         )
-        profile = profile_of(times, details, self._names, inputs)
-        if profile is not None:
-            profile = with_host(profile, profile.host)
-        return self._agreed(profile)
 
     def _agreed(self, profile: Profile | None) -> Profile | None:
         """Slowest profile of all ranks; None if a rank has no profile. All ranks wait until every rank has called."""

@@ -29,6 +29,7 @@ from ebbtide._plans import Plan
 from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
 from ebbtide._recompute.ops import ExpensiveOps
+from ebbtide._recompute.partitions import Partitions
 from ebbtide._recompute.verify import Schedule
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder
 from ebbtide._utils import env
@@ -47,6 +48,7 @@ class Attachment:
         self.module = module
         self.config = config
         self.engines = engines
+        self.partitions = Partitions()
         self.context = context
         self.blocks = find_regions(module)
         self.norm = find_norm(module, self.blocks)
@@ -180,6 +182,14 @@ class Attachment:
     def compiled(self) -> set[str]:
         hooks = self._region_hooks
         return {name for name, module in self.regions.items() if module in hooks and hooks[module].is_compiled}
+
+    def partitionable(self) -> dict[str, Hashable]:
+        hooks = ((name, self._region_hooks.get(module)) for name, module in self.regions.items())
+        found = {name: hook.compiled_class for name, hook in hooks if hook is not None and hook.is_partitionable}
+        return {name: cls for name, cls in found.items() if cls not in self.partitions.broken}
+
+    def compilations(self) -> tuple[int, float]:
+        return self.partitions.compilations, self.partitions.seconds
 
     def never_recomputed(self) -> UnableRegions:
         if not self.context.recorder.stats.unable:
@@ -351,7 +361,7 @@ class Attachment:
                 f"{type(self.module).__name__} was compiled into graphs larger than its blocks. A graph hands over "
                 "all that it saves at its end and takes it back at its start, so nothing inside of it leaves or comes "
                 "while it runs: peak memory falls less and copies overlap with nothing. Compile the blocks one by one "
-                "(block.compile())"
+                "(block.compile()): plans then choose for each block what its graph saves, and what moves"
             )
         else:
             return
@@ -362,6 +372,8 @@ class Attachment:
         """Not for measured steps, nor for a plan that keeps everything because everything fits the budget."""
         has_no_plan = self.controller is not None and self.controller.status
         derives = any(region.recipe.derives for region in plan.regions.values())
+        if any(region.recipe.activation_memory_budget is not None for region in plan.regions.values()):
+            return  # the compiled graphs save less
         learns_to_derive = self._forwards <= 1 and derives and plan.predicted is None
         if has_no_plan or learns_to_derive or (plan.keeps_all and plan.budget_bytes is not None):
             return

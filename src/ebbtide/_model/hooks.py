@@ -16,6 +16,7 @@ Note [One pair of hooks]
 import abc
 import contextlib
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, SupportsIndex, cast
@@ -30,12 +31,20 @@ from ebbtide._recompute.arguments import Arguments
 from ebbtide._recompute.compiled import CompiledRecipe, Modules, sites_error
 from ebbtide._recompute.frame import Frame, Pack
 from ebbtide._recompute.ops import ExpensiveOps
+from ebbtide._recompute.partitions import Compiler, Partitions, in_cuda_graphs, not_compiled
 from ebbtide._recompute.prune import PruneCache
 from ebbtide._recompute.saved_outputs import SaveOutputsMode
 from ebbtide._recompute.state import RegionState
 from ebbtide._recompute.verify import Evidence
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder, Unable
-from ebbtide._utils.torch_private import constant_in_traces, hidden_from_compiler
+from ebbtide._utils.torch_private import (
+    compiler_of,
+    constant_in_traces,
+    has_hooks,
+    hidden_from_compiler,
+    is_traced,
+    uses_cuda_graphs,
+)
 
 HANDLE = "_ebbtide_handle"
 """Attribute of a root module with the handle of `offload`."""
@@ -44,7 +53,13 @@ _REDUCE = "__reduce_ex__"
 
 
 class HookOwner(Protocol):
-    """An attachment, as its hooks see it."""
+    """An attachment, as its hooks see it.
+
+    Attributes:
+        partitions: the compiled calls of regions at activation memory budgets of recipes.
+    """
+
+    partitions: Partitions
 
     def session(self) -> Session | None: ...
 
@@ -128,13 +143,13 @@ class ModuleHook(abc.ABC):
         return cast("Callable[..., Any] | None", self._module._compiled_call_impl)
 
     def _before(self, _module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             self._on_trace()
         elif self._compiled is None:
             self.enter(args, {})
 
     def _after(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._compiled is None:
+        if not is_traced() and self._compiled is None:
             self.leave(is_complete=output is not None)
 
     @constant_in_traces
@@ -176,7 +191,7 @@ class CompiledCall:
         self.former = former
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self.call(*args, **kwargs)
         self._hook.enter(args, kwargs)
         is_complete = False
@@ -208,6 +223,12 @@ class RootHook(ModuleHook):
         self._owner.leave_root(is_complete)
 
 
+class _CompiledForward(threading.local):
+    """What the current call of a region, in this thread, runs the forward by; None: as the user compiled it."""
+
+    compiled: Callable[..., Any] | None = None
+
+
 class RegionHook(ModuleHook):
     """Hook of a region, of a module named by `include` or `exclude`, or both.
 
@@ -223,6 +244,8 @@ class RegionHook(ModuleHook):
         self._forward: Callable[..., Any] | None = None
         self._traced = CompiledRecipe()
         self._kept: Kept | None = None
+        self._partitions: dict[float, Callable[..., Any]] = {}
+        self._at = _CompiledForward()
         self.is_alone = False
         """Whether no other hooked module is inside: set by the owner."""
         super().__init__(owner, module)
@@ -262,7 +285,8 @@ class RegionHook(ModuleHook):
         """Whether the plan keeps the same tensors in each forward: counted once, later forwards need not look."""
         recipe = session.plan.recipe_of(self._region)
         is_planned = self.is_alone and self._choice is False and recipe is not None and not recipe.recomputes
-        if is_planned and recipe is not None and recipe.keeps_all and session.hooks.region_call.points:
+        keeps = recipe is not None and recipe.action == "keep" and not recipe.derives
+        if is_planned and keeps and session.hooks.region_call.points:
             return False  # somebody has to reach the release points
         receives = torch.is_grad_enabled() and session.receives_saved_tensors()
         return is_planned and receives and session.hooks.named_sites is not None
@@ -301,7 +325,11 @@ class RegionHook(ModuleHook):
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._owner.session()
         recipe = None if session is None else session.plan.recipe_of(self._region)
-        if session is None or recipe is None or not recipe.recomputes:
+        if session is None or recipe is None:
+            return call(*args, **kwargs)
+        if recipe.activation_memory_budget is not None and torch.is_grad_enabled():
+            call = self._partitioned(recipe.activation_memory_budget)
+        if not recipe.recomputes:
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
             return call(*args, **kwargs)
@@ -312,6 +340,56 @@ class RegionHook(ModuleHook):
         if self.is_compiled and recipe.action == "selective":
             return self._run_partitioned(session, recipe, call, args, kwargs)
         return self._run_framed(session, recipe, call, args, kwargs)
+
+    @property
+    def compiler(self) -> Compiler | None:
+        """What compiles functions as the user compiled the module. None if not compiled, if torch does not tell, or if
+        the module in torch.compile's wrapper has hooks, which the compiler would leave to Python."""
+        inner = self._module._modules.get("_orig_mod")
+        if self._compiled is None and (inner is None or has_hooks(inner)):
+            return None
+        return compiler_of(self._module if self._compiled is None else self._compiled.call)
+
+    @property
+    def is_partitionable(self) -> bool:
+        """Whether recipes may set an activation memory budget."""
+        compiler = self.compiler
+        return compiler is not None and not uses_cuda_graphs(compiler)
+
+    @property
+    def compiled_class(self) -> type[torch.nn.Module]:
+        """Of the module, or of the module in torch.compile's wrapper."""
+        inner = self._module._modules.get("_orig_mod")
+        return type(self._module if inner is None else inner)
+
+    def wrap_compiled_call(self) -> bool:
+        former = self._compiled
+        is_compiled = super().wrap_compiled_call()
+        if self._compiled is not former:  # the user has compiled the module anew, maybe with other settings
+            self._partitions = {}
+        return is_compiled
+
+    def _partitioned(self, budget: float) -> Callable[..., Any]:
+        """The call of the module with the forward compiled at an activation memory budget."""
+        if budget not in self._partitions:
+            compiler, inner = self.compiler, self._module._modules.get("_orig_mod")
+            if compiler is None:
+                raise not_compiled(self._name, self.is_compiled or inner is not None, budget)
+            if uses_cuda_graphs(compiler):
+                raise in_cuda_graphs(self._name, budget)
+            compiled = self._owner.partitions.forward_at(budget, self.compiled_class, compiler)
+            self._partitions[budget] = functools.partial(self._call_with, compiled)
+            if self._compiled is None and inner is not None:
+                self._partitions[budget] = functools.partial(compiled, inner.forward)
+        return self._partitions[budget]
+
+    def _call_with(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module and its hooks. `compiled`: the compiled function of the forward, in this thread."""
+        former, self._at.compiled = self._at.compiled, compiled
+        try:
+            return cast(Any, self._module)._call_impl(*args, **kwargs)
+        finally:
+            self._at.compiled = former
 
     def wrap_forward(self, region: str, recipe: Recipe | None, ops: ExpensiveOps | None, modules: Modules) -> None:
         """Route the forward of the module, region `region` from now on, through `run`.
@@ -364,8 +442,11 @@ class RegionHook(ModuleHook):
         # a model copy the function as it is.
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_traced():
                 return traced.call(original, self.is_compiled, args, kwargs)
+            compiled = self._at.compiled
+            if compiled is not None:
+                return compiled(original, *args, **kwargs)
             if self.is_compiled:
                 return original(*args, **kwargs)  # code of the block that the compiler leaves to Python
             return self.run(original, args, kwargs)

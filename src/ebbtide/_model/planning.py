@@ -189,7 +189,8 @@ class Planning:
 
     def _check_alike(self) -> None:
         if self.unchecked is not None:
-            self.unchecked.check_alike(self.options)
+            compiled = count_compiled(self.attachment.blocks)  # maybe since `offload`
+            self.unchecked.check_alike({**self.options, "compiled blocks": compiled})
             self.unchecked = None
 
     def _profile_settings(self) -> dict[str, str]:  # as of now: blocks may be compiled after `offload`

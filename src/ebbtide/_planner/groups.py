@@ -118,7 +118,10 @@ def _recipes(regions: Sequence[RegionProfile], calls: Sequence[int], only_moves:
     """Recipes worth considering at any of the calls, and possible at all calls."""
     may_recompute = all(regions[call].recompute_s > 0 for call in calls)
     found = dict.fromkeys(option.recipe for call in calls for option in options_of(regions[call], only_moves))
-    return tuple(recipe for recipe in found if may_recompute or not recipe.recomputes)
+    of_first = regions[calls[0]].budgets
+    budgets = [None, *(budget for budget in of_first if all(budget in regions[call].budgets for call in calls))]
+    possible = (recipe for recipe in found if recipe.activation_memory_budget in budgets)
+    return tuple(recipe for recipe in possible if may_recompute or not recipe.recomputes)
 
 
 def _alike(one: RegionProfile, other: RegionProfile) -> bool:
@@ -140,13 +143,14 @@ def _shape(region: RegionProfile) -> tuple[object, ...]:
         tuple((row.index, row.shares, row.derive_s > 0) for row in rows)
         for rows in (region.saved_tensors, region.inputs)
     )
-    return tensors, inputs, ops
+    return tensors, inputs, ops, tuple((point.activation_memory_budget, _shape(point)) for point in region.points)
 
 
 def _sizes(region: RegionProfile) -> list[int]:
     rows = [*region.saved_tensors, *region.inputs, *region.expensive_ops]
     work = [region.forward_work_bytes, region.backward_work_bytes, region.grad_bytes]
-    return [region.not_movable_bytes, region.after_bytes, *work, *(row.nbytes for row in rows)]
+    own = [region.not_movable_bytes, region.after_bytes, *work, *(row.nbytes for row in rows)]
+    return own + [nbytes for point in region.points for nbytes in _sizes(point)]
 
 
 def _near(a: float, b: float, share: float) -> bool:

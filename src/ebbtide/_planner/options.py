@@ -36,7 +36,7 @@ class Option:
         recipe: as a plan would hold it.
         kept_bytes: on the device from the region's forward to the region's backward.
         moved: parcels, in order of forward.
-        recompute_s: duration of the recomputation.
+        recompute_s: duration of the recomputation, by ebbtide or in the compiled backward.
         forward_work_bytes: most that forward allocates meanwhile, saved tensors not counted.
         backward_work_bytes: most allocated while the region's backward runs, beyond the kept bytes of all regions:
             tensors already needed, recomputed or short-lived.
@@ -69,14 +69,36 @@ _MARKS = tuple(step / 8 for step in range(1, 8))
 
 def options_of(region: RegionProfile, only_moves: bool = False) -> tuple[Option, ...]:
     """All options worth considering, without recomputation if `only_moves`. The first keeps everything."""
-    options = [_of_tensors(region, Recipe("keep"), (), ())]
+    options = [_of_tensors(region, Recipe("keep"))]
     for derived in _derived(region):
         if derived:
             options.append(_of_tensors(region, Recipe("keep", derive=_with_sharing(region, derived)), (), derived))
         options += _offloaded(region, derived, _MARKS)
     if not only_moves and region.recompute_s > 0:
         options += [*_recomputed(region), *_selective(region)]
+    for point in () if only_moves else _convex(region):
+        options.append(_of_tensors(point, Recipe("keep", activation_memory_budget=point.activation_memory_budget)))
+        options += _offloaded(point, (), _MARKS)
     return tuple(_without_dominated(options))
+
+
+def _convex(region: RegionProfile) -> list[RegionProfile]:
+    """The points of a compiled region that no mixture of two others, or of one and the region itself, beats."""
+    by_bytes = sorted([region, *region.points], key=lambda each: (each.saved_bytes, each.partition_s))
+    hull: list[RegionProfile] = []
+    for each in by_bytes:
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], each):
+            hull.pop()
+        if not hull or each.partition_s < hull[-1].partition_s:
+            hull.append(each)
+    return [each for each in hull if each is not region]
+
+
+def _is_above(middle: RegionProfile, left: RegionProfile, right: RegionProfile) -> bool:
+    """Whether `middle` takes at least as long as a mixture of the others that saves the same bytes."""
+    seconds, nbytes = right.partition_s - left.partition_s, right.saved_bytes - left.saved_bytes
+    own_bytes = middle.saved_bytes - left.saved_bytes
+    return (middle.partition_s - left.partition_s) * nbytes >= seconds * own_bytes
 
 
 def _derived(region: RegionProfile) -> Iterator[list[SavedTensor]]:
@@ -98,6 +120,7 @@ def _derived(region: RegionProfile) -> Iterator[list[SavedTensor]]:
 
 def option_for(region: RegionProfile, recipe: Recipe) -> Option:
     """The cost of any recipe in `region`."""
+    region = region.at(recipe.activation_memory_budget)
     if not recipe.recomputes:
         derived = [tensor for tensor in region.saved_tensors if _derives(recipe, tensor)]
         movable = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0 and not _derives(recipe, tensor)]
@@ -123,6 +146,7 @@ def _offloaded(region: RegionProfile, derived: Sequence[SavedTensor], at: Sequen
     no_moves = {tensor.index for tensor in derived}
     movable = [tensor for tensor in region.saved_tensors if tensor.nbytes > 0 and tensor.index not in no_moves]
     derive = _with_sharing(region, derived) if derived else ()
+    everything = Recipe("offload", derive=derive, activation_memory_budget=region.activation_memory_budget)
     total = sum(tensor.nbytes for tensor in movable)
     largest_first = sorted(movable, key=lambda tensor: (-tensor.nbytes, tensor.at_s))
     taken: list[SavedTensor] = []
@@ -132,12 +156,11 @@ def _offloaded(region: RegionProfile, derived: Sequence[SavedTensor], at: Sequen
         if len(taken) < len(movable) and marks and sum(s.nbytes for s in taken) >= marks[0] * total:
             while marks and sum(s.nbytes for s in taken) >= marks[0] * total:
                 marks.pop(0)
-            recipe = Recipe("offload", sites=_with_sharing(region, taken), derive=derive)
-            yield _of_tensors(region, recipe, taken, derived)
+            yield _of_tensors(region, replace(everything, sites=_with_sharing(region, taken)), taken, derived)
     if movable:
         # Tensors without use in backward are not worth the link.
         sites = _with_sharing(region, movable) if region.has_useless_moves else None
-        yield _of_tensors(region, Recipe("offload", sites=sites, derive=derive), movable, derived)
+        yield _of_tensors(region, replace(everything, sites=sites), movable, derived)
 
 
 def _with_sharing(region: RegionProfile, tensors: Sequence[SavedTensor]) -> tuple[int, ...]:
@@ -148,7 +171,7 @@ def _with_sharing(region: RegionProfile, tensors: Sequence[SavedTensor]) -> tupl
 
 
 def _of_tensors(
-    region: RegionProfile, recipe: Recipe, moved: Sequence[SavedTensor], derived: Sequence[SavedTensor]
+    region: RegionProfile, recipe: Recipe, moved: Sequence[SavedTensor] = (), derived: Sequence[SavedTensor] = ()
 ) -> Option:
     freed_bytes = sum(tensor.nbytes for tensor in (*moved, *derived))
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
@@ -159,7 +182,7 @@ def _of_tensors(
         recipe=recipe,
         kept_bytes=region.saved_bytes + region.after_bytes - freed_bytes,
         moved=tuple(parcels),
-        recompute_s=sum(tensor.derive_s for tensor in derived),
+        recompute_s=region.partition_s + sum(tensor.derive_s for tensor in derived),
         forward_work_bytes=region.forward_work_bytes + _leaving_bytes(region, moved),
         backward_work_bytes=_derive_work_bytes(derived, moved, _work_bytes(region, [*moved, *derived])),
         is_recompute_batch=False,
@@ -336,7 +359,7 @@ def launch_overhead_s(option: Option, host: Host, region: HostTime) -> float:
     seconds += host.derived_s * option.derived + host.derived_op_s * option.derived_ops
     if option.recipe.recomputes:
         seconds += host.frame_s
-    elif not option.recipe.keeps_all:
+    elif option.recipe.action != "keep" or option.recipe.derives:
         seconds += host.hook_s * region.saved
     if option.saved_outputs:
         # A pruned operator costs about `op_s`, little in forward and twice in backward: measured in steps of a small
@@ -352,6 +375,10 @@ def describe(option: Option, region: RegionProfile) -> str:
         moved = f", the link carries {format_bytes(option.moved_bytes)} more" if option.moved else ""
         freed = format_bytes(region.saved_bytes + region.after_bytes - option.kept_bytes - option.moved_bytes)
         return f"{freed} freed for {option.recompute_s * 1e3:.1f} ms of derivation{moved}"
+    if recipe.activation_memory_budget is not None:
+        moved = f", the link carries {format_bytes(option.moved_bytes)}" if option.moved else ""
+        freed = format_bytes(region.saved_bytes + region.after_bytes - option.kept_bytes - option.moved_bytes)
+        return f"{freed} freed for {option.recompute_s * 1e3:.1f} ms in the compiled backward{moved}"
     if recipe.action == "keep":
         return f"{format_bytes(option.kept_bytes)} stay: a move gains nothing, or the budget has room"
     if recipe.action == "offload":

@@ -139,5 +139,5 @@ def store_name(store: str | StoreFactory | None) -> str:
 
 def count_compiled(regions: Mapping[str, torch.nn.Module]) -> str:
     """The number of compiled regions, for `Profile.made_for`: a compiler saves other tensors at other times."""
-    compiled = sum(module._compiled_call_impl is not None for module in regions.values())
+    compiled = sum(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in regions.values())
     return f"{compiled} of {len(regions)} regions"

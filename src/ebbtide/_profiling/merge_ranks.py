@@ -27,7 +27,9 @@ from ebbtide._profiling.profile import (
 Row = TypeVar("Row")
 
 _SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
-_ALIKE = ("passes", "index", "tensor_index", "downstream", "users", "derived_from", "derive_ops")
+_ALIKE = (
+    "passes", "index", "tensor_index", "downstream", "users", "derived_from", "derive_ops", "activation_memory_budget",
+)  # fmt: skip
 _MEASURED = ("recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")  # 0: not measured
 
 
@@ -122,11 +124,17 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         saved_tensors=_merged(_derivable_everywhere(regions), "index"),
         inputs=_merged((tensor for region in regions for tensor in region.inputs), "index"),
         expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
+        points=tuple(_slowest_region([region.at(b) for region in regions]) for b in _common_points(regions)),
     )
     for name in ("recompute_s", "recompute_work_bytes", "moved_work_bytes"):
         if not all(getattr(region, name) > 0 for region in regions):
             merged = dataclasses.replace(merged, **{name: type(getattr(merged, name))(0)})
     return _with_backward_work(merged, max(map(_short_lived_bytes, regions)))
+
+
+def _common_points(regions: Sequence[RegionProfile]) -> list[float | None]:
+    """Activation memory budgets that every rank has measured."""
+    return [budget for budget in regions[0].budgets if all(budget in region.budgets for region in regions)]
 
 
 def _derivable_everywhere(regions: Sequence[RegionProfile]) -> Iterator[SavedTensor]:

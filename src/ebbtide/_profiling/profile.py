@@ -121,6 +121,10 @@ class RegionProfile:
         unused_bytes: part of `saved_tensors` that backward never asks for.
         after_bytes: saved outside of all regions between this region and the next. Stays on the device in any case.
         has_dead_tensors: whether the region saves further tensors in a branch without use, freed when forward ends.
+        points: a compiled region at other activation memory budgets (see `Recipe`), as far as measured. `forward_s`,
+            `backward_s` and `recompute_s` of a point are those of the region itself.
+        activation_memory_budget: of a point; None: the region as the user compiled it.
+        partition_s: of a point: forward and backward take so much longer than those of the region itself.
     """
 
     name: str
@@ -139,6 +143,20 @@ class RegionProfile:
     unused_bytes: int = 0
     after_bytes: int = 0
     has_dead_tensors: bool = False
+    points: "tuple[RegionProfile, ...]" = ()
+    activation_memory_budget: float | None = None
+    partition_s: float = 0.0
+
+    def at(self, activation_memory_budget: float | None) -> "RegionProfile":
+        """The region at a measured budget; None: the region itself."""
+        if activation_memory_budget is None:
+            return self
+        return next(each for each in self.points if each.activation_memory_budget == activation_memory_budget)
+
+    @property
+    def budgets(self) -> list[float | None]:
+        """Activation memory budgets of the points."""
+        return [point.activation_memory_budget for point in self.points]
 
     @property
     def saved_bytes(self) -> int:

@@ -47,7 +47,8 @@ class CompiledRecipe:
 
     def call(self, forward: Callable[..., Any], is_framed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `forward` in a trace. `is_framed`: a frame outside of the trace recomputes whole regions."""
-        if self.action == "" or (is_framed and self.action == "recompute"):
+        # With a frame outside, the trace reads nothing that differs between the other recipes: one graph serves all.
+        if self.context_fn is None and (is_framed or self.action == ""):
             return forward(*args, **kwargs)
         if self.action == "recompute":
             return _checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -48,6 +48,7 @@ from ebbtide._utils.torch_private import (
     dispatch_mode_stack,
     graph_task_id,
     is_proxy_traced,
+    is_traced,
     keeps_graph,
     top_hooks,
 )
@@ -239,7 +240,7 @@ def _hooks_of_user() -> _HookPair | None:
 
 
 def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or is_proxy_traced()
+    return is_traced() or is_proxy_traced()
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """Private and untyped functions of torch that ebbtide calls, all in one file. Tested with torch 2.11 to 2.15."""
 
 import contextlib
+import contextvars
 import functools
+import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -464,10 +467,100 @@ def hidden_from_compiler(function: Function) -> Function:
     return function
 
 
+def is_traced() -> bool:
+    """Whether torch.compile or torch.export traces the caller.
+
+    While a thread compiles, `torch.compiler.is_compiling()` is true in all threads.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def has_compiled_code() -> bool:
     """Whether torch.compile has compiled code in this process since the last reset."""
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     return convert_frame is not None and len(convert_frame.output_codes.seen) > 0
+
+
+def compiler_of(compiled: object) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return what compiles functions with the settings `compiled` was made with: backend, mode, options, dynamic=.
+
+    Args:
+        compiled: a module returned by torch.compile, or the compiled call of a module after `module.compile()`.
+
+    Returns:
+        None for anything else, or if this release of torch keeps the settings elsewhere.
+    """
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    context: object = getattr(compiled, "dynamo_ctx", None)
+    if inspect.isfunction(compiled) and "self" in compiled.__code__.co_freevars:
+        cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+        context = dict(cells)["self"].cell_contents
+    is_known = eval_frame is not None and isinstance(context, eval_frame.OptimizeContext)
+    return cast(Any, context) if is_known else None
+
+
+def uses_cuda_graphs(compiler: object) -> bool:
+    """Whether what `compiler_of` returns compiles into CUDA graphs: `mode="reduce-overhead"`, or the option."""
+    config: object = getattr(compiler, "compiler_config", None)
+    return isinstance(config, dict) and bool(cast("dict[str, Any]", config).get("triton.cudagraphs"))
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calls of `module` run hooks of its own."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+class _MemoryBudget:
+    """torch's activation memory budget where all threads share the setting: the last compilation to end restores it.
+
+    torch compiles in one thread at a time, and each compilation sets its own budget.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._former = 1.0
+
+    def set(self, config: Any, value: float) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._former = config.activation_memory_budget
+            self._count += 1
+            config.activation_memory_budget = value
+
+    def restore(self, config: Any) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                config.activation_memory_budget = self._former
+
+
+_shared_budget = _MemoryBudget()
+
+
+def set_activation_memory_budget(value: float) -> Callable[[], None]:
+    """Set the share of saved bytes that graphs compiled in this thread keep, and return what restores the former share.
+
+    `torch.autograd.graph.region_activation_memory_budget` (2.13) changes no setting, but refuses graphs with operators
+    outside of the context, such as those of hooks.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    if not _has_settings_by_thread(config):
+        _shared_budget.set(config, value)
+        return functools.partial(_shared_budget.restore, config)
+    former, config.activation_memory_budget = config.activation_memory_budget, value
+    return functools.partial(setattr, config, "activation_memory_budget", former)
+
+
+def _has_settings_by_thread(config: Any) -> bool:
+    """Whether a change of a setting holds for one thread: in torch 2.11 settings are of the process."""
+    return isinstance(config._config["activation_memory_budget"].user_override, contextvars.ContextVar)
+
+
+def graph_breaks() -> int:
+    """Return the number of places at which torch.compile has split a function, since the counters were cleared."""
+    return sum(cast(Any, torch)._dynamo.utils.counters["graph_break"].values())
 
 
 def constant_in_traces(function: Function) -> Function:

@@ -57,6 +57,40 @@ def _eager(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("E6", freed / ours["one_step"]["out_bytes"], 0.99, "freed / moved", is_floor=True)
 
 
+def _pipelines(result: dict[str, Any]) -> Iterator[Bar]:
+    for name, modes in result.items():
+        if not name.startswith("Interleaved1F1B"):
+            continue
+        rank, plain = name[-1], modes["plain"]["step_ms"]
+        by_hand = modes["attention's core and qkv"]
+        yield Bar(f"M1-rank{rank}", by_hand["step_ms"] / plain, 1.003, "x plain step, core attention and qkv moved")
+        yield Bar(f"M3-rank{rank}", modes["no budget"]["step_ms"] / plain, 1.01, "x plain step, no budget")
+        off = by_hand["peak_gib"] - modes["no budget"]["peak_gib"]
+        yield Bar(f"M3-off-rank{rank}", off, 0.0, "GiB more off the peak than by hand", is_floor=True)
+
+
+def _fsdp2(result: dict[str, Any]) -> Iterator[Bar]:
+    for name, ranks in result.items():
+        if name.endswith("32768 tokens"):
+            pairs = [(each["a plan at checkpointing's peak"], each["checkpoint"]) for each in ranks]
+            slowest = max(plan["step_ms"] / theirs["step_ms"] for plan, theirs in pairs)
+            yield Bar(f"M4-{len(ranks)}", slowest, 0.87, "x FSDP2 with checkpointing, at its peak")
+            over = max(max(plan["peaks_gib"]) - theirs["peak_gib"] for plan, theirs in pairs)
+            yield Bar(f"M8-{len(ranks)}", over, 0.0, "GiB above the budget, the worst step of any rank")
+
+
+def _compiled_points(result: dict[str, Any]) -> Iterator[Bar]:
+    plain, rivals = result["plain"]["step_ms"], [each for name, each in result.items() if name.startswith("budget ")]
+    yield Bar(
+        "C1", result["checkpointing"]["plan"]["step_ms"] / plain, 1.17, "x compiled plain, at checkpointing's peak"
+    )
+    slowest = max(each["plan"]["step_ms"] / each["step_ms"] for each in rivals)
+    yield Bar("C4-Llama-worst", slowest, 1.0, "x the knob alone at its peak")
+    mean = statistics.geometric_mean(each["plan"]["step_ms"] / each["step_ms"] for each in rivals)
+    yield Bar("C4-Llama", mean, 0.96, "x the knob alone at its peak, geometric mean")
+    yield Bar("C5-Llama", result["no budget"]["step_ms"] / plain, 1.01, "x compiled plain, no budget")
+
+
 def _compiled(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("E2", _over_bound(result), 1.03, "x max(plain step, 2 x distinct bytes / link rate)")
     yield Bar("E2-peak", result["modes"]["ebbtide"]["act_peak_gib"], 6.9, "GiB of activations at the peak")
@@ -231,6 +265,9 @@ def _over_bound(result: dict[str, Any]) -> float:
 
 _JUDGES = {
     "A": _eager,
+    "pipelines": _pipelines,
+    "fsdp2": _fsdp2,
+    "compiled-Llama-A": _compiled_points,
     "A-compiled": _compiled,
     "A-recipes": _recipes,
     "B-32k-recipes": _long_recipes,

@@ -52,6 +52,13 @@ class EventPool:
         return event, sys.getrefcount(event)
 
 
+HOST_WAITS: list[tuple[Any, str]] = [
+    (owner, "synchronize") for owner in (torch.accelerator, torch.cuda, torch.cuda.Event, torch.cuda.Stream)
+]
+"""Functions in which the host waits for the device, as owner and name. The methods of torch.Stream and torch.Event are
+written in C and cannot be wrapped."""
+
+
 class AcceleratorDevice:
     """One GPU. `host_bytes` are pinned, on the NUMA node of the GPU if the system tells the node."""
 

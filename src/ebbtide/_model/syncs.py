@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ebbtide._devices.accelerator import HOST_WAITS
 from ebbtide._engine.stats import StatsRecorder, Sync
 from ebbtide._model.hooks import HookOwner, RootHook
 from ebbtide._model.session import Session
@@ -43,11 +44,6 @@ from ebbtide._utils.torch_private import (
     named_modules,
     next_node,
 )
-
-# The methods of torch.Stream and torch.Event are written in C and cannot be wrapped.
-_WAITS: list[tuple[Any, str]] = [
-    (owner, "synchronize") for owner in (torch.accelerator, torch.cuda, torch.cuda.Event, torch.cuda.Stream)
-]
 
 _MOST = 64  # forwards that wait for their backward; graphs that never run backward count as well
 
@@ -154,7 +150,7 @@ class _Detector:
                 self._undo.callback(register_module_forward_pre_hook(self._module_entered).remove)
                 self._undo.callback(register_module_forward_hook(self._module_left, always_call=True).remove)
                 self._replace(*RUN_BACKWARD, self._run_backward)
-                for owner, name in _WAITS:
+                for owner, name in HOST_WAITS:
                     self._replace(owner, name, functools.partial(self._wait, f"{owner.__name__}.{name}"))
 
     def __exit__(self, *_error: object) -> None:

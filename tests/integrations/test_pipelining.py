@@ -295,7 +295,8 @@ def is_of_a_graph(kind):
 
 
 def is_ours(kind):
-    return str(kind.__module__).startswith("ebbtide") or issubclass(kind, torch.Tensor)
+    is_history = kind.__module__ == "ebbtide._profiling.timeline"  # of the last steps, for reports
+    return not is_history and (str(kind.__module__).startswith("ebbtide") or issubclass(kind, torch.Tensor))
 
 
 def half_the_room(name, rank, ranks):

@@ -241,7 +241,7 @@ class Stack(nn.Module):
 def profile():
     torch.manual_seed(0)
     model = Stack()
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    handle = ebbtide.offload(model, budget="64GiB", store="mock", min_bytes=1)
     for _ in range(5):
         model(torch.randn(8, 16) * 1.0).backward()
     found = handle.profile
@@ -303,7 +303,7 @@ def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(
     """A comparison needs memory, and so does a tensor that is kept against the plan."""
     torch.manual_seed(0)
     model = make()
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    handle = ebbtide.offload(model, budget="64GiB", store="mock", min_bytes=1)
     for _ in range(5):
         model(torch.randn(size)).backward()
     tensors = {region.name: region.saved_tensors for region in handle.profile.regions}
@@ -399,7 +399,7 @@ def test_odd_saved_tensors_are_measured_and_planned(kind):
     torch.manual_seed(0)
     model = OddStack(kind)
     twin = copy.deepcopy(model)
-    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1)
+    handle = ebbtide.offload(model, budget="64GiB", store="mock", min_bytes=1)
     count = sum(type(o) is torch.Tensor and o.dtype is torch.int32 for o in gc.get_objects())
     for number in range(6):
         x = torch.randn(8, 16, requires_grad=True)
@@ -425,7 +425,7 @@ def test_a_plan_from_elsewhere_derives_in_its_first_step(profile):
     regions = {name: RegionPlan(Recipe("keep", derive=numbers)) for name, numbers in derive.items()}
     measured = Solver(profile).keeping_all().predicted
     model = Stack()
-    handle = ebbtide.offload(model, budget="1GiB", profile=profile, store="mock", min_bytes=1)
+    handle = ebbtide.offload(model, budget="64GiB", profile=profile, store="mock", min_bytes=1)
     handle.set_plan(Plan(regions, outside=RegionPlan("keep"), predicted=measured))
     model(torch.randn(8, 16)).backward()
     assert handle.stats().derived.count == sum(map(len, derive.values()))

@@ -295,8 +295,9 @@ def is_of_a_graph(kind):
 
 
 def is_ours(kind):
-    is_history = kind.__module__ == "ebbtide._profiling.timeline"  # of the last steps, for reports
-    return not is_history and (str(kind.__module__).startswith("ebbtide") or issubclass(kind, torch.Tensor))
+    # Profiles, plans and histories of steps change while plans are corrected, and are bounded.
+    parts = tuple(f"ebbtide.{name}" for name in ("_engine", "_stores", "_devices", "_recompute", "_model"))
+    return str(kind.__module__).startswith(parts) or issubclass(kind, torch.Tensor)
 
 
 def half_the_room(name, rank, ranks):

@@ -46,7 +46,7 @@ _in_flight = _InFlight()
 class Forward:
     """One forward of a module, or one entry into a context. Lives as long as a tensor that the forward has saved."""
 
-    __slots__ = ("_has_backward",)
+    __slots__ = ("__weakref__", "_has_backward")
 
     def __init__(self) -> None:
         if not _in_flight.waiting:
@@ -64,9 +64,6 @@ class Forward:
 
     def __del__(self, in_flight: _InFlight = _in_flight) -> None:  # at the end of the process the module is empty
         in_flight.waiting.discard(id(self))
-
-
-_NO_FORWARD = Forward()
 
 
 class CallNumbers:
@@ -154,7 +151,7 @@ class RegionCall:
 
     def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
         self.context = context
-        self.forward = context.forward
+        self.forward = context.current_forward()
         self.region = numbers.region
         self.next_index = 0
         self.limits = context.limits
@@ -228,7 +225,6 @@ class HookContext:
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
-        forward: the latest forward of the module, or entry into the context.
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
 
@@ -239,7 +235,7 @@ class HookContext:
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
-    forward: Forward = field(default_factory=Forward)
+    _forward: "weakref.ref[Forward] | None" = None
     run_file: object = None
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
@@ -250,8 +246,15 @@ class HookContext:
 
     def forward_begins(self) -> None:
         """A forward of the module begins, or the context was entered."""
-        self.forward = _NO_FORWARD  # one without saved tensors ends here, and waits no longer
-        self.forward = Forward()
+        self._forward = None
+
+    def current_forward(self) -> Forward:
+        """The latest forward. Its calls alone keep it alive: one whose tensors are all gone waits for no backward."""
+        found = None if self._forward is None else self._forward()
+        if found is None:
+            found = Forward()
+            self._forward = weakref.ref(found)
+        return found
 
     def set_batch_size(self, size: int) -> None:
         """Use sites of their own for batches of `size`, from the next call on.

@@ -24,17 +24,16 @@ import ebbtide
 from benchmarks.facts import facts
 from benchmarks.measure import one_step
 from benchmarks.modes import HOST_LIMIT
-from benchmarks.workloads import B_LONG, TINY, build
+from benchmarks.workloads import B_LONG, build
 from ebbtide._utils.sizes import GIB
 
 PLANNED_STEPS = 22  # until plans are made and corrected
 MOST_PLAIN = 16384  # tokens of a sequence that fit without recomputation
 
 
-def measure(tokens: int, steps: int, device: torch.device, is_tiny: bool) -> dict[str, Any]:
-    workload = TINY if is_tiny else replace(B_LONG, tokens=tokens)
-    model, loss_of = build(workload, device)
-    for layer in model.model.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
+def measure(tokens: int, steps: int, device: torch.device) -> dict[str, Any]:
+    model, loss_of = build(replace(B_LONG, tokens=tokens), device)
+    for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     found: dict[str, Any] = {}
@@ -42,9 +41,9 @@ def measure(tokens: int, steps: int, device: torch.device, is_tiny: bool) -> dic
         found["plain"] = _timed(model, loss_of, 3, steps)
         with ebbtide.offload(model, host_limit=HOST_LIMIT) as handle:
             found["no budget"] = _timed(model, loss_of, PLANNED_STEPS, steps) | _planned(handle)
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     found["checkpoint"] = _timed(model, loss_of, 3, steps)
-    model.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
+    model.gradient_checkpointing_disable()
     base, peak = torch.cuda.memory_allocated(), found["checkpoint"]["peak_gib"] * GIB
     with ebbtide.offload(model, budget=int(base + peak), host_limit=HOST_LIMIT) as handle:
         found["a plan at checkpointing's peak"] = _timed(model, loss_of, PLANNED_STEPS, steps) | _planned(handle)
@@ -87,7 +86,7 @@ def main() -> None:
     result: dict[str, Any] = facts(command, torch.cuda.get_device_name(), options.commit)
     for tokens in options.tokens:
         found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, measure(tokens, options.steps, device, is_tiny=tokens < 1024))
+        dist.all_gather_object(found, measure(tokens, options.steps, device))
         result[f"{ranks} devices, {tokens} tokens"] = found
         if dist.get_rank() == 0:
             print(json.dumps(found, indent=1), flush=True)

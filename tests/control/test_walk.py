@@ -1,4 +1,4 @@
-"""The profile's walk in CONTRIBUTING.md is the walk of the code: existing files, imported in one direction."""
+"""The plan's walk in docs/internals/plan.md is the walk of the code: existing files, imported in one direction."""
 
 import ast
 import re
@@ -35,10 +35,10 @@ def imports_of(path):
 
 
 def test_the_walk_of_the_documentation_is_this_one():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = re.search(r"^#+ A profile's walk$(.*?)(?=^#+ )", text, re.DOTALL | re.MULTILINE)
+    text = (ROOT / "docs/internals/plan.md").read_text()
+    section = re.search(r"^#+ A plan's walk$(.*?)(?=^#+ )", text, re.DOTALL | re.MULTILINE)
     if section is None:
-        pytest.fail("CONTRIBUTING.md has no section 'A profile's walk'")
+        pytest.fail("docs/internals/plan.md has no section 'A plan's walk'")
     files = re.findall(r"\b_?\w+/\w+\.py\b", section[1])
     assert [f"_{name.lstrip('_')}" for name in dict.fromkeys(files)] == list(WALK)
 

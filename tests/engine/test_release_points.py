@@ -457,10 +457,10 @@ def test_a_graph_that_is_seldom_needed_first_is_looked_ahead_in_too(monkeypatch)
     late = []
     expect = Engine.expect
 
-    def noted(engine, tickets, limits):
+    def noted(engine, tickets, limits, forward):
         owner_stream = engine.device.current_stream()
         late.append(any(engine._may_fetch(ticket.parcel, owner_stream) for ticket in tickets))
-        expect(engine, tickets, limits)
+        expect(engine, tickets, limits, forward)
 
     monkeypatch.setattr(Engine, "expect", noted)
     for number in range(9):

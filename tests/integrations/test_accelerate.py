@@ -26,7 +26,7 @@ def _fresh_accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trained(order=None, settings=ALL, **about):
+def trained(order=None, settings=ALL, batches=8, **about):
     """Losses and weights of a loop that accumulates two batches; `order`: offload() before or after prepare()."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **about)
@@ -36,7 +36,7 @@ def trained(order=None, settings=ALL, **about):
     if order == "after":
         handle = offload(accelerator, model, **settings)
     losses = []
-    for step in range(8):
+    for step in range(batches):
         with accelerator.accumulate(model):
             loss = model(tokens(CPU, step))
             accelerator.backward(loss)
@@ -123,8 +123,8 @@ def test_a_model_compiled_by_prepare_is_offloaded_after_prepare(is_regional):
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_regions_that_prepare_compiles_are_planned():
     about = {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)}
-    expected, _, _ = trained(**about)
-    losses, _, handle = trained("after", {"store": "mock", "min_bytes": 1, "budget": "64GiB"}, **about)
+    expected, _, _ = trained(batches=14, **about)
+    losses, _, handle = trained("after", {"store": "mock", "min_bytes": 1, "budget": "64GiB"}, 14, **about)
     assert losses == expected
     assert handle.plan.predicted is not None
 

@@ -142,8 +142,8 @@ class PlanController:
         max_slowdown: without a budget, the largest slowdown of a step; None: the default, by moving alone.
         nested: those of `names` that another module may call. They are dropped if no profile can be made.
         probe_recipes: measures what recipes cost the host; None: plans assume that the host is always ahead.
-        stages: returns the controllers of all pipeline stages of the rank, this one included, in order; empty for a
-            module that is no stage beside others.
+        stages: returns the controllers of all pipeline stages of the rank, this one included, in order. Default: this
+            one alone.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class PlanController:
         max_slowdown: float | None = None,
         nested: Collection[str] = (),
         probe_recipes: Callable[[Engine], RecipeCosts] | None = None,
-        stages: Callable[[], "Sequence[PlanController]"] = tuple,
+        stages: "Callable[[], Sequence[PlanController]] | None" = None,
     ) -> None:
         self._handle = handle
         self._names = names
@@ -175,7 +175,7 @@ class PlanController:
         self._max_slowdown = max_slowdown
         self._nested = nested
         self._probe_recipes = probe_recipes
-        self._stages = stages
+        self._stages = stages or (lambda: [self])
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
         self._order = GraphOrder()
@@ -274,16 +274,17 @@ class PlanController:
 
     def _plan_beside_stages(self, profile: Profile) -> None:
         """Ask for a plan once all stages that share the budget are measured."""
-        stages = [] if self._budget_of is None else [each for each in self._stages() if each.has_budget]
-        if any(each.profile is None for each in stages):
-            self._measured = profile
+        self._measured = profile
+        stages = [each for each in self._stages() if each.has_budget] if self.has_budget else [self]
+        profiles = [each.measured_profile for each in stages]
+        found = [each for each in profiles if each is not None]
+        if len(found) < len(stages):
             if self.phase is not Phase.STAGES:
                 self.phase = Phase.STAGES
                 _log.info("%s", self.status)
             return
-        own = stages.index(self) if self in stages else 0
-        before, behind = ([each.measured_profile for each in part] for part in (stages[:own], stages[own + 1 :]))
-        self._plan_from(profile, (tuple(before), tuple(behind)))
+        own = stages.index(self)
+        self._plan_from(profile, (tuple(found[:own]), tuple(found[own + 1 :])))
 
     @property
     def has_budget(self) -> bool:
@@ -291,9 +292,8 @@ class PlanController:
         return self._budget_of is not None and self.phase is not Phase.GAVE_UP
 
     @property
-    def measured_profile(self) -> Profile:
-        """The profile of the measured steps: the same whenever another stage asks."""
-        assert self._measured is not None
+    def measured_profile(self) -> Profile | None:
+        """The profile of the measured steps, as far as known: the same whenever another stage asks."""
         return self._measured
 
     def _plan_from(self, profile: Profile, beside: tuple[tuple[Profile, ...], tuple[Profile, ...]] = ((), ())) -> None:
@@ -376,7 +376,8 @@ class PlanController:
             if self.tuner is None and self.phase is not Phase.STAGES:
                 self._agree_on_profile(ranks, engine)
         if self.phase is Phase.STAGES:
-            self._plan_beside_stages(self.measured_profile)
+            assert self._measured is not None
+            self._plan_beside_stages(self._measured)
         if self.tuner is not None:
             return self._planned_step(engine, tokens, is_verified, meets)
         return None if meets or self.phase is Phase.STAGES else self._recorded_step(engine, tokens)

@@ -126,14 +126,15 @@ class StepObserver:
         waited = min(1.0, self._link_rates.waited_s() / took_s)
         for each, monitor in finished:
             trial = each.trial
-            if monitor.is_alone:
+            is_alone = monitor.is_alone and not (self._is_stage and monitor.is_interrupted)
+            if is_alone:
                 self._history.add(monitor.seconds(), monitor.peak_bytes, trial.predicted)
                 if isinstance(monitor, TimelineMonitor):
                     self._timeline = trial, monitor.timeline()
             if trial is not each.size.trial:
                 continue  # the plan was replaced
             observed.append(each.size)
-            if not monitor.is_alone or (self._is_stage and monitor.is_interrupted):
+            if not is_alone:
                 trial.count_step()
                 continue
             seconds = monitor.seconds() / each.share

@@ -28,15 +28,16 @@ class Limits(NamedTuple):
 
 
 class _InFlight:
-    """The forwards of the process that wait for their backward.
+    """The forwards of the process before backward.
 
     Attributes:
-        waiting: keys of the forwards. Threads and finalisers add and discard.
-        rounds: number of forwards that began while none was waiting.
+        waiting: numbers of the forwards. Threads and finalisers add and discard.
+        rounds: number of forwards begun while no forward was waiting.
     """
 
     def __init__(self) -> None:
         self.waiting: set[int] = set()
+        self.numbers = itertools.count(1)
         self.rounds = 0
 
 
@@ -44,11 +45,16 @@ _in_flight = _InFlight()
 
 
 class Forward:
-    """One forward of a module, or one entry into a context. Lives as long as a tensor that the forward has saved."""
+    """A forward of a module, or an entry into a context. Lives as long as a tensor saved by the forward.
 
-    __slots__ = ("__weakref__", "_has_backward")
+    Attributes:
+        number: of the forward in the process, from 1.
+    """
+
+    __slots__ = ("__weakref__", "_has_backward", "number")
 
     def __init__(self) -> None:
+        self.number = next(_in_flight.numbers)
         if not _in_flight.waiting:
             _in_flight.rounds += 1
         self._has_backward = False
@@ -56,14 +62,14 @@ class Forward:
     def saves(self) -> None:
         """A saved tensor travels, and backward may come."""
         if not self._has_backward:
-            _in_flight.waiting.add(id(self))
+            _in_flight.waiting.add(self.number)
 
     def backward_begins(self) -> None:
         self._has_backward = True
-        _in_flight.waiting.discard(id(self))
+        _in_flight.waiting.discard(self.number)
 
     def __del__(self, in_flight: _InFlight = _in_flight) -> None:  # at the end of the process the module is empty
-        in_flight.waiting.discard(id(self))
+        in_flight.waiting.discard(self.number)
 
 
 class CallNumbers:
@@ -249,7 +255,7 @@ class HookContext:
         self._forward = None
 
     def current_forward(self) -> Forward:
-        """The latest forward. Its calls alone keep it alive: one whose tensors are all gone waits for no backward."""
+        """The latest forward. Calls alone keep a forward alive: without saved tensors no backward will come."""
         found = None if self._forward is None else self._forward()
         if found is None:
             found = Forward()

@@ -74,7 +74,7 @@ class Engine:
         self._farthest: _Farthest | None = None
         self._is_through = False  # no further parcel to fetch is expected, until a parcel leaves
         self.newest: Site | None = None  # of the parcel made last
-        self._forward = 0  # the id of its forward
+        self._forward = 0  # the number of its forward
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
         # Parcels brought back for a retained graph, oldest first, with the bytes of each.
         self._retained: dict[TokenRef, int] = {}
@@ -168,9 +168,9 @@ class Engine:
         site.live = ref
         site.is_recomputed = region_call.recomputes
         # Backward may take forwards in any order: a guess is for the tensors of one.
-        if self.newest is not site and id(region_call.forward) == self._forward:
+        if self.newest is not site and region_call.forward.number == self._forward:
             site.guess(self.newest)
-        self.newest, self._forward = site, id(region_call.forward)
+        self.newest, self._forward = site, region_call.forward.number
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -239,8 +239,11 @@ class Engine:
                 parcel.is_needed = not keeps_graph()
         return ticket.view(storage, 0)
 
-    def expect(self, tickets: Sequence[Ticket], limits: Limits) -> None:
-        """Queue the copies in for tickets about to be read on the current stream, in order, and look ahead."""
+    def expect(self, tickets: Sequence[Ticket], limits: Limits, forward: Forward) -> None:
+        """Queue the copies in for tickets about to be read on the current stream, in order, and look ahead.
+
+        `forward`: of the running backward.
+        """
         if not self.device.matches_capture():
             return  # reading a ticket raises the error
         with self.lock:
@@ -256,7 +259,7 @@ class Engine:
                 token.parcel.is_ahead = True
             if batch:
                 self._fetch_guessed(batch)
-            self._fetch_ahead(owner_stream, limits, tickets[0].token.parcel.region_call.forward if tickets else None)
+            self._fetch_ahead(owner_stream, limits, forward)
 
     def forward_ended(self, limits: Limits) -> None:
         """If backward is expected to go on with the graph of an earlier forward, fetch that graph's first tensors."""
@@ -264,7 +267,7 @@ class Engine:
             at = self._timetable.last
             following = None if at is None else at.expected_after(self._timetable.before_last)
             token = None if following is None or following.live is None else following.live()
-            if token is None or token.parcel.is_needed or id(token.parcel.region_call.forward) == self._forward:
+            if token is None or token.parcel.is_needed or token.parcel.region_call.forward.number == self._forward:
                 return
             self._look_anew()
             self._fetch_ahead(self.device.current_stream(), limits, None)
@@ -482,7 +485,7 @@ class Engine:
             self.store.give_back(parcel.block)
         queued_bytes = parcel.nbytes if parcel.location is Location.LEAVING else 0
         ahead_bytes = parcel.nbytes if parcel.is_ahead else 0
-        forward = id(parcel.region_call.forward)
+        forward = parcel.region_call.forward.number
         self._pending_frees.append((parcel.storage_key, queued_bytes, forward, ahead_bytes, parcel.ref))
 
     def _drain_frees(self) -> None:

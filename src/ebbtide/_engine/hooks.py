@@ -199,7 +199,7 @@ class SavedTensorHooks:
             for device in filter(context.serves, devices):
                 engine = self._engines.on(device)
                 if not isinstance(engine, Reason):
-                    engine.expect([t for t in tickets if t.parcel.engine is engine], limits)
+                    engine.expect([t for t in tickets if t.parcel.engine is engine], limits, self.region_call.forward)
 
     def unpack_part(self, part: object) -> object:
         """The tensor of a packed tensor; any other object unchanged. Foreign tuples must not be passed."""

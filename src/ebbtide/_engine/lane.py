@@ -63,11 +63,11 @@ class Outbound(_Lane):
         self._owner_streams: list[Stream] = []
         self._compute_point: StreamEvent = None  # compute's present point, if recorded for the latest saved tensor
         self.resident_bytes = 0
-        self._resident_of: dict[int, int] = {}  # the same by the id of the forward
+        self._resident_of: dict[int, int] = {}  # the same by the number of the forward
 
     def resident_bytes_of(self, forward: Forward | None) -> int:
         """The part of `resident_bytes` that a forward has saved."""
-        return self._resident_of.get(id(forward), 0)
+        return 0 if forward is None else self._resident_of.get(forward.number, 0)
 
     def join(self, parcel: Parcel) -> None:
         """Queue a parcel on the device, for release in turn."""
@@ -82,17 +82,17 @@ class Outbound(_Lane):
             self._owner_streams.append(parcel.owner_stream)
         parcel.queue()
         self.resident_bytes += parcel.nbytes
-        forward = id(parcel.region_call.forward)
+        forward = parcel.region_call.forward.number
         self._resident_of[forward] = self._resident_of.get(forward, 0) + parcel.nbytes
 
     def leave(self, parcel: Parcel) -> None:
         """Remove a released or needed parcel from the queue."""
         if parcel.location is Location.LEAVING:
             parcel.unqueue()
-            self.died(parcel.nbytes, id(parcel.region_call.forward))
+            self.died(parcel.nbytes, parcel.region_call.forward.number)
 
     def died(self, resident_bytes: int, forward: int) -> None:
-        """A queued parcel of the forward with the id `forward` has ended."""
+        """A queued parcel of the forward with the number `forward` has ended."""
         self._resident -= 1
         self.resident_bytes -= resident_bytes
         left = self._resident_of[forward] - resident_bytes

@@ -127,9 +127,16 @@ class Planning:
     def _stage_controllers(self) -> list[PlanController]:
         if self.stages is None:
             self.stages = stages_beside(self.attachment.module)
-        handles = [vars(inner).get(HANDLE) for stage in self.stages for inner in modules_of(stage)]
-        plannings = [handle._planning for handle in handles if handle is not None]
-        return [each.controller for each in plannings if each is not None and each.controller is not None]
+        own = set(modules_of(self.attachment.module))  # the stage, a part of it or a wrapper around it
+        found: list[PlanController | None] = []
+        for stage in self.stages:
+            if not own.isdisjoint(modules_of(stage)):
+                found.append(self.controller)
+            else:
+                handles = [vars(inner).get(HANDLE) for inner in modules_of(stage)]
+                plannings = [handle._planning for handle in handles if handle is not None]
+                found += [planning.controller for planning in plannings if planning is not None]
+        return [each for each in found or [self.controller] if each is not None]
 
     @property
     def controller(self) -> PlanController | None:

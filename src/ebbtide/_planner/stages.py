@@ -2,15 +2,15 @@
 
 Note [Several stages]
 ~~~~~~~~~~~~~~~~~~~~~
-Stages of a rank take turns, and while one runs the others hold the tensors of their graphs in flight. Each stage has a
-plan of its own; the budget is shared out beforehand.
-1. Each stage's fastest plans for a row of budgets are known, with the bytes that graphs in flight hold under each.
-2. All stages begin with the smallest plan. Then, again and again, the stage gets more whose step gains the most time
-   per byte, as long as every stage's peak fits beside what the others hold.
-3. Each stage then plans as if the bytes of the others were in use from before the step. Every stage draws the same
-   conclusion from the same profiles.
-The lanes are shared by taking turns as well: a stage counts on them while its own passes run. What waits to leave and
-what is back early has one limit for all stages, and counts for the stage that runs.
+Stages of a rank take turns. While a stage runs, other stages hold tensors of graphs in flight. Every stage has a plan
+of its own; the budget is shared out before planning.
+1. For a row of budgets the fastest plans of every stage are known, with the bytes that graphs in flight hold.
+2. All stages begin with the smallest plan. Repeatedly the stage gets more whose step gains the most time per byte, as
+   long as the peak of every stage fits beside the bytes held by other stages.
+3. A stage plans as if bytes held by other stages were in use from before the step. All stages draw one conclusion from
+   equal profiles.
+Stages share the lanes by taking turns as well: a stage counts on the lanes while passes of the stage run. Parcels on
+the way out and parcels back early have one limit for all stages, and count for the running stage.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ _OTHERS = "other stages"
 
 
 class _Choice(NamedTuple):
-    """A plan of a stage. `peak_bytes` come on top of the memory from before the step; `held_bytes` are the part that
-    stays while other stages run."""
+    """A plan of a stage. `peak_bytes` come on top of the memory from before the step, and include `held_bytes`, which
+    stay while other stages run."""
 
     budget_bytes: int
     peak_bytes: int
@@ -47,7 +47,7 @@ def answer_for_stage(question: Question) -> Answer:
     profile = _with_base(based[own], base_bytes + others_bytes)
     share_bytes = rows[own][chosen[own]].budget_bytes + others_bytes
     if not _fits(rows, chosen, budget_bytes - base_bytes):
-        share_bytes = budget_bytes  # the smallest plan of some stage does not fit: that stage's question tells
+        share_bytes = budget_bytes  # the smallest plan of some stage does not fit; the question of the stage tells
     found = answer(dataclasses.replace(question, profile=profile, budget_bytes=min(share_bytes, budget_bytes)))
     return dataclasses.replace(found, smallest_bytes=base_bytes + _needed_bytes([row[0] for row in rows]))
 
@@ -94,6 +94,6 @@ def _fits(rows: Sequence[Sequence[_Choice]], chosen: Sequence[int], room_bytes: 
 
 
 def _needed_bytes(choices: Sequence[_Choice]) -> int:
-    """Beside the memory from before the step, if each stage follows its choice."""
+    """The peak of the rank by `choices`, beside the memory from before the step."""
     held_bytes = sum(choice.held_bytes for choice in choices)
     return max(held_bytes - choice.held_bytes + choice.peak_bytes for choice in choices)

@@ -589,11 +589,15 @@ def test_several_forwards_and_one_backward_are_planned_for_once(budget_bytes):
     assert handle.profile.graphs == 2
 
 
-@pytest.mark.parametrize(("most", "count"), [(2, 2), (26, 26), (4, 6), (8, 9)])
-def test_graphs_in_flight_are_counted(most, count):
-    """`count` forwards a step, `most` of them before a backward."""
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("most", "count"), [(2, 2), (26, 26), (4, 6), (8, 9), (3, 4)])
+def test_graphs_in_flight_are_counted(first, most, count):
+    """`count` forwards a step, `most` of them before a backward; before all steps `first` with one forward. The last of
+    the measured steps may be the only one with an order."""
     model = make(2)
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)
+    for k in range(first):
+        model(batch(k, 16)).backward()
     for _ in range(5):
         waiting = []
         for k in range(count):

@@ -1,6 +1,7 @@
 """Stages of torch's pipelines, processes on gloo: stages compute as their twins do, by recipes and within budgets."""
 
 import gc
+import itertools
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from integrations.test_layouts import enlarged
 from processes import RANKS, join, spawn
 from support import bits
 from torch import nn
+from torch._functorch import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -27,9 +29,10 @@ from torch.distributed.pipelining import (
 )
 
 import ebbtide
-from ebbtide import ConfigError, ModuleError, PlanError, Profile
+from ebbtide import ConfigError, EventKind, ModuleError, Plan, PlanError, Profile, Recipe, RegionPlan
 from ebbtide._engine.derive import DerivedTicket
 from ebbtide._engine.parcel import Parcel, Ticket
+from ebbtide._planner.view import view_of_plan
 from ebbtide._recompute.frame import Holder
 from ebbtide._utils.sizes import GIB
 
@@ -227,6 +230,7 @@ LOOPED = {
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
 ALL = {**SCHEDULES, **LOOPED, **V_SHAPED}
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+NEWEST_BYTES = 8192  # of a block, the tensor saved last
 GRAPH_BYTES = 60 * 1024  # hardly more than a microbatch saves in a stage of three blocks
 STEPS = 20
 BATCHES = 4  # weights stay, hence steps of equal batches have equal gradients
@@ -263,7 +267,7 @@ class Pipeline:
             loss_fn=lambda out, target: (out - target).square().mean(),
         )
         store = {"store": "mock", "min_bytes": 1}
-        if "budget" not in settings:
+        if not settings.keys() & {"budget", "plan"}:
             store |= {"window": "1KiB", "prefetch": GRAPH_BYTES}
         profiles = settings.pop("profiles", [None] * len(self.modules))
         pairs = zip(self.modules, profiles, strict=True) if settings else ()
@@ -409,6 +413,74 @@ def test_a_split_backward_may_bring_tensors_back_twice(tmp_path):
     assert max(back) > 1.1
 
 
+# -- what plans expect -------------------------------------------------------------------------------------------------
+
+
+def by_region(copies):
+    """Neighbours of one region in a row of (region, bytes) as one."""
+    groups = itertools.groupby(copies, key=lambda copy: copy[0])
+    return [[region, sum(nbytes for _, nbytes in group)] for region, group in groups]
+
+
+def beside_the_simulator(rank, folder, name, window, prefetch):
+    """Writes down for each stage what leaves and what comes back in a step, by region: measured, and simulated."""
+    torch.set_num_threads(1)
+    join(rank, folder)
+    measured = Pipeline(name, rank, RANKS, **within())
+    for k in range(BATCHES):
+        measured.step(k)
+    profiles = [handle.profile for handle in measured.handles]
+    for handle in measured.handles:
+        handle.remove()
+    moves = RegionPlan(Recipe("offload"), ((0, window),), prefetch)
+    stays = RegionPlan(Recipe("keep"), ((0, window),), prefetch)
+    # The input of the first block lives in the batch, or in a buffer.
+    plan = Plan({"layers.0": stays, "layers.1": moves, "layers.2": moves}, outside=RegionPlan("keep"))
+    pipeline = Pipeline(name, rank, RANKS, plan=plan)
+    ebbtide.pipeline.attach(pipeline.schedule)
+    found = []
+    for handle, profile in zip(pipeline.handles, profiles, strict=True):
+        copies = view_of_plan(profile, plan).timeline.intervals
+        in_a_step = 2 * RANKS // (len(profile.order) // 2)  # the order repeats itself
+        rows = {
+            lane: [
+                (each.region, each.nbytes) for each in sorted(copies, key=lambda each: each.end_s) if each.lane == lane
+            ]
+            for lane in ("out", "back")
+        }
+        events = []
+        handle.subscribe(events.append)
+        found.append([{lane: by_region(row * in_a_step) for lane, row in rows.items()}, events])
+    for k in range(STEPS):
+        for _, events in found:
+            events.clear()
+        pipeline.step(k)
+    kinds = {"out": (EventKind.RELEASED,), "back": (EventKind.FETCHED, EventKind.MISSED)}
+    for each in found:
+        rows = {
+            lane: [(event.site.partition("#")[0], event.nbytes) for event in each[1] if event.kind in kinds[lane]]
+            for lane in kinds
+        }
+        each[1] = {lane: by_region(row) for lane, row in rows.items()}
+    write_down(rank, folder, found)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("window", [0, 3000])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"])
+def test_what_leaves_and_comes_back_is_what_the_simulator_says(tmp_path, name, window):
+    """In the same order of graphs and regions. A stage alone on a rank moves the same bytes; of two stages, the newest
+    parcel of a forward may leave during the forward of the other stage, which the simulator does not see."""
+    spawn(beside_the_simulator, str(tmp_path), name, window, 9000)
+    for simulated, measured in itertools.chain(*read(tmp_path)):
+        for lane, expected in simulated.items():
+            more = [own[1] - each[1] for own, each in zip(measured[lane], expected, strict=True)]
+            assert [region for region, _ in measured[lane]] == [region for region, _ in expected]
+            assert len(expected) == 2 * 2 * RANKS  # two regions of each microbatch
+            assert set(more) <= ({0} if name in SCHEDULES else {0, NEWEST_BYTES})
+
+
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +516,7 @@ def compile_blocks(module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an input
-def test_compiled_blocks_under_a_split_backward_are_refused(process_group, monkeypatch):
+def test_compiled_blocks_under_a_split_backward_are_refused(process_group):
     """torch's own error comes in the middle of the first step."""
     pipeline = Pipeline("InterleavedZeroBubble", 0, 1, compile_blocks, mode="all")
     with pytest.raises(ConfigError, match=r"stage 0 has modules compiled in place.*donated_buffer = False"):
@@ -453,9 +525,9 @@ def test_compiled_blocks_under_a_split_backward_are_refused(process_group, monke
         pipeline.step(0)
     compare("Interleaved1F1B", {"mode": "all"}, prepare=compile_blocks)
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
-    for settings in RECIPES:
-        compare("InterleavedZeroBubble", settings, prepare=compile_blocks)
+    with config.patch(donated_buffer=False):
+        for settings in RECIPES:
+            compare("InterleavedZeroBubble", settings, prepare=compile_blocks)
 
 
 def without_layers(module):

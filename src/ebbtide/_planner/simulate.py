@@ -335,9 +335,15 @@ class _Simulation:
 
     def run(self) -> Outcome | None:
         """None if the step takes longer than allowed."""
-        for number in self._passes:
+        for number, following in zip(self._passes, (*self._passes[1:], -1), strict=True):
             graph = self._graphs[number]
-            if not (self._run_backward(graph) if graph.has_run else self._run_forward(graph)):
+            if graph.has_run:
+                is_in_time = self._run_backward(graph)
+            else:
+                if following >= 0 and self._graphs[following].has_run:  # backward of an earlier forward comes next
+                    self._look_ahead(min(self._windows.prefetch))
+                is_in_time = self._run_forward(graph)
+            if not is_in_time:
                 return None
         self.now = self._launches.ended(self.now)
         count = self._count

@@ -74,6 +74,9 @@ def _choices(profile: Profile) -> list[_Choice]:
 
 def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]:
     """Per stage the number of a choice."""
+    everything = [len(row) - 1 for row in rows]
+    if _fits(rows, everything, room_bytes):
+        return everything  # as a stage alone: nothing moves for nothing
     chosen = [0] * len(rows)
     while True:
         best, most = None, 0.0

@@ -91,25 +91,26 @@ class InFlightStep(Generic[Observer]):
 
 
 class GraphOrder:
-    """The order in which graphs run forward and backward, from one moment without a graph in flight to the next.
-
-    Attributes:
-        passes: the last whole order of several graphs in flight, as in `Profile.passes`; empty until there is one.
-    """
+    """The order in which graphs run forward and backward, from one moment without a graph in flight to the next."""
 
     def __init__(self) -> None:
-        self.passes: tuple[int, ...] = ()
+        self._passes: tuple[int, ...] = ()
         self._begun: list[int] = []
         self._forwards: list[weakref.ref[BackwardObserver]] = []
 
     def forward_begins(self, observer: BackwardObserver) -> None:
         """Count the graph that `observer` will follow."""
-        if self.in_flight == 0:
-            self._conclude()
+        self._conclude()
         number = len(self._forwards)
         self._begun.append(number)
         self._forwards.append(weakref.ref(observer))
         observer.on_begin = functools.partial(self._begun.append, number)
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The last whole order of several graphs in flight, as in `Profile.passes`; empty until there is one."""
+        self._conclude()
+        return self._passes
 
     @property
     def in_flight(self) -> int:
@@ -118,13 +119,15 @@ class GraphOrder:
         return sum(observer is not None and not observer.is_over for observer in found)
 
     def _conclude(self) -> None:
+        if self.in_flight > 0:
+            return
         whole = [number for number in self._begun if self._begun.count(number) == 2]  # the rest was dropped
         numbers = {number: at for at, number in enumerate(dict.fromkeys(whole))}
         alive = in_flight(whole)
         if max(alive, default=0) > 1:
             # A longer order repeats itself once as many graphs are in flight as ever.
             enough = 2 * len(set(whole[: alive.index(max(alive)) + 1]))
-            self.passes = tuple(numbers[number] for number in whole if numbers[number] < enough)
+            self._passes = tuple(numbers[number] for number in whole if numbers[number] < enough)
         self._begun, self._forwards = [], []
 
 

@@ -12,12 +12,10 @@ import pytest
 
 import ebbtide
 from ebbtide import ConfigError
-from ebbtide._cli.plan import plan as plan_command
 from ebbtide._config import SETTINGS, Budget, OffloadConfig, make_config, parse_budget
 from ebbtide.integrations._arguments import OffloadArguments
 
 ENTRY_POINTS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure)
-WHAT_IFS = {"host_limit"}  # options of the command line that change a profile, and no setting
 INTEGRATIONS = Path(ebbtide.__file__).parent / "integrations"
 TOTAL = 80 * 2**30
 
@@ -64,10 +62,10 @@ def test_signatures_agree(function):
             assert default in (None, setting.default), name
 
 
-@pytest.mark.parametrize("function", [*ENTRY_POINTS, plan_command], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", ENTRY_POINTS, ids=lambda function: function.__name__)
 def test_docstrings_agree(function):
     entries = described(function.__doc__)
-    excepted = {ebbtide.offload_activations: {"mode"}, ebbtide.plan: {"profile"}, plan_command: WHAT_IFS | {"profile"}}
+    excepted = {ebbtide.offload_activations: {"mode"}, ebbtide.plan: {"profile"}}
     names = SETTINGS.keys() & inspect.signature(function).parameters.keys() - excepted.get(function, set())
     for name in names:
         assert entries[name].startswith(str(SETTINGS[name])), name

@@ -1,11 +1,13 @@
 """Errors for missing packages of an integration."""
 
 import importlib
+import re
 
 import pytest
+from scripts import ROOT
 
 from ebbtide import EbbtideError, MissingPackageError
-from ebbtide._utils.packages import extra
+from ebbtide._utils.packages import TORCH_RELEASES, extra, installed_version
 
 
 def test_a_missing_package_gives_the_pip_line():
@@ -54,3 +56,15 @@ def test_an_error_with_an_explanation_stays_unchanged(error):
 def test_unrelated_errors_pass():
     with pytest.raises(RuntimeError, match="a driver"), extra("transformers"):
         raise RuntimeError("a driver")
+
+
+def test_the_version_of_a_distribution():
+    assert installed_version("pytest") == pytest.__version__
+    assert installed_version("nowhere-at-all") is None
+
+
+def test_supported_releases_of_torch_are_those_of_pip_and_of_nox():
+    first, last = TORCH_RELEASES
+    assert f'"torch>={first}"' in (ROOT / "pyproject.toml").read_text()
+    releases = re.search(r"^TORCHES = \((.*)\)$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)[1].split(", ")
+    assert [release.strip('"').rpartition(".")[0] for release in (releases[0], releases[-1])] == [first, last]

@@ -21,12 +21,12 @@ TASK = Task("cpu", "mock", steps=1, seed=5, threads=1, size=SMALL)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Folder of results and output of one run."""
+    """Folder of results, text and JSON of one run."""
     out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "ebbtide._cli", "demo", "--small", "--steps", str(STEPS), "--out", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "ebbtide._cli", "demo", "--small", "--steps", str(STEPS), "--json"]
+    ran = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return out, ran.stdout
+    return out, ran.stderr, json.loads(ran.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,10 @@ def test_json_has_the_moved_and_saved_bytes(results):
     assert verdict["activation_bytes"] == moved["activation_bytes"] // STEPS
     assert verdict["saved_bytes"] >= verdict["activation_bytes"] / 2
     assert verdict["faults"] == []
+
+
+def test_json_is_printed_as_in_the_file(finished, results):
+    assert finished[2] == results
 
 
 def test_plain_run_moved_nothing(results):

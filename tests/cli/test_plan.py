@@ -1,6 +1,7 @@
 """`ebbtide plan`: from a file, a model, a script; what-ifs; the Pareto curve; errors for wrong options."""
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from ebbtide._config import Budget
 from ebbtide._planner.explain import as_budget
 from ebbtide._planner.solve import Solver
 from ebbtide._profiling.profile import Profile
+from ebbtide._utils.serialize import from_json
 from ebbtide._utils.sizes import parse_bytes
 
 MEASURED = profile(*layers(4), device_bytes=4 * GIB)
@@ -158,6 +160,20 @@ def test_the_pareto_curve_is_a_table_and_a_picture(file, capsys):
     assert matplotlib.image.imread(picture).std() > 0
 
 
+def test_json_has_the_plan_and_the_curve(file, capsys):
+    assert run(file, "--json", "--pareto", "--points", 3, "--budget", MIDDLE, "--link", 5) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    planned = solved(WhatIf(link=5).applied_to(MEASURED)[0], MIDDLE)
+    assert from_json(Plan, result["plan"]) == planned
+    assert result["plan"]["predicted"]["step_s"] == planned.predicted.step_s
+    assert [row["budget_bytes"] for row in result["curve"]] == [
+        row.budget_bytes for row in Solvers(WhatIf(link=5).applied_to(MEASURED)[0]).rows(3)
+    ]
+    assert (result["smallest_budget_bytes"], result["tokens"], len(result["notes"])) == (LEAST, 1000, 1)
+    assert str(planned) in printed.err
+
+
 def test_a_plan_and_the_pareto_curve_together(file, capsys):
     assert run(file, "--front", "--points", 2, "--budget", MIDDLE) == 0
     printed = capsys.readouterr().out
@@ -213,6 +229,13 @@ def test_a_script_runs_until_its_profile_is_there(here, capfd):
     assert "this run ends here" in printed.err
     assert "layers.0" in printed.out
     assert Profile.load("new.json").has_recomputation
+
+
+def test_a_script_prints_beside_json(here, capfd):
+    assert run("--script", "train.py", "--json", "--", "9") == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["plan"]["regions"].keys() == {"layers.0", "layers.1", "layers.2"}
+    assert "step 3" in printed.err
 
 
 @pytest.mark.parametrize(

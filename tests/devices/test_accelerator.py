@@ -4,7 +4,6 @@ import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,19 +126,6 @@ def test_a_capture_records_each_event_once():
     device._new_event = Event
     events = [id(event) for event in [device.record("lane") for _ in range(3)]]
     assert len(set(events)) == 3
-
-
-def test_cpus_near_a_gpu_are_those_of_its_node_that_the_process_may_use(monkeypatch, tmp_path):
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(accelerator, "Path", lambda name: tmp_path / name.removeprefix("/"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 4, 6})
-    assert accelerator._cpus_near(torch.device("cuda", 0)) == set()  # a system without such files
-    folder = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:1b:00.0"
-    folder.mkdir(parents=True)
-    (folder / "local_cpulist").write_text("0-1,4\n")
-    assert accelerator._cpus_near(torch.device("cuda", 0)) == {1, 4}
-    assert accelerator._cpus_near(torch.device("xpu", 0)) == set()
 
 
 def test_threads_that_touch_host_memory_run_near_the_gpu(device, monkeypatch):

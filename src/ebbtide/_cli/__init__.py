@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ebbtide._errors import EbbtideError
+from ebbtide._utils.packages import installed_version
 
 __all__ = ["main"]
 
@@ -15,10 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in given:  # arguments of a script, unread by any parser: joined into one text
         place = given.index("--")
         given[place:] = [f"--script-arguments={shlex.join(given[place + 1 :])}"]
+    if given == ["--version"]:
+        sys.stdout.write(f"ebbtide {installed_version('ebbtide') or '(not installed by pip)'}\n")
+        return 0
     try:
         import tyro
 
+        from ebbtide._cli.bench import bench
         from ebbtide._cli.demo import demo
+        from ebbtide._cli.doctor import doctor
         from ebbtide._cli.plan import plan
         from ebbtide._cli.report import report
 
@@ -26,11 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.command(demo)
         commands.command(plan)
         commands.command(report)
+        commands.command(doctor)
+        commands.command(bench)
         return commands.cli(
             prog="ebbtide",
-            description="Moves the activations of PyTorch training out of device memory and back, bit for bit.",
+            description="Moves the activations of PyTorch training out of device memory and back, bit for bit. "
+            "`ebbtide --version` prints the version.",
             args=given,
-            config=(tyro.conf.FlagCreatePairsOff,),  # no --no-small beside --small
+            # No --no-small beside --small, and no "None" in place of a file.
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
         )
     except EbbtideError as error:
         message = str(error)

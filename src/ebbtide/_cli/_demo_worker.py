@@ -4,6 +4,7 @@
 the outcome.
 """
 
+import functools
 import gc
 import hashlib
 import json
@@ -21,8 +22,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from ebbtide import EbbtideError, Stats, offload_activations  # loaded before the base is read
+# Loaded before the base is read.
+from ebbtide import EbbtideError, OffloadActivations, OffloadHandle, Stats, offload, offload_activations
 from ebbtide._cli.demo import MovedCounts, RunResult, Size, Task
 from ebbtide._utils.sizes import KIB
 
@@ -159,17 +162,14 @@ def run(task: Task, mode: str, report_step: Callable[[int], None]) -> RunResult:
     _warm_up(training, task.threads)
     size, memory = task.size, MemoryMeter(task.device, task.size.sample_s)
     base_bytes = memory.now_bytes()
-    context = None
-    if mode == "offloaded":
-        context = offload_activations(
-            store=task.store, window=size.window_bytes, prefetch=size.window_bytes, min_bytes=size.min_bytes
-        )
+    offloading = _prepare(training.model, task, mode)
+    context = offloading if isinstance(offloading, OffloadActivations) else nullcontext()
     losses: list[Tensor] = []
     step_s: list[float] = []
     with memory:
         for number in range(1, task.steps + 1):
             began = time.perf_counter()
-            losses.append(training.step(context or nullcontext(), rows=size.batch))
+            losses.append(training.step(context, rows=size.batch))
             step_s.append(time.perf_counter() - began)
             report_step(number)
     digest = hashlib.sha256()
@@ -184,8 +184,25 @@ def run(task: Task, mode: str, report_step: Callable[[int], None]) -> RunResult:
         peak_bytes=memory.peak_bytes(),
         curve_s=memory.seconds,
         curve_bytes=memory.nbytes,
-        moved=MovedCounts() if context is None else _moved(context.stats()),
+        moved=MovedCounts() if offloading is None else _moved(offloading.stats()),
     )
+
+
+def _prepare(model: ByteTransformer, task: Task, mode: str) -> OffloadActivations | OffloadHandle | None:
+    """Have the steps of `model` run by `mode`; the context or the handle of ebbtide, if any."""
+    size = task.size
+    if mode == "offloaded":
+        window = size.window_bytes
+        return offload_activations(store=task.store, window=window, prefetch=window, min_bytes=size.min_bytes)
+    if mode == "planned":
+        return offload(model, budget=task.budget_bytes, store=task.store, min_bytes=size.min_bytes)
+    if mode == "checkpointed":
+        for block in model.layers:
+            if isinstance(block, TransformerBlock):
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    else:
+        assert mode == "plain", mode
+    return None
 
 
 def _warm_up(training: Training, threads: int) -> None:

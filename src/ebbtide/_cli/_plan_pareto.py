@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.table import Table
 
@@ -37,6 +38,11 @@ class ParetoRow:
     @property
     def predicted(self) -> Prediction:
         return _predicted(self.plan)
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes and seconds, for JSON."""
+        own = ("budget_bytes", "recompute_s", "only_moving_s", "only_recomputing_s")
+        return {**asdict(self.predicted), **{name: getattr(self, name) for name in own}}
 
     @property
     def actions(self) -> str:

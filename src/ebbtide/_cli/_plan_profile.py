@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ebbtide._config import SETTINGS, Budget, parse_budget
 from ebbtide._errors import ConfigError, EbbtideError
@@ -52,8 +52,8 @@ def measure_model(
     )
 
 
-def measure_script(script: Path, arguments: str) -> Profile:
-    """Run a training script in a separate process until a handle has a profile."""
+def measure_script(script: Path, arguments: str, output: TextIO) -> Profile:
+    """Run a training script, which prints to `output`, in a separate process until a handle has a profile."""
     if not script.is_file():
         raise ConfigError(f"--script {script}: there is no such file")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,6 +61,7 @@ def measure_script(script: Path, arguments: str) -> Profile:
         status = subprocess.run(  # noqa: S603 (what the user asked for)
             [sys.executable, str(script), *shlex.split(arguments)],
             env={**os.environ, **env.profiling_variables(path)},
+            stdout=output,
             check=False,
         ).returncode
         if path.exists():
@@ -94,13 +95,15 @@ def _function(option: str, name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Differences from the measured step; None: no difference.
+    """Differences from the measured step.
 
     Attributes:
-        link: GB/s, both ways.
-        tokens, scale: of the batch: how many, or how many times the measured ones.
-        host_limit, reserve: bytes, as text: most that the store takes, and memory in use before the step besides.
-        graphs: forwards whose backward has yet to run.
+        link: what if the link carried so many GB/s each way.
+        tokens: what if a batch had so many tokens: elements of the largest tensor that the model is called with.
+        scale: what if a batch had so many times the measured tokens.
+        host_limit: what if the store took so much at most, "64GiB".
+        reserve: memory in use before the step besides, "9GiB": the optimizer's state, if the profile has none.
+        graphs: forwards before the first backward: of a pipeline's stage, or of one loss.
     """
 
     link: float | None = None
@@ -110,7 +113,8 @@ class WhatIf:
     reserve: str | None = None
     graphs: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError for an impossible value."""
         for option in ("link", "tokens", "scale", "graphs"):
             value = getattr(self, option)
             if value is not None and not 0 < value < inf:

@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
+import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from ebbtide._cli._output import console_for, write_json
 from ebbtide._errors import ConfigError, EbbtideError
 from ebbtide._utils.sizes import KIB, MIB, format_bytes
 
 MODES = ("plain", "offloaded")
-"""How workers train: without ebbtide, and with each forward inside `ebbtide.offload_activations`."""
+"""How workers train: without ebbtide, and with each forward inside `ebbtide.offload_activations`. For `ebbtide bench`
+also "checkpointed", each block by torch, and "planned", by `ebbtide.offload` within a budget."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Size:
 # Narrow and long: a block saves about 64 bytes per token and unit of width for 72 * width operations, so a narrow
 # model saves most per second of computing, and parameters and optimizer state stay far below the activations.
 _FOR_RAM = Size(192, 16, 6, 512, 20, window_bytes=64 * MIB, min_bytes=MIB, sample_s=0.05)
-_FOR_ACCELERATOR = Size(512, 16, 8, 1024, 8, window_bytes=256 * MIB, min_bytes=MIB, sample_s=0.002)
+FOR_ACCELERATOR = Size(512, 16, 8, 1024, 8, window_bytes=256 * MIB, min_bytes=MIB, sample_s=0.002)
 SMALL = Size(128, 6, 4, 128, 16, window_bytes=4 * MIB, min_bytes=64 * KIB, sample_s=0.005)
 
 
@@ -66,6 +68,7 @@ class Task:
         steps, seed: equal in both runs, which are compared.
         threads: of the CPU. The number decides the order of sums, and so the bits.
         size: of the model and its batch.
+        budget_bytes: of the mode "planned".
     """
 
     device: str
@@ -74,6 +77,7 @@ class Task:
     seed: int
     threads: int
     size: Size
+    budget_bytes: int | None = None
 
     @staticmethod
     def from_json(text: str) -> "Task":
@@ -135,6 +139,7 @@ def demo(
     out: Path = Path("demo-results"),
     small: bool = False,
     seed: int = 0,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Train a small transformer with and without offloading; compare every bit, the peak memory and the time.
 
@@ -149,11 +154,12 @@ def demo(
         out: folder for the results: demo.json and memory.png.
         small: a tiny model, done in seconds.
         seed: of parameters and batches.
+        as_json: print demo.json, and the table on stderr.
     """
     from ebbtide._reports import pictures  # before the runs: an error if matplotlib is missing
 
     task = _task(steps, folder, out, small, seed)
-    console = Console()
+    console = console_for(as_json)
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bars = {mode: progress.add_task(mode, total=steps, start=False) for mode in MODES}
@@ -163,7 +169,8 @@ def demo(
             runs[mode] = run_worker(task, mode, lambda number, bar=bar: progress.update(bar, completed=number))
     plain, offloaded = runs.values()
     verdict = judge(plain, offloaded)
-    _write(out / "demo.json", task, runs, verdict)
+    results = _results(task, runs, verdict)
+    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
     where = "disk" if task.store.startswith("disk") else "host memory"
     pictures.draw_timeline(
         [
@@ -178,6 +185,8 @@ def demo(
     console.print(_table(task, plain, offloaded, verdict, check))
     console.print(str(verdict), style="bold red" if verdict.faults else "bold green", highlight=False)
     console.print(f"Details: {out / 'demo.json'}; memory over time: {out / 'memory.png'}", highlight=False)
+    if as_json:
+        write_json(results)
     return verdict.exit_status
 
 
@@ -190,7 +199,7 @@ def _task(steps: int, folder: Path | None, out: Path, small: bool, seed: int) ->
         raise ConfigError(f"--steps {steps}: expected 1 or more")
     _make_folder("--out", out)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device, store, size = ("cpu", "", _FOR_RAM) if accelerator is None else (accelerator.type, "host", _FOR_ACCELERATOR)
+    device, store, size = ("cpu", "", _FOR_RAM) if accelerator is None else (accelerator.type, "host", FOR_ACCELERATOR)
     if accelerator is None or folder is not None:
         folder = folder or out
         _make_folder("--folder", folder)
@@ -210,16 +219,15 @@ def _make_folder(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path}: cannot be made a folder ({error.strerror}). Name another one") from error
 
 
-def _write(path: Path, task: Task, runs: dict[str, RunResult], verdict: "Verdict") -> None:
+def _results(task: Task, runs: dict[str, RunResult], verdict: "Verdict") -> dict[str, Any]:
     import torch
 
-    results = {
+    return {
         "machine": {"system": platform.platform(), "python": platform.python_version(), "torch": torch.__version__},
         "task": asdict(task),
         "runs": {mode: asdict(run) for mode, run in runs.items()},
         "verdict": {**asdict(verdict), "saved_share": verdict.saved_share, "exit_status": verdict.exit_status},
     }
-    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ def run_worker(task: Task, mode: str, report_step: Callable[[int], None]) -> Run
 
     Args:
         task: the training.
-        mode: one of MODES.
+        mode: of the training, see MODES.
         report_step: called with the number of every finished step.
 
     Raises:

@@ -1,44 +1,100 @@
 """`ebbtide plan`: the plan of a profile, and the time of a step by the plan."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
-from rich.console import Console
 
+from ebbtide._cli._output import console_for, write_json
 from ebbtide._cli._plan_profile import WhatIf, budget_of, measure_model, measure_script
-from ebbtide._config import check_one_goal, checked_slowdown
+from ebbtide._config import SETTINGS, Budget, check_one_goal, checked_slowdown
 from ebbtide._errors import ConfigError
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ebbtide._cli._plan_pareto import ParetoRow, Solvers
+
+
+def _help_of(name: str, more: str = "") -> object:
+    return tyro.conf.arg(help=f"{SETTINGS[name]}{more}")
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """In place of a file: what to measure.
+
+    Attributes:
+        model: package.module:function that makes the model to measure, on its device and in training mode.
+        batch: package.module:function that makes what the model is called with: a mapping, a tuple or one tensor.
+        loss: package.module:function that makes a loss of the model's output. Default: the output's loss, or sum.
+        store, min_bytes, regions: as for `offload`, for --model.
+        script: a training script with ebbtide.offload(model) in it. The script runs until the fourth step.
+        script_arguments: of the script, as one text, like the arguments behind "--".
+        save_profile: a file for the profile.
+    """
+
+    model: str | None = None
+    batch: str | None = None
+    loss: str | None = None
+    store: Annotated[str | None, _help_of("store", " For --model.")] = None
+    min_bytes: Annotated[str | None, _help_of("min_bytes", " For --model.")] = None
+    regions: Annotated[tuple[str, ...], _help_of("regions", " For --model.")] = ()
+    script: Path | None = None
+    script_arguments: str = ""
+    save_profile: Path | None = None
+
+    def measured(self, host_limit: str | None, output: TextIO) -> Profile:
+        """`output`: of a script."""
+        if self.model is None:
+            assert self.script is not None
+            return measure_script(self.script, self.script_arguments, output)
+        return measure_model(self.model, self.batch, self.loss, self.store, self.min_bytes, host_limit, self.regions)
+
+
+@dataclass(frozen=True)
+class GoalOptions:
+    """One of two; without either, moving alone makes the peak small.
+
+    Attributes:
+        budget, max_slowdown: as for `offload`.
+    """
+
+    budget: Annotated[str | None, _help_of("budget")] = None
+    max_slowdown: Annotated[float | None, _help_of("max_slowdown")] = None
+
+
+@dataclass(frozen=True)
+class CurveOptions:
+    """Time against memory.
+
+    Attributes:
+        pareto: print time against memory, from the smallest budget to the peak of keeping everything.
+        points: how many budgets of the curve.
+        picture: a file for a picture of the curve (png, svg, pdf).
+    """
+
+    pareto: Annotated[bool, tyro.conf.arg(aliases=["--front"])] = False
+    points: int = 16
+    picture: Path | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.pareto or self.picture is not None
 
 
 def plan(
     profile: Annotated[Path | None, tyro.conf.Positional] = None,
     *,
-    model: str | None = None,
-    batch: str | None = None,
-    loss: str | None = None,
-    script: Path | None = None,
-    script_arguments: str = "",
-    save_profile: Path | None = None,
-    budget: str | None = None,
-    max_slowdown: float | None = None,
-    link: float | None = None,
-    tokens: int | None = None,
-    scale: float | None = None,
-    host_limit: str | None = None,
-    reserve: str | None = None,
-    graphs: int | None = None,
+    measure: Annotated[MeasureOptions, tyro.conf.OmitArgPrefixes],
+    goal: Annotated[GoalOptions, tyro.conf.OmitArgPrefixes],
+    what_if: Annotated[WhatIf, tyro.conf.OmitArgPrefixes],
+    curve: Annotated[CurveOptions, tyro.conf.OmitArgPrefixes],
     save: Path | None = None,
-    pareto: Annotated[bool, tyro.conf.arg(aliases=["--front"])] = False,
-    points: int = 16,
-    picture: Path | None = None,
-    store: str | None = None,
-    min_bytes: str | None = None,
-    regions: tuple[str, ...] = (),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Plan from a profile: which regions keep, move or recompute what backward needs, and the time of a step.
 
@@ -47,78 +103,51 @@ def plan(
 
     Args:
         profile: the file of a profile.
-        model: package.module:function that makes the model to measure, on its device and in training mode.
-        batch: package.module:function that makes what the model is called with: a mapping, a tuple or one tensor.
-        loss: package.module:function that makes a loss of the model's output. Default: the output's loss, or sum.
-        script: a training script with ebbtide.offload(model) in it. The script runs until the fourth step.
-        script_arguments: of the script, as one text, like the arguments behind "--".
-        save_profile: a file for the profile.
-        budget: Peak of device memory to stay under: bytes, text like "40GiB", or a share of the device memory: 0.8
-            or "80%".
-        max_slowdown: Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for
-            the smallest peak. Default: 0.01, by moving alone; not beside a budget.
-        link: what if the link carried so many GB/s each way.
-        tokens: what if a batch had so many tokens: elements of the largest tensor that the model is called with.
-        scale: what if a batch had so many times the measured tokens.
-        host_limit: what if the store took so much at most, "64GiB".
-        reserve: memory in use before the step besides, "9GiB": the optimizer's state, if the profile has none.
-        graphs: forwards before the first backward: of a pipeline's stage, or of one loss.
         save: a file for the plan, for offload(model, plan=Plan.load(file)).
-        pareto: print time against memory, from the smallest budget to the peak of keeping everything.
-        points: how many budgets of the curve.
-        picture: a file for a picture of the curve (png, svg, pdf).
-        store: Where parcels wait: "host" (pinned memory), "disk", "disk:/folder" or "mock". Default: "host" for
-            accelerators, "disk" for a model on the CPU of a machine without an accelerator. For --model.
-        min_bytes: Saved tensors of smaller storages stay on the device. Default: 1MiB. For --model.
-        regions: Names, patterns or classes of the modules to plan for. Default: the repeated blocks and the norm
-            behind. For --model.
+        as_json: print JSON, in bytes and seconds: the plan as in its file, and the curve.
     """
-    what_if = WhatIf(link, tokens, scale, host_limit, reserve, graphs)
-    check_one_goal(budget, checked_slowdown(max_slowdown))
-    _check_files({"--save": save, "--save-profile": save_profile, "--picture": picture}, points)
-    if (profile is not None) + (model is not None) + (script is not None) != 1:
+    what_if.check()
+    check_one_goal(goal.budget, checked_slowdown(goal.max_slowdown))
+    files = {"--save": save, "--save-profile": measure.save_profile, "--picture": curve.picture}
+    _check_files(files, curve.points)
+    if (profile is not None) + (measure.model is not None) + (measure.script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")
-    if model is None:
-        _check_no_model(batch=batch, loss=loss, store=store, min_bytes=min_bytes, regions=regions or None)
-    if script is None and script_arguments:
-        raise ConfigError(f"there is no script to take {script_arguments!r}: write --script train.py, or leave it out")
-    if profile is not None:
-        measured = Profile.load(profile)
-    elif model is not None:
-        measured = measure_model(model, batch, loss, store, min_bytes, host_limit, regions)
-    else:
-        assert script is not None
-        measured = measure_script(script, script_arguments)
-    if save_profile is not None:
-        _write("--save-profile", save_profile, measured.save)
-    goal = budget if max_slowdown is None else max_slowdown
-    _answer(measured, what_if, goal, save, points if pareto or picture else None, picture)
+    if measure.model is None:
+        _check_no_model(measure)
+    if measure.script is None and measure.script_arguments:
+        raise ConfigError(
+            f"there is no script to take {measure.script_arguments!r}: write --script train.py, or leave it out"
+        )
+    output = sys.stderr if as_json else sys.stdout
+    measured = measure.measured(what_if.host_limit, output) if profile is None else Profile.load(profile)
+    if measure.save_profile is not None:
+        _write("--save-profile", measure.save_profile, measured.save)
+    _answer(measured, what_if, goal, save, curve, as_json)
     return 0
 
 
 def _answer(
-    measured: Profile,
-    what_if: WhatIf,
-    goal: str | float | None,
-    save: Path | None,
-    points: int | None,
-    picture: Path | None,
+    measured: Profile, what_if: WhatIf, goal: GoalOptions, save: Path | None, curve: CurveOptions, as_json: bool
 ) -> None:
-    """Print plans of a profile; `points` of the curve, if any. `goal`: a budget as text, or a largest slowdown."""
+    """Print plans of a profile, as text or as JSON, and write their files."""
     # The planner is a third of the time of --help.
     from ebbtide._cli._plan_pareto import Solvers, pareto_table
 
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe
-        console = Console(width=160)
+    console = console_for(as_json)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     profile, notes = what_if.applied_to(measured)
     solvers, of = Solvers(profile), profile.made_for
-    budget, max_slowdown = (goal, None) if isinstance(goal, str) else (None, goal)
-    limit, plain = budget_of(budget, profile), solvers.plain
+    limit, plain = budget_of(goal.budget, profile), solvers.plain
+    result: dict[str, Any] = {
+        "made_for": of,
+        "tokens": profile.tokens,
+        "plain": {"step_s": plain.step_s, "peak_bytes": plain.peak_bytes},
+        "smallest_budget_bytes": solvers.solver.smallest_budget(),
+        "notes": notes,
+    }
     say(
         f"{of.get('model', 'a model')} on {of.get('device', 'a device')}, {len(profile.regions)} regions, "
         f"{profile.tokens} tokens: {plain.step_s * 1e3:.1f} ms at a peak of {format_bytes(plain.peak_bytes)} with "
@@ -126,40 +155,48 @@ def _answer(
     )
     for note in notes:
         say(note)
-    if not profile.has_recomputation and (goal is not None or points is not None):
+    if not profile.has_recomputation and (goal != GoalOptions() or curve.is_wanted):
         say(
             "This profile was measured without a budget and has no times of recomputation: its plans keep and move "
             "only, and offload(model, budget=...) refuses it. Measure a profile with a budget, by --model or by "
             "--script."
         )
-    if points is None or goal is not None or save is not None:
+    if not curve.is_wanted or goal != GoalOptions() or save is not None:
         budget_bytes = None if limit is None else limit(profile.device_bytes or 0)
-        planned = solvers.solver.solve(budget_bytes, max_slowdown=max_slowdown)
+        planned = solvers.solver.solve(budget_bytes, max_slowdown=goal.max_slowdown)
         planned = replace(planned, budget="" if limit is None else str(limit))
+        result["plan"] = asdict(planned)
         say(f"\n{planned}")
         if save is not None:
             _write("--save", save, planned.save)
             say(f"Saved: {save}, for offload(model, plan=Plan.load({str(save)!r})).")
-    if points is None:
-        return
-    rows = solvers.rows(points)
-    console.print()
-    console.print(pareto_table(rows, profile.plain_s))
-    say("only moving, only recomputing: times the plain step, of the fastest plan that does nothing else.")
-    if picture is not None:
-        from ebbtide._reports.pictures import pareto
+    if curve.is_wanted:
+        rows = solvers.rows(curve.points)
+        result["curve"] = [row.figures() for row in rows]
+        console.print()
+        console.print(pareto_table(rows, profile.plain_s))
+        say("only moving, only recomputing: times the plain step, of the fastest plan that does nothing else.")
+        if curve.picture is not None:
+            _draw(solvers, rows, limit, curve.picture)
+            say(f"Picture: {curve.picture}")
+    if as_json:
+        write_json(result)
 
-        curves = {
-            "planned: keep, move, recompute": [(row.budget_bytes, row.predicted.step_s) for row in rows],
-            "only moving": solvers.only_moving(points),
-            "only recomputing": solvers.only_recomputing(points),
-        }
-        title = " on ".join(of[key] for key in ("model", "device") if key in of)
-        limits = {"budget": None if limit is None else limit(profile.device_bytes or 0), "device": profile.device_bytes}
-        known = {name: nbytes for name, nbytes in limits.items() if nbytes}
-        figure = pareto(curves, {}, known, (plain.peak_bytes, plain.step_s), title)
-        _write("--picture", picture, lambda path: figure.savefig(path))
-        say(f"Picture: {picture}")
+
+def _draw(solvers: "Solvers", rows: "Sequence[ParetoRow]", limit: Budget | None, picture: Path) -> None:
+    from ebbtide._reports.pictures import pareto
+
+    profile, plain = solvers.solver.profile, solvers.plain
+    curves = {
+        "planned: keep, move, recompute": [(row.budget_bytes, row.predicted.step_s) for row in rows],
+        "only moving": solvers.only_moving(len(rows)),
+        "only recomputing": solvers.only_recomputing(len(rows)),
+    }
+    title = " on ".join(profile.made_for[key] for key in ("model", "device") if key in profile.made_for)
+    limits = {"budget": None if limit is None else limit(profile.device_bytes or 0), "device": profile.device_bytes}
+    known = {name: nbytes for name, nbytes in limits.items() if nbytes}
+    figure = pareto(curves, {}, known, (plain.peak_bytes, plain.step_s), title)
+    _write("--picture", picture, lambda path: figure.savefig(path))
 
 
 def _check_files(files: dict[str, Path | None], points: int) -> None:
@@ -174,10 +211,10 @@ def _check_files(files: dict[str, Path | None], points: int) -> None:
         raise ConfigError(f"--points {points}: expected 2 or more")
 
 
-def _check_no_model(**options: object) -> None:
+def _check_no_model(measure: MeasureOptions) -> None:
     """Raises ConfigError for options of measuring a model."""
-    for name, value in options.items():
-        if value is not None:
+    for name in ("batch", "loss", "store", "min_bytes", "regions"):
+        if getattr(measure, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for a model that is measured here: write --model with it, or leave it "
                 "out. A file says what was measured, and a script's settings belong into its own offload(...)"

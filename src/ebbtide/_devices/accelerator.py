@@ -9,7 +9,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from ebbtide._devices.capture import capture_of, is_captured_in_parts
 from ebbtide._devices.cpu import HostEvent, memory_errors
 from ebbtide._devices.pinned import pinned_bytes
+from ebbtide._devices.sysfs import cpus_near
 from ebbtide._types import Memory, Wait
 from ebbtide._utils.storage import as_bytes
 from ebbtide._utils.torch_private import allocator_is_ready, cuda_is_capturing, current_stream, device_stats
@@ -74,7 +74,7 @@ class AcceleratorDevice:
         self.torch_device = torch.device(device.type, index)
         self._index = index
         self._asks_for_capture = device.type == "cuda"
-        self._near_cpus = _cpus_near(self.torch_device)
+        self._near_cpus = cpus_near(self.torch_device)
         self._new_event = functools.partial(torch.Event, self.torch_device, enable_timing=self.supports_timing)
         self._events = EventPool(self._new_event)
 
@@ -219,27 +219,6 @@ def _device_event(event: torch.Event | HostEvent) -> torch.Event:
     queued = event.result()
     assert isinstance(queued, torch.Event)
     return queued
-
-
-def _cpus_near(device: torch.device) -> set[int]:
-    """The CPUs of the GPU's NUMA node; empty if the system does not tell."""
-    if device.type != "cuda":
-        return set()
-    gpu = cast(Any, torch.cuda).get_device_properties(device)
-    folder = Path(f"/sys/bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-    listing = folder / "local_cpulist"
-    if not listing.exists():
-        return set()
-    return _parse_cpulist(listing.read_text()) & os.sched_getaffinity(0)
-
-
-def _parse_cpulist(text: str) -> set[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}, the kernel's list format."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 @contextlib.contextmanager

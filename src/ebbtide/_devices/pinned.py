@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -92,6 +93,12 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor | None:
         return False
 
     return registered_bytes(nbytes, register, unregister)
+
+
+def has_huge_pages() -> bool:
+    """Whether the kernel gives huge pages to a mapping that asks; see Note [Pinning]."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
 
 
 def _touch(data: Any) -> None:

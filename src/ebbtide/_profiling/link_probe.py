@@ -1,9 +1,10 @@
 """Measures an engine's lanes with a few copies of its own, before planning: their rates, and what they cost compute."""
 
+import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from ebbtide._engine.engine import Engine
@@ -30,16 +31,30 @@ def probe_link(engine: Engine) -> LinkCosts | None:
     Copies of 64 MiB are timed, or of less in a smaller store. The call waits for the copies, and needs three times the
     size of a copy in device memory.
     """
+    with _probe_of(engine) as probe:
+        return None if probe is None else probe.costs()
+
+
+def probe_duplex(engine: Engine) -> float | None:
+    """Bytes per second of each direction while both copy; None, sizes and memory as for `probe_link`."""
+    with _probe_of(engine) as probe:
+        return None if probe is None else probe.duplex()
+
+
+@contextlib.contextmanager
+def _probe_of(engine: Engine) -> "Generator[_Probe | None]":
+    """A probe that holds two blocks of the engine's store, as large as fit; None without room."""
     with engine.lock:
         for nbytes in (64 * MIB, 16 * MIB, 4 * MIB, MIB):
             blocks = [block for block in (engine.store.reserve(nbytes) for _ in range(2)) if block is not None]
             try:
                 if len(blocks) == 2:
-                    return _Probe(engine, nbytes, *blocks).costs()
+                    yield _Probe(engine, nbytes, *blocks)
+                    return
             finally:
                 for block in blocks:
                     engine.store.give_back(block)
-    return None
+        yield None
 
 
 class _Probe:
@@ -52,15 +67,24 @@ class _Probe:
         self._outbound, self._inbound = engine.device.new_stream("probe out"), engine.device.new_stream("probe in")
         self._source, self._target, self._work = (engine.device.allocate(nbytes, self._compute) for _ in range(3))
 
-    def costs(self) -> LinkCosts:
         self._source.zero_()
         self._device.wait(self._outbound, self._device.record(self._compute), Wait.READY)
         filled = self._store.write(self._second, self._source, self._outbound)  # warms up the lane, too
         self._device.wait(self._inbound, filled, Wait.READY)
+
+    def costs(self) -> LinkCosts:
         out_s = min(self._seconds(self._outbound, self._write) for _ in range(3))
         back_s = min(self._seconds(self._inbound, self._read) for _ in range(3))
         lost = self._interference(min(out_s, back_s)) if self._device.is_async else 0.0
         return LinkCosts(self._nbytes / out_s, self._nbytes / back_s, lost)
+
+    def duplex(self) -> float:
+        return self._nbytes / min(self._seconds(self._compute, self._write_and_read) for _ in range(_TURNS))
+
+    def _write_and_read(self) -> StreamEvent:
+        for landed in (self._write(), self._read()):
+            self._device.wait(self._compute, landed, Wait.ABANDONED)
+        return self._device.record(self._compute)
 
     def _write(self) -> StreamEvent:
         return self._store.write(self._first, self._source, self._outbound)

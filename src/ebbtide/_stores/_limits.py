@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -56,12 +57,22 @@ def default_host_limit_bytes() -> int:
     text = env.host_limit_text()
     if text is not None:
         return parse_bytes(text, "EBBTIDE_HOST_LIMIT")
-    free = psutil.virtual_memory().available
-    group = cgroup_free_bytes(_CGROUP, Path("/proc/self/cgroup"))
-    if group is not None:
-        free = min(free, group)
+    nbytes = min(nbytes for nbytes in free_memory() if nbytes is not None)
     # 20 % stay for the data loader, the page cache and the next program.
-    return max(1, int(free * 0.8) // processes_on_host())
+    return max(1, int(nbytes * 0.8) // processes_on_host())
+
+
+class FreeMemory(NamedTuple):
+    """Bytes left to the machine, and to the process's control group; None: no group has a limit."""
+
+    machine_bytes: int
+    group_bytes: int | None
+
+
+def free_memory() -> FreeMemory:
+    """Host memory that this process can still take."""
+    group = cgroup_free_bytes(_CGROUP, Path("/proc/self/cgroup"))
+    return FreeMemory(psutil.virtual_memory().available, group)
 
 
 def cgroup_free_bytes(root: Path, membership: Path) -> int | None:

@@ -56,6 +56,11 @@ class DiskStore:
         self._outbound = _lane(device, "outbound", Wait.READY, threads)
         self._inbound = _lane(device, "inbound", Wait.ROOM, threads)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        return self._file.is_direct
+
     @staticmethod
     def check_folder(folder: Path) -> None:
         """Raise ConfigError unless `folder` is a writable folder outside RAM."""

@@ -1,5 +1,6 @@
 """Optional packages: import errors that say the pip line."""
 
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Generator
@@ -7,6 +8,9 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from ebbtide._errors import MissingPackageError
+
+TORCH_RELEASES = ("2.11", "2.15")
+"""The first release of torch that ebbtide runs on, and the last that the tests have run on."""
 
 
 @contextmanager
@@ -43,6 +47,14 @@ def _other_version(package: str, says: str, name: str) -> MissingPackageError:
 
 def is_installed(package: str) -> bool:
     return package in sys.modules or bool(package and importlib.util.find_spec(package))
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version that pip knows, without an import; None: not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def version_of(package: str) -> str:

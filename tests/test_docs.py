@@ -171,6 +171,13 @@ def test_which_budget_leaves_a_profile():
     assert ebbtide.Profile.load("profile.json").has_recomputation
 
 
+def test_which_batch_size_is_answered_from_two_profiles(capsys):
+    found = run_page("docs/howto/batch_size.md")["found"]
+    assert f"{found.largest.batch} {found.fastest.batch} " in capsys.readouterr().out
+    assert [row.batch for row in found.rows if row.is_measured] == [4, 8]
+    assert ebbtide.Profile.load("profile-1.json").tokens == 2 * ebbtide.Profile.load("profile-0.json").tokens
+
+
 def test_slower_than_expected(capsys):
     model, batch = model_and_batch()
     handle = ebbtide.offload(model, mode="all", store="mock")
@@ -307,6 +314,7 @@ def test_the_page_about_other_packages_names(monkeypatch):
 def test_every_page_with_python_has_its_test():
     tested = {f"docs/trainers/{name}.md" for name in (*TRAINERS, "diffusers", "compat")} | set(MOVED_OR_RECOMPUTED)
     tested |= {f"docs/howto/{name}.md" for name in ("out_of_memory", "budget", "slower", "compile", "plan_ahead")}
+    tested.add("docs/howto/batch_size.md")
     tested |= {"docs/howto/several_gpus.md", "docs/howto/pipelines.md", "docs/reference/report.md"}
     assert {page for page in PAGES if blocks_of(page)} == tested | APART | {"README.md", "docs/start.md"}
 
@@ -355,7 +363,7 @@ def test_the_reference_has_every_option_variable_and_argument():
     variables = set(re.findall(r"EBBTIDE_\w+", (ROOT / "src" / "ebbtide" / "_utils" / "env.py").read_text()))
     assert variables - set(re.findall(r"\w+", text_of("docs/reference/environment.md"))) == set()
     commands = text_of("docs/reference/command_line.md")
-    for command in re.findall(r"^## `ebbtide (\w+)`$", commands, re.MULTILINE):
+    for command in re.findall(r"^## `ebbtide ([\w-]+)`$", commands, re.MULTILINE):
         code = f"from ebbtide._cli import main; main([{command!r}, '--help'])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         arguments = set(re.findall(r"--[a-z-]+", done.stdout)) - {"--help", "--script-arguments", "--"}

@@ -29,7 +29,9 @@ def test_import_brings_no_optional_package(loaded, package):
     assert package not in set(loaded["after"]) - set(loaded["before"])
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["demo"]], ids=lambda command: " ".join(["ebbtide", *command]))
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["demo"], ["max-batch"]], ids=lambda command: " ".join(["ebbtide", *command])
+)
 def test_help_needs_no_torch(command):
     code = (
         "import sys\n"

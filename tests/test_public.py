@@ -44,7 +44,7 @@ def test_public_methods_are_documented():
         assert inspect.getdoc(function), function
 
 
-ENTRY_POINTS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure)
+ENTRY_POINTS = (ebbtide.offload, ebbtide.offload_activations, ebbtide.plan, ebbtide.measure, ebbtide.max_batch)
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
@@ -54,7 +54,7 @@ def test_entry_points_explain_every_argument(entry_point):
         assert f"{name}:" in documentation or f"{name}, " in documentation or f", {name}" in documentation, name
 
 
-def test_all_but_the_module_and_its_batch_are_keywords():
+def test_all_but_what_is_worked_on_are_keywords():
     positional = [
         (entry_point.__name__, name)
         for entry_point in ENTRY_POINTS
@@ -62,7 +62,7 @@ def test_all_but_the_module_and_its_batch_are_keywords():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     batch = [(name, argument) for name in ("plan", "measure") for argument in ("model", "example_batch")]
-    assert positional == [("offload", "module"), *batch]
+    assert positional == [("offload", "module"), *batch, ("max_batch", "profiles")]
 
 
 def test_errors_are_one_tree():

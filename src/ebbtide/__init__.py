@@ -27,7 +27,9 @@ if typing.TYPE_CHECKING:
         StoreFullError,
     )
     from ebbtide._events import Event, EventKind
+    from ebbtide._max_batch import max_batch
     from ebbtide._offload import OffloadHandle, offload
+    from ebbtide._planner.batch_sizes import BatchRow, BatchSizes
     from ebbtide._plans import Plan, Prediction, Recipe, RegionPlan, ReleasePoint
     from ebbtide._profiling.profile import Profile
 
@@ -37,13 +39,17 @@ _MODULES = {
     "ebbtide._engine.process": ("release_memory",),
     "ebbtide._engine.stats": ("Count", "Stats"),
     "ebbtide._events": ("Event", "EventKind"),
+    "ebbtide._max_batch": ("max_batch",),
     "ebbtide._offload": ("OffloadHandle", "offload"),
+    "ebbtide._planner.batch_sizes": ("BatchRow", "BatchSizes"),
     "ebbtide._plans": ("Plan", "Prediction", "Recipe", "RegionPlan", "ReleasePoint"),
     "ebbtide._profiling.profile": ("Profile",),
 }
 """Public names by module; all errors are in `ebbtide._errors`."""
 
 __all__ = [
+    "BatchRow",
+    "BatchSizes",
     "CaptureError",
     "ConfigError",
     "Count",
@@ -69,6 +75,7 @@ __all__ = [
     "Stats",
     "StoreError",
     "StoreFullError",
+    "max_batch",
     "measure",
     "offload",
     "offload_activations",

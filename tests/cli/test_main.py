@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide._cli import main
 
-COMMANDS = ("demo", "plan", "report", "doctor", "bench")
+COMMANDS = ("demo", "plan", "max-batch", "report", "doctor", "bench")
 
 
 def test_version(capsys):

@@ -4,7 +4,7 @@ import matplotlib as mpl
 import matplotlib.image
 import numpy as np
 
-from ebbtide._reports.pictures import Curve, draw_timeline
+from ebbtide._reports.pictures import Curve, batch_sizes, draw_timeline
 from ebbtide._utils.sizes import MIB
 
 CURVES = [
@@ -28,6 +28,15 @@ def test_one_curve_is_drawn_alone(tmp_path):
     path = tmp_path / "memory.png"
     draw_timeline(CURVES[:1], path, title="what it shows", memory="memory")
     assert (0x0B, 0x6F, 0xB8) not in colours_in(path)
+
+
+def test_marked_batch_sizes_and_the_budget_are_in_the_picture(tmp_path):
+    path = tmp_path / "sizes.png"
+    rows = [(1, 10.0, 100 * MIB), (2, 20.0, 200 * MIB), (3, 15.0, 250 * MIB)]
+    batch_sizes(rows, [2], {"fastest": 2, "largest": 3}, 260 * MIB, "what it shows").savefig(path)
+    blue, orange, green, purple = (0x0B, 0x6F, 0xB8), (0xD1, 0x66, 0x1F), (0x3A, 0x8F, 0x3A), (0x82, 0x50, 0xBF)
+    assert {blue, orange, green} <= colours_in(path)
+    assert purple not in colours_in(path)
 
 
 def test_backend_of_the_user_stays(tmp_path):

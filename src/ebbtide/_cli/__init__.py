@@ -25,12 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ebbtide._cli.bench import bench
         from ebbtide._cli.demo import demo
         from ebbtide._cli.doctor import doctor
+        from ebbtide._cli.max_batch import max_batch
         from ebbtide._cli.plan import plan
         from ebbtide._cli.report import report
 
         commands = tyro.extras.SubcommandApp()
         commands.command(demo)
         commands.command(plan)
+        commands.command(max_batch)
         commands.command(report)
         commands.command(doctor)
         commands.command(bench)

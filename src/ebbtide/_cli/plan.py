@@ -1,14 +1,14 @@
 """`ebbtide plan`: the plan of a profile, and the time of a step by the plan."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from ebbtide._cli._output import console_for, write_json
+from ebbtide._cli._output import check_files, console_for, write_file, write_json
 from ebbtide._cli._plan_profile import WhatIf, budget_of, measure_model, measure_script
 from ebbtide._config import SETTINGS, Budget, check_one_goal, checked_slowdown
 from ebbtide._errors import ConfigError
@@ -109,7 +109,9 @@ def plan(
     what_if.check()
     check_one_goal(goal.budget, checked_slowdown(goal.max_slowdown))
     files = {"--save": save, "--save-profile": measure.save_profile, "--picture": curve.picture}
-    _check_files(files, curve.points)
+    check_files(files)
+    if curve.points < 2:
+        raise ConfigError(f"--points {curve.points}: expected 2 or more")
     if (profile is not None) + (measure.model is not None) + (measure.script is not None) != 1:
         raise ConfigError("write one of: the file of a profile, --model with --batch, --script")
     if measure.model is None:
@@ -121,7 +123,7 @@ def plan(
     output = sys.stderr if as_json else sys.stdout
     measured = measure.measured(what_if.host_limit, output) if profile is None else Profile.load(profile)
     if measure.save_profile is not None:
-        _write("--save-profile", measure.save_profile, measured.save)
+        write_file("--save-profile", measure.save_profile, measured.save)
     _answer(measured, what_if, goal, save, curve, as_json)
     return 0
 
@@ -168,7 +170,7 @@ def _answer(
         result["plan"] = asdict(planned)
         say(f"\n{planned}")
         if save is not None:
-            _write("--save", save, planned.save)
+            write_file("--save", save, planned.save)
             say(f"Saved: {save}, for offload(model, plan=Plan.load({str(save)!r})).")
     if curve.is_wanted:
         rows = solvers.rows(curve.points)
@@ -196,19 +198,7 @@ def _draw(solvers: "Solvers", rows: "Sequence[ParetoRow]", limit: Budget | None,
     limits = {"budget": None if limit is None else limit(profile.device_bytes or 0), "device": profile.device_bytes}
     known = {name: nbytes for name, nbytes in limits.items() if nbytes}
     figure = pareto(curves, {}, known, (plain.peak_bytes, plain.step_s), title)
-    _write("--picture", picture, lambda path: figure.savefig(path))
-
-
-def _check_files(files: dict[str, Path | None], points: int) -> None:
-    """Before a model is measured. Raises ConfigError."""
-    for option, path in files.items():
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{option} {path}: expected a file, in a folder that is there")
-    picture, endings = files["--picture"], (".png", ".svg", ".pdf")
-    if picture is not None and picture.suffix.lower() not in endings:
-        raise ConfigError(f"--picture {picture}: expected a name that ends in {', '.join(endings)}")
-    if points < 2:
-        raise ConfigError(f"--points {points}: expected 2 or more")
+    write_file("--picture", picture, lambda path: figure.savefig(path))
 
 
 def _check_no_model(measure: MeasureOptions) -> None:
@@ -219,10 +209,3 @@ def _check_no_model(measure: MeasureOptions) -> None:
                 f"--{name.replace('_', '-')} is for a model that is measured here: write --model with it, or leave it "
                 "out. A file says what was measured, and a script's settings belong into its own offload(...)"
             )
-
-
-def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})") from error

@@ -172,6 +172,57 @@ def pareto(
 
 
 @mpl.rc_context(_STYLE)
+def batch_sizes(
+    rows: Sequence[tuple[int, float, int]],
+    measured: Sequence[int],
+    marks: Mapping[str, int],
+    budget_bytes: int,
+    title: str,
+) -> Figure:
+    """Samples per second and peaks over batch sizes, on a scale of powers of two.
+
+    Args:
+        rows: batch, samples per second and peak in bytes of each size that fits, in order.
+        measured: sizes among the rows that a profile was measured at.
+        marks: sizes among the rows, by label.
+        budget_bytes: the peak to stay under.
+        title: of the picture.
+    """
+    unit, scale = unit_of(budget_bytes)
+    figure, axes = _axes(_WIDE, 5.4, title, "", "samples per second, predicted")
+    grid = figure.add_gridspec(2, 1, height_ratios=(3, 2))
+    axes.set_subplotspec(grid[0])
+    peaks = figure.add_subplot(grid[1], sharex=axes)
+    sizes, speeds = [batch for batch, _, _ in rows], {batch: speed for batch, speed, _ in rows}
+    axes.plot(sizes, list(speeds.values()), "o-", color=COLOURS["blue"], markersize=4, label="fastest plan")
+    known = [batch for batch in measured if batch in speeds]
+    axes.plot(
+        known, [speeds[batch] for batch in known], "o", markersize=13, markerfacecolor="none", label="measured batch",
+        markeredgecolor=COLOURS["ink"],
+    )  # fmt: skip
+    for shape, colour, (label, batch) in zip("*Ds", ("orange", "green", "purple"), marks.items(), strict=False):
+        axes.plot(
+            batch, speeds[batch], shape, color=COLOURS[colour], markersize=11 if shape == "*" else 7, zorder=8,
+            markeredgecolor=COLOURS["ink"], linestyle="none", label=f"{label}: {batch}",
+        )  # fmt: skip
+    peaks.plot(sizes, [nbytes / scale for _, _, nbytes in rows], "o-", color=COLOURS["blue"], markersize=4)
+    _line(peaks, budget_bytes / scale, f"budget {format_bytes(budget_bytes)}", COLOURS["ink"])
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    powers = [batch for batch in sizes if batch & (batch - 1) == 0]
+    peaks.set_xticks(powers, [f"{batch}" for batch in powers])
+    peaks.set_xlabel("samples in a batch")
+    peaks.set_ylabel(f"peak memory ({unit})")
+    peaks.grid(alpha=0.5)
+    peaks.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelbottom=False)
+    axes.set_ylim(0, 1.12 * max(speeds.values()))
+    peaks.set_ylim(0, 1.2 * budget_bytes / scale)
+    _legend(figure, axes, columns=5)
+    return figure
+
+
+@mpl.rc_context(_STYLE)
 def memory(
     times: Sequence[float], kinds: Mapping[str, Sequence[int]], limits: Mapping[str, int], most: float, title: str
 ) -> Figure:

@@ -2,8 +2,8 @@
 
 Note [Schedules]
 ~~~~~~~~~~~~~~~~
-1. Without a schedule the engine learns the order of needs as in any loop. It knows nothing in the first step, and later
-   the first tensors of a microbatch come on demand.
+1. Without a schedule the engine learns the order of needs as in any loop, in the first steps, with tensors of each
+   microbatch on demand. Nor does the engine know which half of a split backward runs.
 2. A schedule of torch.distributed.pipelining runs its actions through three methods of its stages: forward, backward
    (or its first half, for inputs), and the second half, for weights. `attach` wraps the methods on the instances.
 3. Each backward action has a mark in the engine's timetable (Note [Order is a guess]). Once the action is the next one,

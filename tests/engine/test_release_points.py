@@ -434,6 +434,25 @@ def test_what_a_step_needs_last_is_looked_ahead_to_as_well():
     assert missed == [["layers.1#0.3"], [], [], []]
 
 
+class Twice(Run):
+    def _step(self, model):
+        batch = Data(CPU).leaf(*SHAPE)
+        loss = model(batch * 1.5)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), batch.grad]
+
+
+def test_what_is_read_twice_is_looked_ahead_to_twice():
+    """The first backward leaves as much on the device as may be back early. The rest comes a second time."""
+    run = Twice(planned((), (), ()), window=1, prefetch=4 * UNIT)
+    for _ in range(3):
+        run.step()
+        fetched = run.of(EventKind.FETCHED)
+        assert run.of(EventKind.MISSED) == []
+        assert sorted(fetched.count(site) for site in set(fetched)) == [1] * 4 + [2] * 8
+
+
 class Net(nn.Module):
     def __init__(self, depth):
         super().__init__()

@@ -402,6 +402,8 @@ class Engine:
             if at is None or following is None or following.is_to_come:
                 break
             token = None if following.live is None else following.live()
+            if token is None and following.may_leave_again:
+                break
             if token is None or token.parcel.is_needed:
                 dead += 1
             else:
@@ -469,6 +471,9 @@ class Engine:
                 continue
             self._retained_bytes -= nbytes
             token.parcel.drop_arrival()
+            token.parcel.site = site = token.parcel.site.again
+            site.live = ref
+            self._look_anew()
 
     # -- death -----------------------------------------------------------------------------------------------------
 

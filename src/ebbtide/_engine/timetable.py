@@ -8,7 +8,10 @@ Note [Order is a guess]
 3. Before anything is known, backward is expected to need first what was saved last.
 4. A schedule that knows what comes next puts marks into the order: sites without a tensor, needed where the part of the
    order that the mark stands for begins.
-5. The value of a tensor never depends on the timetable.
+5. A tensor that backward reads again after the tensor has left once more (a retained graph, a split backward) has a
+   second site: the order of second needs is another habit. Look-ahead stops before a tensor that may still leave: what
+   comes behind would take the room.
+6. The value of a tensor never depends on the timetable.
 """
 
 from __future__ import annotations
@@ -56,12 +59,27 @@ class Site:
         self.is_derived = False
         self.not_derived: tuple[Any, ...] | None = None
         self.is_closed = False
+        self._again: Site | None = None
+        self._first: Site | None = None  # of an `again`: the site of the first need
         self._next: Site | None = None
         # Keyed by id: a strong reference would keep the site before alive, also when the model is long gone.
         self._next_after: dict[int, tuple[weakref.ref[Site], Site]] = {}
 
     def __str__(self) -> str:
         return f"{self.region or '<root>'}#{self.call}.{self.index}"
+
+    @property
+    def again(self) -> Site:
+        """The site of the tensor once backward has read the tensor and the tensor has left again."""
+        if self._again is None:
+            self._again = Site(self.region, self.call, self.index, self.numbers)
+            self._again._again, self._again._first = self._again, self
+        return self._again
+
+    @property
+    def may_leave_again(self) -> bool:
+        """Whether the tensor, expected to be needed again, has not left since the first need."""
+        return self._first is not None and self._first.live is not None and self._first.live() is not None
 
     @property
     def is_to_come(self) -> bool:

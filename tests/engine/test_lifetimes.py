@@ -48,7 +48,8 @@ def test_no_reference_is_left_when_all_have_ended():
     rig, x = Rig(), Data(CPU).leaf(10, 10)
     for _ in range(3):
         chain(rig, x).backward()
-    assert rig.engine._refs == set()
+    rig.check_at_rest()
+    assert rig.engine._refs == {}
 
 
 def test_a_key_that_storages_had_in_turn_finds_the_parcels_of_the_last_only():

@@ -38,12 +38,22 @@ def test_what_does_not_fit_has_the_smallest_plan(question, limit_gib):
     assert answer.plan.predicted.peak_bytes <= answer.smallest_bytes
 
 
-def test_a_process_that_dies_is_named_in_the_log_and_the_question_answered_here(question, monkeypatch, caplog):
-    monkeypatch.setattr("ebbtide._planner.process._CODE", "raise SystemExit('no room {path!r:.0}')")
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("raise SystemExit('no room {path!r:.0}')", "1 (no room"),
+        ("import os, sys; sys.stdin.buffer.read(9); os.kill(os.getpid(), 9)  # {path!r}", "-9 (no message"),
+    ],
+    ids=["error", "killed"],
+)
+def test_a_process_that_dies_is_named_in_the_log_and_the_question_answered_here(
+    question, monkeypatch, caplog, code, end
+):
+    monkeypatch.setattr("ebbtide._planner.process._CODE", code)
     answer = solve_elsewhere(question).result()
     assert answer.plan.predicted is not None
     assert caplog.record_tuples[0][1] == logging.WARNING
-    assert "the solver's process ended with 1 (no room" in caplog.text
+    assert f"the solver's process ended with {end}" in caplog.text
 
 
 @pytest.mark.parametrize("executable", ["/no/such/python", "/"])

@@ -13,4 +13,4 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def cached_only(monkeypatch):
     """The file system refuses O_DIRECT."""
-    monkeypatch.setattr(_scratch, "_open_direct", lambda path: None)
+    monkeypatch.setattr(_scratch, "_set_direct", lambda fd: False)

@@ -1,10 +1,12 @@
 """Peculiarities of a disk: folders, room that runs out, files that fail, and threads between disk and device."""
 
 import errno
+import fcntl
 import gc
 import mmap
 import os
 import re
+import stat
 import threading
 import weakref
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from late_device import LateDevice
 
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._errors import ConfigError, StoreError
-from ebbtide._stores import DiskStore, disk
+from ebbtide._stores import DiskStore, _scratch, disk
 from ebbtide._types import Wait
 from ebbtide._utils.sizes import GIB, MIB
 
@@ -104,9 +106,20 @@ def test_a_store_needs_a_thread(folder):
 # -- the file ------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_has_no_name(store, folder):
+def test_the_file_is_of_the_user_alone_and_has_no_name(store, folder):
     store.reserve(MIB)
     assert list(folder.iterdir()) == []
+    found = os.fstat(store._file._fd)
+    assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_nlink) == (0o600, os.getuid(), 0)
+    assert not os.get_inheritable(store._file._fd)
+
+
+def test_the_file_has_no_name_before_anything_is_written(folder, monkeypatch):
+    """Whoever may write to the folder must not be able to put a link in the place of the file."""
+    seen = []
+    monkeypatch.setattr(_scratch, "_set_direct", lambda fd: seen.append(list(folder.iterdir())) or False)
+    DiskStore(CpuDevice(), folder).close()
+    assert seen == [[]]
 
 
 def test_the_file_is_closed_with_the_last_reference(folder):
@@ -127,18 +140,17 @@ def test_closing_frees_the_room_at_once(store):
     assert os.fstat(store._file._fd).st_size == 0
 
 
-@pytest.mark.parametrize("where", ["open", "pwrite"])
-def test_a_file_system_may_refuse_to_pass_the_cache(folder, monkeypatch, lane, where):
-    genuine = getattr(os, where)
+@pytest.mark.parametrize(("module", "call"), [(fcntl, "fcntl"), (os, "pwrite")], ids=["at once", "at a write"])
+def test_a_file_system_may_refuse_to_pass_the_cache(folder, monkeypatch, lane, module, call):
+    genuine = getattr(module, call)
 
-    def refuse(first, second, *rest):
-        flags = second if where == "open" else 0
-        if where == "pwrite" or flags & os.O_DIRECT:
+    def refuse(fd, what, flags=0):
+        if call == "pwrite" or flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return genuine(first, second, *rest)
+        return genuine(fd, what, flags)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, where, refuse)
+        patched.setattr(module, call, refuse)
         store = DiskStore(CpuDevice(), folder)
     assert not store._file.is_direct
     data = data_of(3 * MIB + 5)

@@ -1,11 +1,16 @@
 """Readers of host memory: a wait for the latest reader stands for all earlier readers."""
 
+import contextlib
+
 import pytest
 import torch
+from faults.lines import Lines
 from late_device import LateDevice
 
+from ebbtide._devices.cpu import CpuDevice
 from ebbtide._devices.sim import SimDevice
 from ebbtide._stores import HostStore
+from ebbtide._stores._limits import HostMemoryLimit
 from ebbtide._types import Wait
 from ebbtide._utils.sizes import KIB, MIB
 
@@ -101,3 +106,36 @@ def test_two_reading_lanes_are_ordered_when_room_is_joined():
     device.finish()
     assert device.faults == []
     assert len(kept) == BLOCKS
+
+
+def test_an_interrupt_at_any_line_of_a_growth_loses_no_memory():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def grown(at):
+        limit = HostMemoryLimit(2**20)
+        device = CpuDevice()
+        store, lane = HostStore(device, limit, 512), device.new_stream("lane")
+        lines = Lines({at}, interrupt)
+        taken = []
+        with contextlib.suppress(KeyboardInterrupt), lines:
+            taken.append(store.reserve(512))
+        for block in taken:
+            store.give_back(block)
+        for nbytes in (3000, 700, 5000):
+            data = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+            block, back = store.reserve(nbytes), torch.empty_like(data)
+            store.write(block, data, lane).result()
+            store.read(block, back, lane).result()
+            assert torch.equal(back, data)
+            store.give_back(block)
+        assert store.stats().used_bytes == 0
+        assert store.stats().reserved_bytes == sum(map(len, store._memory))
+        # An interrupt in the limit itself may cost the size of a slab: nobody knows whether the room was taken.
+        assert limit._taken_bytes == store.stats().reserved_bytes or lines.place.startswith("_stores/_limits.py")
+        return lines.count
+
+    lines = grown(10**9)
+    assert lines > 30
+    for at in range(lines):
+        grown(at)

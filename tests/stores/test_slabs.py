@@ -1,6 +1,7 @@
 """Room: no two blocks overlap, nothing is lost, and the last reader stays known."""
 
 import pytest
+from faults.lines import Lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,9 +32,9 @@ def overlap(one, other) -> bool:
 calls = st.lists(st.one_of(st.integers(1, 12_000), st.integers(-100, -1)), max_size=60)
 
 
-def play(slabs: Slabs, calls: list[int]) -> list:
-    """Check each block handed out; returns the blocks not given back."""
-    out = []
+def play(slabs: Slabs, calls: list[int], out: list | None = None) -> list:
+    """Check each block handed out, beside those of `out`; returns the blocks not given back."""
+    out = [] if out is None else out
     for call in calls:
         if call > 0:
             taken = slabs.take(call)
@@ -165,3 +166,34 @@ def test_both_parts_of_a_cut_room_know_its_reader():
     slabs.give_back(whole)
     assert slabs.take(4000).reader == (1, "event")
     assert slabs.take(6000).reader == (1, "event")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@given(calls, st.integers(1, 12_000), st.integers(0, 120), calls)
+def test_an_interrupt_at_any_line_of_a_call_loses_no_room(before, nbytes, at, after):
+    slabs = make_slabs()
+    out = play(slabs, before)
+    try:
+        with Lines({at}, interrupt):
+            out.append(slabs.take(nbytes))
+    except KeyboardInterrupt:
+        pass
+    out = play(slabs, after, out)
+    assert slabs.free_bytes + slabs.used_bytes == slabs.reserved_bytes
+    for extent in out:
+        slabs.give_back(extent)
+    assert slabs.used_bytes == 0
+
+
+def test_room_freed_by_an_interrupt_is_reused_behind_the_last_reader_of_all():
+    slabs = make_slabs(most=1)
+    one, two = slabs.take(1000), slabs.take(1000)
+    for extent, order in ((one, 2), (two, 1)):
+        extent.reader = Reader(order, f"event {order}")
+        slabs.give_back(extent)
+    with pytest.raises(KeyboardInterrupt), Lines({9}, interrupt):
+        slabs.take(2000)
+    assert slabs.take(SLAB_BYTES).reader == Reader(2, "event 2")

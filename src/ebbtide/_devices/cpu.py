@@ -1,6 +1,16 @@
-"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is finished host work."""
+"""Models on the CPU: compute is the calling thread, a lane is a worker thread, an event is finished host work.
+
+Note [Forks]
+~~~~~~~~~~~~
+A child process has memory, files and locks of its parent, and no thread but the one that has forked.
+1. Work queued before the fork is the parent's. In the child its events raise, or a wait would have no end.
+2. A stream begins anew in the child, with an empty queue.
+3. Engines of the parent take no saved tensors of the child (process.py), and the file of a disk store is the parent's
+   alone (_scratch.py): both processes would write the same room.
+"""
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -15,13 +25,28 @@ from ebbtide._types import Device, Memory, Stream, StreamEvent, Wait
 from ebbtide._utils.storage import as_bytes
 
 
+class _ThisProcess:
+    """The process as its parent's fork has left it: `forks` counts the forks from the first process to this one."""
+
+    def __init__(self) -> None:
+        self.forks = 0
+        os.register_at_fork(after_in_child=self._count)
+
+    def _count(self) -> None:
+        self.forks += 1
+
+
+_this_process = _ThisProcess()
+
+
 class HostEvent:
     """Passes when a piece of host work is done. Carries the returned value or the error of the work."""
 
-    __slots__ = ("_done", "error", "passed_at", "value")
+    __slots__ = ("_done", "_forks", "error", "passed_at", "value")
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._forks = _this_process.forks
         self.error: BaseException | None = None
         self.value: object = None
         self.passed_at = 0.0
@@ -37,6 +62,8 @@ class HostEvent:
 
     def result(self) -> object:
         """Block until the work is done; raise StoreError if it failed."""
+        if self._forks != _this_process.forks and not self._done.is_set():
+            raise StoreError("this process was forked before the copy was done: run backward in the parent process")
         self._done.wait()
         if self.error is not None:
             raise StoreError(str(self.error)) from self.error
@@ -51,9 +78,16 @@ class HostStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._started = False
         self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._forks = _this_process.forks
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._started = False
+        # The thread refers to queue and turn alone, so the stream can die and end the thread.
+        weakref.finalize(self, self._work.put, None)
 
     def submit(self, work: Callable[[], object]) -> HostEvent:
         self._start()
@@ -63,15 +97,18 @@ class HostStream:
 
     def _start(self) -> None:
         with self._lock:
+            if self._forks != _this_process.forks:
+                self._begin()
             if self._started:
                 return
+            arguments = self._work, self._turn
+            threading.Thread(target=_drain, args=arguments, name=f"ebbtide-{self.name}", daemon=True).start()
             self._started = True
-            threading.Thread(target=_drain, args=(self._work,), name=f"ebbtide-{self.name}", daemon=True).start()
-            # The thread refers to the queue alone, so the stream can die and end the thread.
-            weakref.finalize(self, self._work.put, None)
 
 
-def _drain(work: "queue.SimpleQueue[_Work | None]") -> None:
+def _drain(work: "queue.SimpleQueue[_Work | None]", turn: threading.Lock) -> None:
+    if not turn.acquire(blocking=False):
+        return  # an interrupted start was repeated, and another thread works in order
     while (item := work.get()) is not None:
         done, event = item
         # No local name may keep the memory of a finished piece: the event declares the memory free.

@@ -216,8 +216,9 @@ class RegionCall:
         return call
 
     def __del__(self) -> None:
-        if self._number is not None:
-            self._numbers.give_back(self._number)
+        number = getattr(self, "_number", None)  # an interrupt may come before `__init__` sets the number
+        if number is not None:
+            self._numbers.give_back(number)
 
 
 @dataclass

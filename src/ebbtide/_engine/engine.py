@@ -65,8 +65,9 @@ class Engine:
         self._inbound = Inbound(device, store)
         self._timetable = Timetable()
         self.lock = threading.RLock() if lock is None else lock
-        # Holds the weak references themselves: a collected reference never calls back.
-        self._refs: set[TokenRef] = set()
+        # Holds the weak references themselves, by id: a collected reference never calls back. A parcel is in the books
+        # as long as its reference is here, beyond the parcel's end.
+        self._refs: dict[int, TokenRef] = {}
         self._by_storage: dict[int, list[weakref.ref[LifetimeToken]]] = {}
         self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # referenced elsewhere
         self._has_held = False  # spares most models a look into the set for every saved tensor
@@ -76,8 +77,8 @@ class Engine:
         self.newest: Site | None = None  # of the parcel made last
         self._forward = 0  # the number of its forward
         self.keeps_retained = False  # what a retained graph has read stays until the graph is read again
-        # Parcels brought back for a retained graph, oldest first, with the bytes of each.
-        self._retained: dict[TokenRef, int] = {}
+        # Parcels brought back for a retained graph, oldest first: id of the reference, and bytes.
+        self._retained: dict[int, int] = {}
         self._retained_bytes = 0
         # Filled by finalisers of any thread: neither a lock nor a plain counter is safe.
         self._pending_frees: deque[_PendingFree] = deque()
@@ -152,7 +153,7 @@ class Engine:
         token = LifetimeToken(parcel)
         parcel.ref = ref = TokenRef(token, _ended)
         ref.parcel = parcel
-        self._refs.add(ref)
+        self._refs[id(ref)] = ref
         try:
             if not site.needed_before_release and not self._outbound.send(parcel):
                 return self._full
@@ -177,12 +178,8 @@ class Engine:
 
     def _index(self, ref: TokenRef, key: int, storage: torch.UntypedStorage) -> None:
         # A released storage dies long before the parcel, and a new storage may reuse the key: drop the old parcels.
-        refs = self._by_storage.get(key)
-        if refs is None:
-            self._by_storage[key] = [ref]
-        else:
-            refs[:] = [known for known in refs if _is_of(known(), storage)]
-            refs.append(ref)
+        refs = self._by_storage.get(key, ())
+        self._by_storage[key] = [*(known for known in refs if _is_of(known(), storage)), ref]
 
     def release_down_to(self, window_bytes: int) -> None:
         """At a release point of a plan: the oldest parcels leave until `window_bytes` hold the rest."""
@@ -455,19 +452,20 @@ class Engine:
         Otherwise a retained graph would collect all parcels on the device again. Memory is dropped in the order of
         the owner stream, and running nodes hold the memory.
         """
-        assert parcel.ref is not None
-        if parcel.ref not in self._retained:
-            self._retained[parcel.ref] = parcel.nbytes
+        key = id(parcel.ref)
+        if key not in self._retained:
+            self._retained[key] = parcel.nbytes
             self._retained_bytes += parcel.nbytes
         limit = parcel.region_call.limits.prefetch_bytes
         for _ in range(len(self._retained) - 1):
             if self._retained_bytes <= limit:
                 return
-            ref = next(iter(self._retained))
-            nbytes = self._retained.pop(ref)
+            key = next(iter(self._retained))
+            nbytes = self._retained.pop(key)
+            ref = self._refs[key]
             token = ref()
             if token is None or token.parcel is parcel or token.parcel.location is not Location.BACK:
-                self._retained[ref] = nbytes  # a dead parcel is removed by the pending free
+                self._retained[key] = nbytes  # a dead parcel is removed by the pending free
                 continue
             self._retained_bytes -= nbytes
             token.parcel.drop_arrival()
@@ -483,7 +481,6 @@ class Engine:
         Any thread, possibly inside a call of the engine: takes no lock.
         """
         assert parcel.ref is not None
-        self._refs.discard(parcel.ref)
         self._outbound.abandon(parcel)
         self._inbound.abandon(parcel)
         if parcel.block is not None:
@@ -495,20 +492,28 @@ class Engine:
 
     def _drain_frees(self) -> None:
         while self._pending_frees:
-            storage_key, queued_bytes, forward, ahead_bytes, ended = self._pending_frees.popleft()
+            storage_key, queued_bytes, forward, ahead_bytes, ended = self._pending_frees[0]
             if queued_bytes:
                 self._outbound.died(queued_bytes, forward)
             self._ahead_bytes -= ahead_bytes
-            self._retained_bytes -= self._retained.pop(ended, 0)
+            self._retained_bytes -= self._retained.pop(id(ended), 0)
             refs = self._by_storage.get(storage_key)
-            if refs is None:
-                continue
-            if len(refs) > 1:
-                refs[:] = [ref for ref in refs if ref() is not None]
-            elif refs[0]() is None:
-                refs.clear()
-            if not refs:
-                del self._by_storage[storage_key]
+            if refs is not None:
+                if len(refs) > 1:
+                    refs = self._by_storage[storage_key] = [ref for ref in refs if ref() is not None]
+                if not refs or refs[0]() is None:
+                    del self._by_storage[storage_key]
+            self._refs.pop(id(ended), None)
+            self._pending_frees.popleft()
+        if not self._refs:
+            self._close_books()
+
+    def _close_books(self) -> None:
+        """No parcel is left, and so nothing to count: an interrupt may have left an update in the middle."""
+        self._outbound.close_books()
+        self._ahead_bytes = self._retained_bytes = 0
+        self._retained.clear()
+        self._by_storage.clear()
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -531,6 +536,8 @@ class Engine:
 def _ended(ref: "weakref.ref[LifetimeToken]") -> None:
     # The last ticket of a parcel is gone. (A function: bound methods would each live as long as the parcel.)
     assert isinstance(ref, TokenRef)
+    if not hasattr(ref, "parcel"):
+        return  # an interrupt came between the reference and its parcel, which holds nothing yet
     parcel, ref.parcel = ref.parcel, None
     if parcel is not None and not sys.is_finalizing():
         parcel.engine.free(parcel)

@@ -56,6 +56,12 @@ class Engines:
                 engine.close()
             self._engines.clear()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: make engines anew. Stores stay open, for they are the parent's."""
+        self._lock = threading.Lock()  # another thread of the parent may have held the lock
+        self._captures.clear()
+        self._engines.clear()
+
     def _make(self, device: torch.device) -> Engine:
         with self._lock:
             if device not in self._engines:

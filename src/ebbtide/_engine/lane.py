@@ -47,6 +47,10 @@ class _Lane:
         if self._last is not None:
             self._device.wait(stream, self._last, Wait.JOINED)
 
+    def _await_interrupted(self, stream: Stream) -> None:
+        """`stream` waits for all queued copies: an exception frees memory that a copy, queued just now, may use."""
+        self._device.wait(stream, self._device.record(self._stream), Wait.ABANDONED)
+
 
 class Outbound(_Lane):
     """Device to store, oldest first.
@@ -95,11 +99,15 @@ class Outbound(_Lane):
         """A queued parcel of the forward with the number `forward` has ended."""
         self._resident -= 1
         self.resident_bytes -= resident_bytes
-        left = self._resident_of[forward] - resident_bytes
+        left = self._resident_of.pop(forward, 0) - resident_bytes
         if left > 0:
             self._resident_of[forward] = left
-        else:
-            del self._resident_of[forward]
+
+    def close_books(self) -> None:
+        """No parcel lives."""
+        self._queue.clear()
+        self._resident = self.resident_bytes = 0
+        self._resident_of.clear()
 
     def send(self, parcel: Parcel) -> bool:
         """Start the copy out; False when the store has no room and the parcel stays. Raises StoreError."""
@@ -110,17 +118,20 @@ class Outbound(_Lane):
 
     def _send(self, parcel: Parcel) -> bool:
         assert parcel.source is not None and parcel.landed is None
-        block = self._reserve(parcel.nbytes)
-        if block is None:
+        parcel.block = self._reserve(parcel.nbytes)
+        if parcel.block is None:
             return False
-        parcel.place(block)
         device = self._device
         ready = self._compute_point = device.record(parcel.owner_stream)
         device.wait(self._stream, ready, Wait.READY)
-        landed = self._store.write(block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
-        parcel.recorder.add_copy(device, ready, self._last, landed, parcel.nbytes, parcel.site.region, is_out=True)
-        self._last = landed
-        parcel.send(landed)
+        try:
+            landed = self._store.write(parcel.block, as_bytes(parcel.source, parcel.start, parcel.nbytes), self._stream)
+            parcel.recorder.add_copy(device, ready, self._last, landed, parcel.nbytes, parcel.site.region, is_out=True)
+            self._last = landed
+            parcel.send(landed)
+        except BaseException:
+            self._await_interrupted(parcel.owner_stream)
+            raise
         return True
 
     def was_read(self, owner_stream: Stream) -> None:
@@ -226,9 +237,13 @@ class Inbound(_Lane):
         blocks = [device.allocate(parcel.nbytes, owner_stream) for parcel in parcels]
         room = device.record(owner_stream)
         device.wait(self._stream, room, Wait.ROOM)
-        for parcel, block in zip(parcels, blocks, strict=True):
-            arrived = self._read(parcel, block, room)
-            parcel.fetch(block.untyped_storage(), arrived)  # last: if the store raises, no copy is under way
+        try:
+            for parcel, block in zip(parcels, blocks, strict=True):
+                arrived = self._read(parcel, block, room)
+                parcel.fetch(block.untyped_storage(), arrived)  # last: if the store raises, no copy is under way
+        except BaseException:
+            self._await_interrupted(owner_stream)
+            raise
         return room
 
     def fetch_for(self, parcel: Parcel, reader: Stream) -> torch.UntypedStorage:
@@ -239,7 +254,11 @@ class Inbound(_Lane):
         device.wait(self._stream, room, Wait.ROOM)
         # Only the compute streams known at the release have waited for the copy out.
         device.wait(self._stream, parcel.landed, Wait.WRITTEN)
-        device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)
+        try:
+            device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)
+        except BaseException:
+            self._await_interrupted(reader)
+            raise
         return own.untyped_storage()
 
     def arrive(self, parcel: Parcel, point: StreamEvent | None) -> None:

@@ -273,9 +273,6 @@ class Parcel:
     def unqueue(self) -> None:
         self.location = Location.ON_DEVICE
 
-    def place(self, block: Block) -> None:
-        self.block = block
-
     def send(self, landed: StreamEvent) -> None:
         """The copy out has been queued."""
         self.landed = landed
@@ -296,9 +293,9 @@ class Parcel:
 
     def fetch(self, arrival: torch.UntypedStorage, arrived: StreamEvent) -> None:
         """The copy in has been queued."""
-        self.location = Location.FETCHING
         self.arrival = arrival
         self.arrived = arrived
+        self.location = Location.FETCHING
 
     def arrive(self) -> None:
         """The owner stream has waited for `arrived`."""

@@ -1,5 +1,6 @@
 """The process-wide engines, and the contexts of `offload_activations`."""
 
+import os
 import threading
 from collections.abc import Hashable
 
@@ -20,6 +21,7 @@ class Process:
         self._engines: dict[Hashable, Engines] = {}
         self._contexts: dict[OffloadConfig, HookContext] = {}
         self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def engines(self, config: OffloadConfig) -> Engines:
         """The engines of a store setting: all API objects with equal store settings share lanes and memory."""
@@ -45,6 +47,12 @@ class Process:
             for engines in self._engines.values():
                 engines.close()  # only emptied: handles and contexts hold the object and fill it again
             self._contexts.clear()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: see Note [Forks] in _devices/cpu.py."""
+        self._lock = threading.Lock()
+        for engines in self._engines.values():
+            engines.leave_to_parent()
 
 
 PROCESS = Process()

@@ -213,6 +213,22 @@ class Attachment:
         stack = self._sessions.stack
         return stack[-1] if stack and isinstance(stack[-1], Session) else None
 
+    def around_session(self) -> contextlib.AbstractContextManager[Any]:
+        """A context around the life of a session, from before its begin until after its end.
+
+        An interrupt (KeyboardInterrupt) may come at either, and leave the session and the hooks behind. The context is
+        a lock of the thread, whose entry and exit no interrupt divides: sessions without a held lock are left over.
+        """
+        sessions = self._sessions
+        if sessions.running.locked():
+            return contextlib.nullcontext()  # a model that calls itself
+        while sessions.stack:
+            session = sessions.stack[-1]
+            if isinstance(session, Session):
+                session.forget()
+            sessions.stack.pop()
+        return sessions.running
+
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a session: choose the plan, push the saved-tensor hooks."""
         if self.controller is not None or not self._schedule.is_off:
@@ -262,23 +278,30 @@ class Attachment:
         if self.plan.outside is not None:
             hooks.apply_plan(self.plan.outside)
         pushed = hooks.hooks()
-        pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
         session = Session(hooks, self.plan, pushed.pack_hook, pushed, verifies, self.never_recomputed())
         if not self.config.include and torch.is_grad_enabled() and self._moves is not self.plan:
             hooks.kept, session.likeness = {}, likeness_of(args, kwargs)
-        self._sessions.stack.append(session)
+        try:
+            pushed.__enter__()  # before the session counts as open: torch.func refuses hooks
+            self._sessions.stack.append(session)
+        except BaseException:
+            session.forget()
+            raise
 
     def leave_root(self, is_complete: bool) -> None:
         """Close the session that `enter_root` has opened."""
         stack = self._sessions.stack
-        session = stack.pop() if stack else None
+        session = stack[-1] if stack else None
+        is_inner = stack[-2:-1] == [session]
+        if isinstance(session, Session) and not is_inner:
+            if is_complete:
+                self._note_kept(session)
+            session.close()
+        del stack[-1:]  # behind the close: an interrupt leaves the session in sight
         if isinstance(session, Kept) and is_complete and not stack and torch.is_grad_enabled():
             session.repeat(self.context.recorder)
-        if not isinstance(session, Session) or session is self.session():
+        if not isinstance(session, Session) or is_inner:
             return
-        if is_complete:
-            self._note_kept(session)
-        session.close()
         if is_complete and torch.is_grad_enabled() and (engine := self.engine()) is not None:
             engine.forward_ended(session.hooks.region_call.limits)
         if self.controller is not None and session.hooks.step_recorder is not None:
@@ -320,7 +343,7 @@ class Attachment:
     ) -> Generator[RecomputeRecorder | None, None, None]:
         """The session of a region that recomputes in backward, in the thread of backward."""
         hooks = SavedTensorHooks(self.engines, call)
-        with contextlib.ExitStack() as stack:
+        with self.around_session(), contextlib.ExitStack() as stack:
             recomputed = None if recorder is None else stack.enter_context(recorder.recomputing(call.region))
             for hook in self._former_hooks:  # removed since; a graph in flight follows the recipes of its forward
                 stack.enter_context(hook.reinstalled())
@@ -416,3 +439,4 @@ class _Sessions(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Session | Kept | None] = []
+        self.running = threading.Lock()

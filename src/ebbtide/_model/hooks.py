@@ -63,6 +63,8 @@ class HookOwner(Protocol):
 
     def session(self) -> Session | None: ...
 
+    def around_session(self) -> contextlib.AbstractContextManager[Any]: ...
+
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
     def leave_root(self, is_complete: bool) -> None: ...
@@ -102,6 +104,10 @@ class ModuleHook(abc.ABC):
     @abc.abstractmethod
     def leave(self, is_complete: bool) -> None:
         """`is_complete`: the forward has raised no exception."""
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """A context around a wrapped call, with `enter` and `leave` inside."""
+        return contextlib.nullcontext()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module, between `enter` and `leave`."""
@@ -193,14 +199,15 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return self.call(*args, **kwargs)
-        self._hook.enter(args, kwargs)
-        is_complete = False
-        try:
-            output = self._hook.run(self.call, args, kwargs)
-            is_complete = True
-        finally:
-            self._hook.leave(is_complete)
-        return output
+        with self._hook.around():
+            self._hook.enter(args, kwargs)
+            is_complete = False
+            try:
+                output = self._hook.run(self.call, args, kwargs)
+                is_complete = True
+            finally:
+                self._hook.leave(is_complete)
+            return output
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -215,6 +222,9 @@ class RootHook(ModuleHook):
     def _call_to_wrap(self) -> Callable[..., Any] | None:
         """Of any root: the wrapper returned by torch.compile keeps this one attribute to itself."""
         return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        return self._owner.around_session()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._owner.enter_root(args, kwargs)

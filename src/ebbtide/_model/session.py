@@ -166,8 +166,13 @@ class Session:
 
     def close(self) -> None:
         """The forward has ended, or an exception has left the middle of it."""
-        self.hooks.switch_to(self.hooks.region_call)
         if self.pushed is not None and not self.is_paused:
+            self.pushed.__exit__()
+        self.hooks.switch_to(self.hooks.region_call)
+
+    def forget(self) -> None:
+        """Take `pushed` off if an interrupt has left it."""
+        if self.pushed is not None and top_pack_hook() is self.pack_hook:
             self.pushed.__exit__()
 
     def why_unable(self) -> Unable | None:

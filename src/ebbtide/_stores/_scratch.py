@@ -36,6 +36,7 @@ class ScratchFile:
         self._nbytes = 0
         self._share_bytes: int | None = None
         self._is_closed = False
+        self._process = os.getpid()
         try:
             self._fd, self.is_direct = _open_unlinked(folder)
         except OSError as error:
@@ -70,7 +71,8 @@ class ScratchFile:
         """Free the room. Later reads and writes fail."""
         if not self._is_closed:
             self._is_closed = True
-            os.ftruncate(self._fd, 0)
+            if self._process == os.getpid():
+                os.ftruncate(self._fd, 0)
 
     def _move(self, move: Callable[[memoryview, int], int], data: memoryview, at: int, what: str) -> None:
         done = 0
@@ -109,6 +111,10 @@ class ScratchFile:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError(f"the disk store in {str(self._folder)!r} is closed: no parcel can be read any more")
+        if self._process != os.getpid():
+            raise StoreError(
+                f"the disk store in {str(self._folder)!r} is of the process that forked this one: run backward there"
+            )
 
     def _failure(self, what: str, error: OSError) -> StoreError:
         text = f"the disk store in {str(self._folder)!r} failed {what}: {error.strerror}"
@@ -118,32 +124,29 @@ class ScratchFile:
 
 
 def _open_unlinked(folder: Path) -> tuple[int, bool]:
-    """A descriptor of a new file without a name, and whether O_DIRECT works."""
-    cached, path = tempfile.mkstemp(prefix="ebbtide-", dir=folder)
-    try:
-        direct = _open_direct(path)
-    finally:
-        os.unlink(path)
-    if direct is None:
-        return cached, False
-    os.close(cached)
-    return direct, True
+    """A descriptor of a new file that no path leads to, and whether O_DIRECT works."""
+    fd, path = tempfile.mkstemp(prefix="ebbtide-", dir=folder)  # for the user alone (mode 0600)
+    os.unlink(path)
+    return fd, _set_direct(fd)
 
 
-def _open_direct(path: str) -> int | None:
-    """None if the file system refuses O_DIRECT, at open or at the first write."""
+def _set_direct(fd: int) -> bool:
+    """False if the file system refuses O_DIRECT, at once or at the first write.
+
+    Set on the descriptor: opening the path again might find another file, or a link, that somebody has put there.
+    """
     if sys.platform != "linux":
-        return None
+        return False
+    import fcntl
+
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-    except OSError:  # an error beyond a refusal shows again at the cached descriptor
-        return None
-    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         os.pwrite(fd, mmap.mmap(-1, ALIGN_BYTES), 0)
     except OSError:
-        os.close(fd)
-        return None
-    return fd
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    return True
 
 
 def _allocate(fd: int, start: int, nbytes: int) -> None:

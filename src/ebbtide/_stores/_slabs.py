@@ -13,6 +13,7 @@ Note [Blocks are reused behind their last reader]
    for the last reader of the previous lane.)
 5. Room of a captured graph (HostStore.lend) never comes back, because replays read and write the room unseen. Inside
    the capture the rules hold among the events of the capture.
+6. An exception (an interrupt) may leave a change in the middle. The blocks handed out then say what room is free.
 """
 
 import bisect
@@ -59,16 +60,23 @@ class Slabs:
     def __init__(self, grow: Callable[[int], int], align_bytes: int) -> None:
         self._grow = grow
         self._align_bytes = align_bytes
-        self._count = 0
+        self._sizes: list[int] = []  # of the slabs
         self._by_size: list[tuple[int, int, int]] = []  # (nbytes, slab, start), sorted
         self._by_start: dict[tuple[int, int], Extent] = {}
         self._by_end: dict[tuple[int, int], Extent] = {}
         self._unjoined: dict[int, list[Extent]] = {}
         # Filled by finalisers of any thread, emptied under the engine's lock: append and popleft are atomic.
         self._returned: deque[Extent] = deque()
+        self._out: set[Extent] = set()
+        self._last_reader: Reader | None = None  # of all blocks that came back
+        self._is_torn = False
         self.reserved_bytes = 0
         self.free_bytes = 0
-        self.growths = 0
+
+    @property
+    def growths(self) -> int:
+        """The count of slabs."""
+        return len(self._sizes)
 
     @property
     def used_bytes(self) -> int:
@@ -77,14 +85,18 @@ class Slabs:
 
     def take(self, nbytes: int, may_grow: bool = True) -> Extent | None:
         """A block of at least `nbytes`, or None at the limit. A write must wait for the `reader` of the block."""
-        self._take_back()
-        wanted = -(-nbytes // self._align_bytes) * self._align_bytes
-        exact = self._unjoined.get(wanted)
-        if exact:
-            self.free_bytes -= wanted
-            return exact.pop()
-        found = self._joined_fit(wanted) or (self._grown(wanted) if may_grow else None)
-        return None if found is None else self._cut(found, wanted)
+        extent = None
+        try:
+            self._take_back()
+            extent = self._take(-(-nbytes // self._align_bytes) * self._align_bytes, may_grow)
+            if extent is not None:
+                self._out.add(extent)
+            return extent
+        except BaseException:
+            self._is_torn = True
+            if extent is not None:
+                self._out.discard(extent)
+            raise
 
     def give_back(self, extent: Extent) -> None:
         """Queue `extent` for reuse. Any thread, also from finalisers."""
@@ -95,6 +107,14 @@ class Slabs:
         for extents in self._unjoined.values():
             for extent in extents:
                 extent.block = None
+
+    def _take(self, wanted: int, may_grow: bool) -> Extent | None:
+        exact = self._unjoined.get(wanted)
+        if exact:
+            self.free_bytes -= wanted
+            return exact.pop()
+        found = self._joined_fit(wanted) or (self._grown(wanted) if may_grow else None)
+        return None if found is None else self._cut(found, wanted)
 
     def _cut(self, room: Extent, nbytes: int) -> Extent:
         self._forget(room)
@@ -124,28 +144,52 @@ class Slabs:
         taken = self._grow(nbytes)
         if taken == 0:
             return None
-        slab = Extent(self._count, 0, taken, None)
-        self._count += 1
-        self.growths += 1
+        slab = Extent(len(self._sizes), 0, taken, None)
+        self._sizes.append(taken)
         self.reserved_bytes += taken
         self._add(slab)
         return slab
 
     def _take_back(self) -> None:
+        if self._is_torn:
+            self._mend()
         while self._returned:
-            extent = self._returned.popleft()
-            self.free_bytes += extent.nbytes
-            self._unjoined.setdefault(extent.nbytes, []).append(extent)
+            extent = self._returned[0]
+            if extent in self._out:
+                self._last_reader = _later(self._last_reader, extent.reader)
+                self._out.remove(extent)
+                self.free_bytes += extent.nbytes
+                self._unjoined.setdefault(extent.nbytes, []).append(extent)
+            self._returned.popleft()
+
+    def _mend(self) -> None:
+        """All room that is not handed out is free, behind the last reader of all."""
+        self.reserved_bytes = sum(self._sizes)
+        self.free_bytes = 0
+        for entries in (self._by_size, self._by_start, self._by_end, self._unjoined):
+            entries.clear()
+        out = sorted(self._out, key=lambda extent: (extent.slab, extent.start))
+        for slab, nbytes in enumerate(self._sizes):
+            start = 0
+            for extent in [*(extent for extent in out if extent.slab == slab), Extent(slab, nbytes, 0, None)]:
+                if extent.start > start:
+                    self._add(Extent(slab, start, extent.start - start, self._last_reader))
+                start = extent.end
+        self._is_torn = False
 
     def _join(self, extent: Extent) -> None:
         before = self._by_end.get((extent.slab, extent.start))
         if before is not None:
             self._forget(before)
-            extent = Extent(extent.slab, before.start, before.nbytes + extent.nbytes, _later(before, extent))
+            extent = Extent(
+                extent.slab, before.start, before.nbytes + extent.nbytes, _later(before.reader, extent.reader)
+            )
         after = self._by_start.get((extent.slab, extent.end))
         if after is not None:
             self._forget(after)
-            extent = Extent(extent.slab, extent.start, extent.nbytes + after.nbytes, _later(extent, after))
+            extent = Extent(
+                extent.slab, extent.start, extent.nbytes + after.nbytes, _later(extent.reader, after.reader)
+            )
         self._add(extent)
 
     def _add(self, extent: Extent) -> None:
@@ -162,7 +206,7 @@ class Slabs:
         self.free_bytes -= extent.nbytes
 
 
-def _later(one: Extent, other: Extent) -> Reader | None:
-    if one.reader is None or other.reader is None:
-        return one.reader or other.reader
-    return max(one.reader, other.reader, key=lambda reader: reader.order)
+def _later(one: Reader | None, other: Reader | None) -> Reader | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda reader: reader.order)

@@ -74,10 +74,14 @@ class DiskStore:
             raise ConfigError(f"{str(folder)!r} is on a {kind}, which is RAM: a move frees no memory; {_ELSEWHERE}")
 
     def reserve(self, nbytes: int) -> DiskBlock | None:
-        extent = self._slabs.take(nbytes)
-        if extent is None:
-            return None
-        return DiskBlock(extent, self._slab_starts[extent.slab] + extent.start, nbytes)
+        extent = None
+        try:
+            extent = self._slabs.take(nbytes)
+            return None if extent is None else DiskBlock(extent, self._slab_starts[extent.slab] + extent.start, nbytes)
+        except BaseException:  # an interrupt
+            if extent is not None:
+                self._slabs.give_back(extent)
+            raise
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, DiskBlock)
@@ -116,6 +120,7 @@ class DiskStore:
         self._inbound.workers.run(dst, functools.partial(_part_in, self._file, block.start))
 
     def _grow(self, nbytes: int) -> int:
+        del self._slab_starts[self._slabs.growths :]  # of a growth that an interrupt has ended
         for size in (max(nbytes, 256 * MIB), nbytes):
             start = self._file.grow(size)
             if start is not None:

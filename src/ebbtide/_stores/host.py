@@ -37,14 +37,20 @@ class SlabStore(abc.ABC):
         self._is_closed = False
 
     def reserve(self, nbytes: int) -> HostBlock | None:
-        extent = self._slabs.take(nbytes)
-        if extent is None:
-            return None
-        block = extent.block
-        if not isinstance(block, HostBlock) or block.nbytes != nbytes:
-            view = self._memory[extent.slab][extent.start : extent.start + nbytes]
-            block = extent.block = HostBlock(extent, view, nbytes)
-        return block
+        extent = None
+        try:
+            extent = self._slabs.take(nbytes)
+            if extent is None:
+                return None
+            block = extent.block
+            if not isinstance(block, HostBlock) or block.nbytes != nbytes:
+                view = self._memory[extent.slab][extent.start : extent.start + nbytes]
+                block = extent.block = HostBlock(extent, view, nbytes)
+            return block
+        except BaseException:  # an interrupt
+            if extent is not None:
+                self._slabs.give_back(extent)
+            raise
 
     def write(self, block: Block, src: torch.Tensor, stream: Stream) -> StreamEvent:
         assert isinstance(block, HostBlock)
@@ -145,6 +151,8 @@ class HostStore(SlabStore):
 
     def _grow(self, nbytes: int) -> int:
         """Take a slab. The size is a power of two, because torch's pinned allocator rounds every request up."""
+        while len(self._memory) > self._slabs.growths:  # of a growth that an interrupt has ended
+            self._limit.give_back(self._memory.pop().numel())
         usual = max(self._smallest_slab_bytes, min(GIB, self._slabs.reserved_bytes))
         for size in (_power_of_two(max(nbytes, usual)), _power_of_two(nbytes)):
             if self._take(size):
@@ -160,6 +168,9 @@ class HostStore(SlabStore):
         except MemoryError:
             self._limit.refused(size)
             return False
+        except BaseException:  # an interrupt: pinning takes long
+            self._limit.give_back(size)
+            raise
         return True
 
 

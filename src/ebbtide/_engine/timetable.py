@@ -74,6 +74,7 @@ class Site:
         if self._again is None:
             self._again = Site(self.region, self.call, self.index, self.numbers)
             self._again._again, self._again._first = self._again, self
+        self._again.is_recomputed = self.is_recomputed
         return self._again
 
     @property

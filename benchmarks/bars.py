@@ -126,6 +126,17 @@ def _host_cost(result: dict[str, Any]) -> Iterator[Bar]:
         yield Bar(f"Z6-{mode}", steps[mode] / steps[to], limit, f"x {to} step: 24 tiny blocks")
 
 
+def _observers(result: dict[str, Any]) -> Iterator[Bar]:
+    shares = result["shares"]
+    yield Bar(
+        "S-observed",
+        shares["events"] + shares["stats"],
+        0.01,
+        "of a step of Llama A: a listener, and stats() each step",
+    )
+    yield Bar("S-idle", shares["idle"], 0.001, "of a step of Llama A: events without a listener")
+
+
 def _zoo(model: str, result: dict[str, Any]) -> Iterator[Bar]:
     points = result["points"]
     runs = [*points, result["no budget"], result["at most 5 % slower"]]
@@ -300,6 +311,7 @@ _JUDGES = {
     "T2": _sft_adapter,
     "T3": _wan,
     "host-cost": _host_cost,
+    "observers": _observers,
     "races": _races,
     "demo": _demo,
 }

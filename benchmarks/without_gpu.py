@@ -1,4 +1,4 @@
-"""Measure the figures without an accelerator: random programs on the simulator, mutations caught, and the demo.
+"""Measure the figures without an accelerator: random programs on the simulator, mutations caught, observers, the demo.
 
     python -m benchmarks.without_gpu [--seeds 1200] [--out benchmarks/results]
 
@@ -20,6 +20,7 @@ from support import explore
 
 from benchmarks import bars
 from benchmarks.facts import facts
+from benchmarks.observers import observer_costs
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def main() -> None:
     }
     (options.out / "races.json").write_text(json.dumps({**about, **races}, indent=1) + "\n")
     (options.out / "demo.json").write_text(json.dumps({**about, **_demo()}, indent=1) + "\n")
+    observed = observer_costs(json.loads((options.out / "A.json").read_text()))
+    (options.out / "observers.json").write_text(json.dumps({**about, **observed}, indent=1) + "\n")
     (options.out / "bars.json").write_text(json.dumps(bars.judge(options.out), indent=1) + "\n")
 
 

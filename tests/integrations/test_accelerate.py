@@ -65,6 +65,12 @@ def test_with_a_budget():
     assert handle.plan.predicted is not None
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_loop_in_which_nothing_moves_warns(order):
+    with pytest.warns(EbbtideWarning, match=r"offload\(Transformer\) moved nothing .* smaller than min_bytes"):
+        trained(order, {"store": "mock", "mode": "all"}, batches=1)
+
+
 @pytest.mark.parametrize(
     ("plugin", "settings", "message"),
     [

@@ -70,6 +70,13 @@ def test_a_training_computes_the_same(kind, name):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_training_in_which_nothing_moves_warns():
+    model = tiny.seeded("wan")
+    offload_transformers(model, store="mock", mode="all")
+    with pytest.warns(ebbtide.EbbtideWarning, match=r"moved nothing in its first forward: .* smaller than min_bytes"):
+        tiny.train(model, "wan")
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_adapters_train_the_same(name):
     model, twin = with_adapter(tiny.seeded("wan")), with_adapter(tiny.seeded("wan"))

@@ -193,6 +193,9 @@ def test_below_the_smallest_budget_an_error_names_its_parts():
         "(74%), working memory of layers.0 in backward 286.10 MiB (22%), saved outside of the regions 47.68 MiB (4%). "
         "Write budget='1.3GiB' or more, or make the batch smaller"
     )
+    on_cpu = replace(step, made_for={"device": "cpu"})
+    with pytest.raises(PlanError, match=r"or make the batch smaller\. On the CPU .* MALLOC_MMAP_THRESHOLD_=65536"):
+        Solver(on_cpu).solve(1000 * MB)
 
 
 def test_the_parts_of_the_smallest_budget_add_up():

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -110,6 +111,9 @@ def test_a_page_can_be_read_aloud_and_by_keys(html):
     assert all(each["role"] == "img" and each["aria-label"] for each in page.of("svg"))
     assert all(each.get("scope") in ("row", "col") for each in page.of("th"))
     assert len(page.of("caption")) == len(page.of("table")) > 3
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1
+    assert all(below - above <= 1 for above, below in pairwise(levels))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     scrolled = [attributes for _, attributes in page.tags if attributes.get("class") in ("scroll", "wide")]
@@ -124,6 +128,31 @@ def test_colours_are_those_of_the_page_in_the_light_and_in_the_dark(html):
         assert f"--{name}:{value};" in style
         assert value not in rest
         assert f"--{name}:#" in dark
+
+
+def test_text_and_pictures_stand_out_from_their_background_in_the_light_and_in_the_dark(html):
+    """As WCAG 2.1 demands at level AA: 4.5 to 1 for text, 3 to 1 for parts of pictures, with lines of a grid exempt."""
+    light, dark = re.search(r"<style>(.*?)</style>", html, re.DOTALL)[1].split("prefers-color-scheme:dark")
+    for scheme in (light, dark):
+        colours = dict(re.findall(r"--(\w+):(#\w+)", scheme))
+        assert colours.keys() == {"paper", "card", *pictures.COLOURS}
+        for background in ("paper", "card"):
+            ratios = {name: contrast(colours[name], colours[background]) for name in pictures.COLOURS}
+            del ratios["faint"]
+            assert ratios["ink"] >= 4.5
+            assert min(ratios.values()) >= 3, ratios
+
+
+def contrast(one, other):
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    shares = [value / 255 for value in bytes.fromhex(digits)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_names_are_shown_as_they_are_and_never_run():

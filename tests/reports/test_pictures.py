@@ -3,8 +3,9 @@
 import matplotlib as mpl
 import matplotlib.image
 import numpy as np
+import pytest
 
-from ebbtide._reports.pictures import Curve, batch_sizes, draw_timeline
+from ebbtide._reports.pictures import Curve, batch_sizes, draw_timeline, steps
 from ebbtide._utils.sizes import MIB
 
 CURVES = [
@@ -21,7 +22,7 @@ def colours_in(path) -> set[tuple[int, ...]]:
 def test_both_curves_are_in_the_picture(tmp_path):
     path = tmp_path / "memory.png"
     draw_timeline(CURVES, path, title="what it shows", memory="memory")
-    assert {(0x8B, 0x94, 0x9E), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
+    assert {(0x82, 0x8B, 0x96), (0x0B, 0x6F, 0xB8)} <= colours_in(path)
 
 
 def test_one_curve_is_drawn_alone(tmp_path):
@@ -43,3 +44,10 @@ def test_backend_of_the_user_stays(tmp_path):
     before = mpl.rcParams._get_backend_or_none()
     draw_timeline(CURVES, tmp_path / "memory.png", title="what it shows", memory="memory")
     assert mpl.rcParams._get_backend_or_none() == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_steps_of_a_short_run_have_whole_numbers(count):
+    figure = steps([(number, 1.0, 1.0) for number in range(1, count + 1)], (), "any", "s", 1.0)
+    figure.draw_without_rendering()
+    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())

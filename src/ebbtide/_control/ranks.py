@@ -3,19 +3,19 @@
 Note [Ranks]
 ~~~~~~~~~~~~
 1. Ranks meet between two steps, at steps that follow from nothing but earlier meetings: the step after an agreement on
-   profiles, then each 4th step while plans are on trial, later ever more rarely. Between meetings no rank changes its
-   plan.
+   profiles, each 4th step while plans are on trial, later ever more rarely. Between meetings every rank keeps the plan.
 2. At a meeting every rank brings a summary of fixed size, and takes the worst of every number over all ranks away, by
-   one reduction. Every rank draws the same conclusion from the same numbers by the same code as a single rank
+   one reduction. From equal numbers every rank draws equal conclusions, by the code of a single rank
    (Note [PlanTuner]). Nothing else may decide: no clock, no figure of one rank, no answer that came early.
 3. An optimizer step ends a step, because ranks may run different numbers of forwards in a step. Without an optimizer of
    torch each forward counts as a step, and every rank must run the same number.
    The meetings begin before the first forward, or as soon as a profile is given: ranks of other options would recompute
    other regions, and their collectives would hang or mix. Every rank raises the same error instead.
-4. Profiles of equal structure are merged by a reduction of their numbers. Ranks whose structures differ send theirs.
+4. Profiles of equal structure are merged by a reduction of their numbers. Ranks with different structures send whole
+   profiles.
 5. Each stage of a pipeline has a plan, for the blocks of stages differ. A stage waits in the middle of a step for the
    output of another stage, so only the ranks of one stage meet, before the first forward of a step. A rank arrives when
-   its former step is over, whatever happens in the present step elsewhere: no two meetings wait for each other. Until
+   the rank's former step is over, independent of the present step elsewhere: no two meetings wait for each other. Until
    an optimizer has stepped, forwards count, and a first meeting may come between the forwards of one step: shown for
    GPipe and 1F1B only. In a pipeline over all ranks of the job each rank plans alone; otherwise `process_group=` has to
    name the ranks of the stage, and a budget without the name is an error before the first step.
@@ -91,8 +91,8 @@ class Ranks:
         self._meeting = FIRST_MEETING
 
     def check_alike(self, options: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank if ranks differ in the `options` that decide what recomputes. Before the first
-        plan, on every rank."""
+        """Raise PlanError on every rank if ranks differ in the `options` that decide about recomputation. Before the
+        first plan, on every rank."""
         digest = hashlib.sha256(repr(sorted(options.items())).encode()).digest()
         number = float(int.from_bytes(digest[:6], "big"))
         if sum(self._largest([number, -number])) == 0.0:
@@ -217,12 +217,12 @@ def _instances(file: str, base: str) -> list[Any]:
     found: Any = sys.modules.get(f"torch.distributed.pipelining.{file}")
     if found is None:
         return []
-    gc.collect()  # those of an earlier pipeline
+    gc.collect()  # stages of an earlier pipeline
     return [each for each in gc.get_objects() if getattr(found, base) in type(each).__mro__]
 
 
 def _has_part_in(submod: torch.nn.Module, module: torch.nn.Module) -> bool:
-    """Whether the modules are equal, or one a part of the other (as in DDP)."""
+    """Whether the modules are equal, or one is a part of the other (as in DDP)."""
     return submod in modules_of(module) or module in modules_of(submod)
 
 

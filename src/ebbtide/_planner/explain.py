@@ -78,15 +78,22 @@ def _place(kept_bytes: int, name: str, work_bytes: int) -> dict[str, int]:
     return {"activations that stay": kept_bytes, name: work_bytes}
 
 
-def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int]) -> str:
-    """Error text for a budget below the smallest."""
+def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int], device: str) -> str:
+    """Error text for a budget below the smallest. `device`: as in `Profile.made_for`."""
     listed = ", ".join(
         f"{name} {format_bytes(nbytes)} ({nbytes / max(1, least_bytes):.0%})" for name, nbytes in parts.items()
     )
     return (
         f"budget {format_bytes(budget_bytes)}: no plan fits, the smallest budget is {format_bytes(least_bytes)}, "
         f"held by: {listed}. Write budget={as_budget(least_bytes)!r} or more, or make the batch smaller"
+        f"{_WHOLE_PROCESS if device == 'cpu' else ''}"
     )
+
+
+_WHOLE_PROCESS = (
+    ". On the CPU a budget counts the resident memory of the whole process, with freed memory that the C library "
+    "retains: glibc returns freed memory if Python starts with MALLOC_MMAP_THRESHOLD_=65536 in the environment"
+)
 
 
 NO_BUDGET = "ebbtide: without a budget only moves that cost no time are made: write budget='40GiB', or 0.8"
@@ -109,7 +116,7 @@ def out_of_memory(
 
     Args:
         measured_bytes: peak of the failed step.
-        margin_share: part of the planned bytes that should stay free besides.
+        margin_share: part of the planned bytes to stay free besides.
         least_bytes: the smallest budget of any plan.
         what_next: the next action, of ebbtide or of the user.
     """

@@ -1,11 +1,11 @@
-"""Solves in a process of its own, while training goes on by the plan it has (law 13).
+"""Solves in a separate process, while training goes on by the present plan (law 13).
 
 Note [A process per question]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A thread would hold up training: simulations are Python, and the interpreter runs one thread at a time. A question is
 rare (two or three in a run), so a process starts for each and ends with the answer, at the latest a few seconds after
 training; nothing is left to end or to restart. The process imports the planner alone, without torch and without the
-user's script (which a pool of `multiprocessing` would import).
+user's script (a pool of `multiprocessing` would import the script).
 """
 
 import logging
@@ -37,7 +37,7 @@ def solve_elsewhere(question: Question) -> "Future[Answer]":
 
 
 def solve_here(question: Question) -> "Future[Answer]":
-    """The answer, worked out in this thread: for training that waits for its plans."""
+    """The answer, worked out in this thread: for training that waits for plans."""
     future: Future[Answer] = Future()
     try:
         future.set_result(answer_for_stage(question))
@@ -48,7 +48,7 @@ def solve_here(question: Question) -> "Future[Answer]":
 
 def serve() -> None:
     """Read one question from the standard input, and write the answer, or the error, to the standard output, behind a
-    mark: modules may print while they are imported."""
+    mark: modules may print during their import."""
     found: Answer | PlanError
     try:
         found = answer_for_stage(pickle.load(sys.stdin.buffer))  # noqa: S301 (of the parent process)

@@ -2,10 +2,10 @@
 
 Note [Budgets]
 ~~~~~~~~~~~~~~
-A larger budget must never give a slower plan. So proposals do not depend on the budget: the problem is solved for a
-fixed row of budgets, from the smallest of any plan to the need of keeping everything, and every solution is a proposal
-at every budget that the solution fits. Measured and rejected: local search around the proposals of a row half as dense
-(three times as long, no faster plans).
+A larger budget must never give a slower plan. Proposals therefore do not depend on the budget: the problem is
+solved for a fixed row of budgets, from the smallest of any plan to the need of keeping everything, and every solution
+is a proposal at every budget large enough for the solution. Measured and rejected: local search around the proposals
+of a row half as dense (three times as long, no faster plans).
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def assignment_of(profile: Profile, options: Sequence[Option]) -> Assignment:
 
 
 def assignments_of(grouping: Grouping) -> list[Assignment]:
-    """All assignments if few; otherwise those of the relaxation, those with one recipe everywhere, and the leanest."""
+    """All assignments if few; otherwise those of the relaxation, a recipe for all regions, and the leanest."""
     is_few = prod(len(unit.recipes) for unit in grouping.units) * len(grouping.profile.order) // 2 <= THRESHOLDS.few
     found = product(*(range(len(unit.recipes)) for unit in grouping.units)) if is_few else _likely_choices(grouping)
     return [assignment_of(grouping.profile, grouping.options(choices)) for choices in dict.fromkeys(found)]
@@ -93,7 +93,7 @@ def leanest(grouping: Grouping) -> Choices:
 
 
 def _leanest_within(grouping: Grouping, budget_bytes: int) -> Choices | None:
-    """Fixed-point iteration: other graphs keep as much as this graph, which in turn depends on the room they leave."""
+    """Fixed-point iteration: other graphs keep as much as this graph, and bound this graph by the room left."""
     profile = grouping.profile
     room, others_bytes = budget_bytes - fixed_bytes(profile, 0), 0
     while True:
@@ -130,7 +130,7 @@ def _least_room(option: Option, grads: int) -> int:
 
 
 def _with_a_last_that_fits(grouping: Grouping, choices: list[int], budget_bytes: int) -> Choices | None:
-    """After the last region its parcels still on the way out need room too."""
+    """After the last region, parcels of the region still on the way out need room too."""
     unit = grouping.units[-1]
     for choice in [choices[-1], *sorted(range(len(unit.recipes)), key=unit.kept_bytes.__getitem__)]:
         found = (*choices[:-1], choice)

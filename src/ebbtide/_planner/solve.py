@@ -227,7 +227,8 @@ class _Space:
         found = self.simulated(self.kept, budget_bytes) or self._fastest(budget_bytes, inf)
         if found is None:
             parts = budget_parts(self._profile, self.leanest.options)
-            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, parts))
+            device = self._profile.made_for.get("device", "")
+            raise PlanError(too_small(budget_bytes, self.leanest.least_bytes, parts, device))
         return found
 
     def smallest(self, most_s: float) -> _Simulated | None:

@@ -1,4 +1,4 @@
-"""A run as one HTML page that works offline: no script, no link, and all names escaped."""
+"""A run as an HTML page for offline reading: no script, no link, and all names escaped."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -93,7 +93,7 @@ class _Comparison:
 
     @cached_property
     def _peak(self) -> tuple[int, str]:
-        """Of a step by the plan, and how it is known."""
+        """Peak bytes of a step by the plan, and their source."""
         last = self._run.changes[-1].number if self._run.changes else 0
         seen = max((step.peak_bytes for step in self._run.steps if step.number > last), default=0)
         return (seen, "measured") if seen else (self._planned.outcome.peak_bytes, "predicted")

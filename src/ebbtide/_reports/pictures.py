@@ -20,7 +20,7 @@ from ebbtide._utils.sizes import GIB, MIB, format_bytes
 COLOURS: Mapping[str, str] = {
     "ink": "#1b1f24",
     "faint": "#c9ced4",
-    "grey": "#8b949e",
+    "grey": "#828b96",
     "blue": "#0b6fb8",
     "orange": "#d1661f",
     "green": "#3a8f3a",
@@ -284,6 +284,7 @@ def steps(
     outside = sum(seen > most for _, seen, _ in rows)
     note = f"\nbeyond the picture: {outside} larger" if outside else ""
     figure, axes = _axes(NARROW, 3.2, title + note, "step by a plan", unit)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)  # of a short run: no ticks between steps
     numbers, measured = [number for number, _, _ in rows], [seen / scale for _, seen, _ in rows]
     predicted = [expected / scale if expected else nan for _, _, expected in rows]
     axes.plot(numbers, measured, "o", color=COLOURS["blue"], markersize=3.5, label="measured")

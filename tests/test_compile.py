@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -170,17 +171,69 @@ def test_the_hook_wraps_the_compiled_call_of_a_whole_model(backend, order):
     assert handle.stats().out.count > 0
 
 
-def test_torch_compile_of_an_offloaded_model_warns_and_is_right():
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["compile first", "offload first"])
+def test_the_model_inside_of_torch_compile_is_offloaded(backend, order):
+    """Hooks of the model run around its one graph, and stay out of it."""
     plain = make(Tower, CPU)
-    expected = train(plain, call=torch.compile(plain, backend="aot_eager", fullgraph=True))
+    expected = train(plain, call=torch.compile(plain, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    model = make(Tower, CPU)
+    if order == "compile first":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    handle = offload(model)
+    if order == "offload first":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
+        results = train(model, call=compiled)
+    assert_equal(results, expected)
+    check_no_graph_break()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    check_moved(handle.stats())
+
+
+def test_a_model_inside_of_a_larger_graph_warns_and_is_right():
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, batch):
+            return self.inner(batch)
+
+    plain = make(Tower, CPU)
+    expected = train(plain, call=torch.compile(Around(plain), backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
 
     model = make(Tower, CPU)
     handle = offload(model)
     with pytest.warns(ebbtide.EbbtideWarning, match="compiled as a whole with offloading inside.*block.compile"):
-        results = train(model, call=torch.compile(model, backend="aot_eager", fullgraph=True))
+        results = train(model, call=torch.compile(Around(model), backend="aot_eager", fullgraph=True))
     assert_equal(results, expected)
     assert handle.stats().out.count == 0
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_an_interrupt_leaves_hooks_and_compiler_as_they_were(how):
+    def interrupted(_graph, _inputs):
+        def run(*_args):
+            raise KeyboardInterrupt
+
+        return run
+
+    model = make(Tower, CPU)
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, max_slowdown=0.5)
+    call = torch.compile(model, backend=interrupted)
+    if how == "model.compile":
+        model.compile(backend=interrupted)
+        call = model
+    with pytest.raises(KeyboardInterrupt):
+        call(tokens(CPU))
+    assert handle._attachment.session() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch._C._dynamo.eval_frame.set_eval_frame(None) is None
 
 
 def test_offload_of_what_torch_compile_returned():
@@ -206,10 +259,9 @@ def test_batches_by_keyword_are_seen_outside_of_torch_compile():
     model = torch.compile(make(ByKeyword, CPU), backend="aot_eager")
     handle = ebbtide.offload(model, store="mock", min_bytes=1)
     sizes = []
-    with pytest.warns(ebbtide.EbbtideWarning, match="graphs larger than its blocks"):
-        for rows in (2, 3):
-            model(tokens=tokens(CPU, rows=rows)).backward()
-            sizes.append(handle._attachment.tokens)
+    for rows in (2, 3):
+        model(tokens=tokens(CPU, rows=rows)).backward()
+        sizes.append(handle._attachment.tokens)
     assert sizes == [2 * 8, 3 * 8]
     handle.remove()
     assert "_compiled_call_impl" not in {**model.__dict__, **model._orig_mod.__dict__}
@@ -306,3 +358,60 @@ def test_a_context_inside_a_compiled_function_breaks_the_graph():
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="aot_eager", fullgraph=True)(Data(CPU).leaf(6, 8))
+
+
+# -- compiled into CUDA graphs, where the compiler can -----------------------------------------------------------------
+
+
+def in_cuda_graphs(how):
+    """A model in blocks, or as a whole, with the mode for CUDA graphs: a CPU has none, and everything else is alike."""
+    model = make(Tower, CPU)
+    if how == "blocks":
+        for layer in model.layers:
+            layer.compile(mode="reduce-overhead")
+    elif how == "wrapped blocks":
+        model.layers = nn.ModuleList(torch.compile(layer, mode="reduce-overhead") for layer in model.layers)
+    elif how == "model.compile":
+        model.compile(mode="reduce-overhead")
+    return model, torch.compile(model, mode="reduce-overhead") if how == "torch.compile" else model
+
+
+@pytest.mark.parametrize("how", ["blocks", "wrapped blocks", "model.compile", "torch.compile"])
+def test_tensors_in_cuda_graphs_stay(how):
+    plain, call = in_cuda_graphs(how)
+    expected = train(plain, call=call)
+    torch._dynamo.reset()
+    model, call = in_cuda_graphs(how)
+    handle = offload(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ebbtide.EbbtideWarning)
+        assert_equal(train(model, call=call), expected)
+    is_whole = "compile" in how
+    said = "moved nothing in its first forward: 11 saved tensors (16.12 KiB) its region is compiled into CUDA graphs"
+    assert any(said in str(warning.message) for warning in seen) is is_whole
+    stats = handle.stats()
+    assert stats.kept[Reason.COMPILED_CAPTURE].count > 0
+    assert (stats.out.count > 0) is not is_whole  # of blocks, what is saved outside
+
+
+@pytest.mark.parametrize("how", ["blocks", "torch.compile"])
+@pytest.mark.parametrize("settings", [{"recipe": "recompute"}, {"budget": "64GiB"}])
+def test_regions_in_cuda_graphs_are_never_recomputed(how, settings):
+    plain, call = in_cuda_graphs(how)
+    expected = train(plain, call=call)
+    torch._dynamo.reset()
+    if how == "torch.compile" and "recipe" in settings:
+        settings = {"recipe": {"(the model)": "recompute"}}
+    model, call = in_cuda_graphs(how)
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, **settings)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ebbtide.EbbtideWarning)
+        assert_equal(train(model, call=call), expected)
+    said = "was not prepared for recomputation although its recipe says 'recompute': it is compiled into CUDA graphs"
+    assert [said in str(warning.message) for warning in seen].count(True) == 1
+    assert handle.stats().recomputed.count == 0
+    for number in range(STEPS, 12):
+        finish(call(tokens(CPU, number)), model)
+    assert not handle.plan.status
+    if "budget" in settings:
+        assert {recipe.action for recipe in handle.recipes.values()} == {"keep"}

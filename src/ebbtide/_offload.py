@@ -30,7 +30,7 @@ from ebbtide._model.attach import Attachment
 from ebbtide._model.hooks import HANDLE
 from ebbtide._model.placement import is_on_meta
 from ebbtide._model.planning import Goal, Planning
-from ebbtide._model.regions import choose_recipes
+from ebbtide._model.regions import WHOLE, choose_recipes
 from ebbtide._plans import Plan, Recipe, RecipeLike, RegionPlan
 from ebbtide._profiling.profile import Profile
 from ebbtide._reports.html import plan_table
@@ -417,4 +417,4 @@ def _check_device(module: torch.nn.Module, config: OffloadConfig) -> None:
 
 def _is_nested(name: str, other: str) -> bool:
     """Whether one of the two modules is the other, or a part of the other."""
-    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+    return WHOLE in (name, other) or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")

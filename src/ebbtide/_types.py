@@ -34,6 +34,7 @@ class Reason(enum.Enum):
     HELD = "its storage is referenced elsewhere anyway"
     STORE_FULL = "the store is at its limit"
     CAPTURING = "a graph of the accelerator is being captured, and it cannot hold the moves"
+    COMPILED_CAPTURE = "its region is compiled into CUDA graphs, which read it at one address"
     CAPTURE_FULL = "host memory cannot grow while a graph is captured: run a step with the same settings before it"
     RECIPE = "its region's recipe keeps it"
 
@@ -54,6 +55,7 @@ class Unable(enum.Enum):
     OTHER_HOOKS = "other saved-tensor hooks stand between it and ebbtide's"
     NO_GRAD = "it runs without grad inside a forward that has it (a reentrant checkpoint, or no_grad)"
     DIFFERED = "its recomputation was seen to differ from its forward"
+    CUDA_GRAPHS = "it is compiled into CUDA graphs, which overwrite saved tensors when forward runs in backward"
     UNKNOWN_RNG = "it sets a random number generator to a state that ebbtide cannot put back"
 
 

@@ -501,6 +501,59 @@ def test_blocks_compiled_one_by_one(order):
     check_at_rest(handle.stats)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("settings", [{"mode": "all", "window": "1MiB"}, {"budget": 0.9}])
+def test_tensors_in_cuda_graphs_of_the_compiler_stay(settings, is_whole):
+    """Moved or recomputed, each backward would be captured anew, or saved tensors be overwritten."""
+
+    def steps(offloads):
+        torch._dynamo.reset()
+        model = make(Transformer, GPU)
+        for layer in () if is_whole else model.layers:
+            layer.compile(mode="reduce-overhead")
+        call = torch.compile(model, mode="reduce-overhead") if is_whole else model
+        handle = ebbtide.offload(model, min_bytes=1, **settings) if offloads else None
+        results = []
+        with warnings.catch_warnings():  # nothing in the graphs moves or is recomputed, and a warning says so
+            warnings.simplefilter("ignore", ebbtide.EbbtideWarning)
+            for step in range(12):
+                model.zero_grad()
+                results += [t.clone() for t in finish(call(tokens(GPU, step)), model)]
+        return results, handle
+
+    expected, _ = steps(False)
+    results, handle = steps(True)
+    assert_equal(results, expected)
+    assert handle.stats().recomputed.count == 0
+    assert handle.stats().kept[Reason.COMPILED_CAPTURE].count > 0
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_a_model_compiled_as_a_whole_is_planned(how):
+    def steps(offloads):
+        torch._dynamo.reset()
+        model = make(Transformer, GPU)
+        handle = ebbtide.offload(model, min_bytes=1, budget=0.9) if offloads and how == "torch.compile" else None
+        call = model
+        if how == "torch.compile":
+            call = torch.compile(model, backend="aot_eager")
+        else:
+            model.compile(backend="aot_eager")
+            handle = ebbtide.offload(model, min_bytes=1, budget=0.9) if offloads else None
+        losses = []
+        for step in range(20):
+            model.zero_grad()
+            loss = call(tokens(GPU, step))
+            loss.backward()
+            losses.append(loss.detach().clone())
+        return losses, handle
+
+    expected, _ = steps(False)
+    losses, handle = steps(True)
+    assert_equal(losses, expected)  # all partitions have the kernels of eager mode
+    assert list(handle.plan.regions) == ["(the model)"]
+
+
 def test_context_around_compiled_blocks():
     model = make(Tower, GPU)
     for layer in model.layers:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import ebbtide
-from ebbtide import ConfigError, ModuleError, Plan, PlanError, compat
+from ebbtide import ConfigError, EbbtideWarning, ModuleError, Plan, PlanError, compat
 from ebbtide._engine.stats import TOTALS
 from ebbtide._offload import handle_of
 from ebbtide._plans import Recipe, RegionPlan
@@ -176,16 +176,37 @@ def compiles():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("is_regional", [False, True])
 @pytest.mark.parametrize("make", [Trainer, OffloadingTrainer])
-def test_a_model_that_accelerate_compiles_is_refused(tmp_path, monkeypatch, compiles, make, is_regional):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(is_regional))
+def test_a_copy_that_accelerate_compiles_is_refused(tmp_path, monkeypatch, compiles, make):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
     callbacks, about = ([OffloadCallback(**ALL)], {}) if make is Trainer else ([], {"offload": ALL})
     with pytest.raises(ConfigError, match=r"leave torch_compile=True .* block.compile\(\)"):
         trained(tmp_path, *callbacks, make=make, **about, **compiles)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")  # as accelerate launch does
     with pytest.raises(ConfigError, match="accelerate's dynamo backend out"):
         trained(tmp_path, *callbacks, make=make, **about)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_model_that_accelerate_compiles_is_planned_as_a_whole(tmp_path, monkeypatch, compiles, is_launched):
+    if is_launched:  # by accelerate launch, without the arguments
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+        compiles = {}
+    steps = {"max_steps": 16}
+    callback = OffloadCallback(store="mock", min_bytes=1, budget="64GiB")
+    ours = trained(tmp_path, callback, **compiles, **steps)
+    assert list(callback.result.plan.regions) == ["(the model)"]
+    assert callback.result.plan.predicted is not None
+    torch._dynamo.reset()
+    assert same(ours, trained(tmp_path, **compiles, **steps))
+
+
+def test_a_model_that_accelerate_compiles_moves(tmp_path, compiles):
+    with pytest.warns(EbbtideWarning, match="graphs larger than its blocks"):
+        ours = trained(tmp_path, OffloadCallback(**ALL), **compiles)
+    torch._dynamo.reset()
+    assert same(ours, trained(tmp_path, **compiles))
+    assert all(entry["ebbtide/moved_gib"] > 0 for entry in ours.state.log_history if "loss" in entry)
 
 
 def test_a_compiled_model_that_is_not_offloaded_is_not_refused(tmp_path, compiles):

@@ -147,6 +147,19 @@ def test_compiled_autograd_runs_backward(name):
     assert (handle.stats().recomputed.count > 0) == (name == "recompute")
 
 
+def test_no_plan_is_made_under_compiled_autograd():
+    model = make(Tower, CPU)
+    compile_blocks(model, "aot_eager")
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, budget="64GiB")
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")),
+        pytest.warns(ebbtide.EbbtideWarning, match=r"no plan was made: .*compiled autograd.*recomputed.*\(recipe=\)"),
+    ):
+        train(model)
+    assert handle.plan.status.startswith("no plan: training keeps its first recipes")
+    assert handle.stats().recomputed.count > 0
+
+
 def test_recipes_of_whole_blocks_share_a_graph():
     model = make(Tower, CPU)
     compile_blocks(model, "aot_eager")

@@ -14,6 +14,7 @@ from torch._functorch import config
 
 import ebbtide
 from ebbtide import ConfigError, ModuleError, Plan, Recipe, RegionPlan
+from ebbtide._types import Reason
 
 # The compiler warns about its own work.
 pytestmark = pytest.mark.filterwarnings("ignore", "error::ebbtide.EbbtideWarning")
@@ -311,6 +312,131 @@ def test_compilations_are_logged(caplog):
         "compiled Block at an activation memory budget of 0.5",
         "compiled Block again at an activation memory budget of 0.5",
     ]
+
+
+# -- a model compiled as a whole ---------------------------------------------------------------------------------------
+
+WHOLE = "(the model)"
+SPELLINGS = [
+    "offload(torch.compile)",
+    "torch.compile, offload",
+    "offload, torch.compile",
+    "model.compile",
+    "offload, model.compile",
+]
+
+
+def compiled_as_a_whole(how, backend, prepare=lambda module: None):
+    """A model compiled as a whole, in the order of `how`: what to call, the model inside, what `prepare` returned."""
+    model = make(Tower, CPU)
+    if how == "offload(torch.compile)":
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        return call, model, prepare(call)
+    handle = prepare(model) if how.startswith("offload, ") else None
+    call = model
+    if how.endswith("model.compile"):
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        call = torch.compile(model, backend=backend, fullgraph=True)
+    return call, model, handle or prepare(model)
+
+
+def train_whole(call, model, steps=3):
+    results = []
+    for number in range(steps):
+        loss = call(tokens(CPU, number))
+        results += [loss.detach(), *finish(loss, model)]
+    return [result.clone() for result in results]
+
+
+@pytest.mark.parametrize("action", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_a_model_compiled_as_a_whole_is_one_region_with_a_partition(how, action):
+    backend = Counting()
+    with config.patch(SETTING, 0.5):
+        expected = train_whole(*compiled_as_a_whole("model.compile", backend)[:2])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend.budgets.clear()
+    recipe = {WHOLE: at(0.5, action)}
+    call, model, handle = compiled_as_a_whole(how, backend, lambda module: offload(module, recipe=recipe))
+    if how == "offload, model.compile":
+        call(tokens(CPU))  # finds the compiler
+        model.zero_grad()
+        backend.budgets.clear()
+    assert_equal(train_whole(call, model), expected)
+    check_no_graph_break()
+    assert backend.budgets == [0.5]
+    stats = handle.stats()
+    assert (stats.parcels.count > 0) is (action != "keep")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        model.zero_grad()
+        assert_equal(train_whole(call, model), expected)
+    handle.remove()
+    assert "forward" not in vars(model)
+    model.zero_grad()
+    train_whole(call, model)
+    assert backend.budgets == [0.5, 1.0] or how == "offload, model.compile"
+
+
+def test_some_saved_tensors_of_the_one_graph_move():
+    def run(**recipe):
+        call, model, handle = compiled_as_a_whole(
+            "offload(torch.compile)", "aot_eager", lambda module: offload(module, recipe={WHOLE: Recipe(**recipe)})
+        )
+        results = train_whole(call, model)
+        stats = handle.stats()
+        torch._dynamo.reset()
+        return results, stats.parcels.nbytes, stats
+
+    expected, everything, _ = run(action="offload", activation_memory_budget=0.5)
+    results, some, stats = run(action="offload", activation_memory_budget=0.5, sites=(0, 1, 2))
+    assert_equal(results, expected)
+    assert 0 < some < everything
+    assert stats.kept[Reason.RECIPE].nbytes > 0
+
+
+def test_a_graph_of_the_whole_model_in_flight_recomputes_after_remove():
+    expected = train_whole(*compiled_as_a_whole("model.compile", "aot_eager")[:2], steps=1)
+    torch._dynamo.reset()
+    for how in SPELLINGS[:4]:
+        recipe = {WHOLE: Recipe("recompute")}
+        call, model, handle = compiled_as_a_whole(how, "aot_eager", lambda m, r=recipe: offload(m, recipe=r))
+        loss = call(tokens(CPU, 0))
+        handle.remove()
+        assert_equal([loss.detach(), *finish(loss, model)], expected)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", SPELLINGS[:4])
+def test_a_partition_for_blocks_in_a_larger_graph_is_refused(how):
+    call, _, _ = compiled_as_a_whole(how, "aot_eager", lambda module: offload(module, recipe={"layers.1": at(0.2)}))
+    message = r"recipe of layers.1 has activation_memory_budget=0.2, and Tower is compiled as a whole.*\(the model\)"
+    with pytest.raises(ModuleError, match=message):
+        call(tokens(CPU))
+
+
+def test_a_partition_for_a_model_that_is_not_compiled_is_refused():
+    model = make(Tower, CPU)
+    offload(model, recipe={WHOLE: at(0.2)})
+    with pytest.raises(ModuleError, match=r"recipe of \(the model\) has .*, and the region is not compiled"):
+        model(tokens(CPU))
+
+
+@pytest.mark.parametrize("how", SPELLINGS[:4])
+def test_a_model_in_cuda_graphs_has_no_partition(how):
+    model = make(Tower, CPU)
+    recipe = {WHOLE: at(0.2)}
+    handle = offload(model, recipe=recipe) if how.startswith("offload, ") else None
+    call = model
+    if how == "model.compile":
+        model.compile(mode="reduce-overhead")
+    else:
+        call = torch.compile(model, mode="reduce-overhead")
+    handle = handle or offload(call if how == "offload(torch.compile)" else model, recipe=recipe)
+    with pytest.raises(ModuleError, match="compiled into CUDA graphs"):
+        call(tokens(CPU))
+    assert handle._attachment.partitionable() == {}
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from ebbtide._profiling.step_events import GraphOrder, InFlightStep, StepMonitor
 from ebbtide._types import OpClasses, StepRecorder
 from ebbtide._utils import env
 from ebbtide._utils.logs import logger_of
+from ebbtide._utils.torch_private import has_compiled_backward
 
 _log = logger_of(__name__)
 
@@ -411,6 +412,12 @@ class PlanController:
         if tokens == 0 < self._tokens:
             return self._monitor_only(engine)  # an empty batch is no example of a step
         ended = self._ended_recorder
+        if ended is None and self._recorded is not None and has_compiled_backward():  # which nobody sees end
+            self._give_up(
+                "backward runs under compiled autograd, where no step can be measured", "Leave compiled autograd off, "
+                "or write what each region does (recipe=)",
+            )  # fmt: skip
+            return None
         if ended is not None:
             waits_for_ranks = self._ranks is not None and self._is_last_round
             if self.phase is Phase.DETAILS and (waits_for_ranks or not ended.is_readable):
@@ -485,7 +492,7 @@ class PlanController:
             self.phase = Phase.TIMES
             self._overwritten |= recorder.overwritten()
             if self._measured_at:
-                _log.info("compiled %d variants in %.1f s", *self._handle.compilations())
+                _log.info("compiled variants so far: %d, in %.1f s", *self._handle.compilations())
             self._context.derived |= recorder.derived()
             self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
@@ -529,8 +536,8 @@ class PlanController:
             regions = self._handle.partitionable()
             self._rounds += rounds_of(found, regions, THRESHOLDS.partitions)
             if len(self._rounds) > 1:
-                count = len(THRESHOLDS.partitions) * len(set(regions.values()))
-                _log.info("compiling %d variants of %d blocks, beside the user's own", count, len(regions))
+                variants = len(THRESHOLDS.partitions) * len(set(regions.values()))
+                _log.info("compiling variants beside the user's own: %d, for %d regions", variants, len(regions))
         self._measured_at.append((self._budgets, found))
         if len(self._measured_at) == len(self._rounds):
             return False
@@ -558,14 +565,15 @@ class PlanController:
         self._names = tuple(name for name in self._names if name not in self._nested)
         self.phase = Phase.TIMES
         if self._failures == _MOST_FAILURES:
-            self.phase = Phase.GAVE_UP
-            done = "are recomputed, with their inputs offloaded" if self.recomputes else "are kept"
-            warnings.warn(
-                f"no plan was made: the steps entered different regions each time, or none of {len(self._names)} "
-                f"({', '.join(self._names[:4])}, ...). All {done}. Name regions that every step enters: regions=[...]",
-                EbbtideWarning,
-                stacklevel=2,
-            )
+            self._give_up(
+                f"the steps entered different regions each time, or none of {len(self._names)} "
+                f"({', '.join(self._names[:4])}, ...)", "Name regions that every step enters: regions=[...]",
+            )  # fmt: skip
+
+    def _give_up(self, why: str, advice: str) -> None:
+        self.phase, self._recorded = Phase.GAVE_UP, None
+        done = "are recomputed, with their inputs offloaded" if self.recomputes else "are kept"
+        warnings.warn(f"no plan was made: {why}. All {done}. {advice}", EbbtideWarning, stacklevel=2)
 
     def _profile(self, times: ProfilingRecorder, details: ProfilingRecorder, engine: Engine) -> Profile | None:
         scale = self._tokens / self._tokens_of_times if min(self._tokens, self._tokens_of_times) > 0 else 1.0

@@ -22,18 +22,25 @@ from ebbtide._model.batches import likeness_of, tokens_of
 from ebbtide._model.hooks import ModuleHook, OpScopeHook, RegionHook, RootHook
 from ebbtide._model.optimizers import Optimizers
 from ebbtide._model.placement import PlacementCache, is_on_meta, made_for, memory_of
-from ebbtide._model.regions import find_named, find_norm, find_planned, find_regions
+from ebbtide._model.regions import WHOLE, find_named, find_norm, find_planned, find_regions
 from ebbtide._model.session import NEVER_MOVE, Kept, Session, UnableRegions
 from ebbtide._model.syncs import SyncHook, SyncWatch
 from ebbtide._plans import Plan
 from ebbtide._recompute import megatron_checkpoint, torch_checkpoint
 from ebbtide._recompute.compiled import compiler_id
 from ebbtide._recompute.ops import ExpensiveOps
-from ebbtide._recompute.partitions import Partitions
+from ebbtide._recompute.partitions import Partitions, within_whole
 from ebbtide._recompute.verify import Schedule
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder
 from ebbtide._utils import env
-from ebbtide._utils.torch_private import graph_task_id, is_inside_checkpoint, modules_of, parameters_of, top_pack_hook
+from ebbtide._utils.torch_private import (
+    class_of,
+    graph_task_id,
+    is_inside_checkpoint,
+    modules_of,
+    parameters_of,
+    top_pack_hook,
+)
 
 _LOOK_EVERY = 16  # forwards: models seldom replace their buffers, and a look takes as long as some hundred operators
 
@@ -117,8 +124,10 @@ class Attachment:
         """Take the hooks off. Graphs in flight still run backward."""
         for hook in self._all_hooks():
             hook.remove()
-        self._root_hook = None
+        root, self._root_hook = self._root_hook, None
         self._former_hooks += self._region_hooks.values()
+        if root is not None:
+            self._former_hooks.append(root)
         self._region_hooks.clear()
         self._scope_hooks.clear()
 
@@ -146,12 +155,32 @@ class Attachment:
         for parameters in self.context.parameters.values() if plan.predicted is not None else ():
             parameters.trust()
         for name, module in {**former, **regions}.items() if has_regions else ():
-            if module not in self._region_hooks:
-                self._region_hooks[module] = RegionHook(self, module, None, False)
+            hook = self._hook_of(module)
+            if hook is None:
+                hook = self._region_hooks[module] = RegionHook(self, module, None, False)
             ids = {p: frozenset(map(compiler_id, modules)) for p, modules in inside.get(name, {}).items()}
-            self._region_hooks[module].wrap_forward(name, recipes.get(name), ops.get(name), ids)
+            hook.wrap_forward(name, recipes.get(name), ops.get(name), ids)
         for module, hook in self._region_hooks.items():
             hook.is_alone = self._region_hooks.keys().isdisjoint(modules_of(module)[1:])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model is compiled as a whole, as far as known: `torch.compile` shows in a forward."""
+        return self._root_hook is not None and self._root_hook.is_whole
+
+    def plan_as_whole(self) -> None:
+        """Have the model itself as the only region: the compiler has taken in the blocks."""
+        self.blocks, self.norm = {WHOLE: self.module}, {}
+
+    def _check_whole(self) -> None:
+        """Raises ModuleError if the plan gives blocks inside of the one graph a partition of their own."""
+        for name, region in self.plan.regions.items():
+            budget = region.recipe.activation_memory_budget
+            if name != WHOLE and budget is not None:
+                raise within_whole(name, class_of(self.module).__name__, budget, WHOLE)
+
+    def _hook_of(self, module: torch.nn.Module) -> RegionHook | None:
+        return self._root_hook if module is self.module else self._region_hooks.get(module)
 
     def _all_hooks(self) -> list[ModuleHook]:
         root = [] if self._root_hook is None else [self._root_hook]
@@ -180,11 +209,11 @@ class Attachment:
         return {**made_for(self.module, self._placement.device()), "min_bytes": str(self.config.min_bytes)}
 
     def compiled(self) -> set[str]:
-        hooks = self._region_hooks
-        return {name for name, module in self.regions.items() if module in hooks and hooks[module].is_compiled}
+        hooks = ((name, self._hook_of(module)) for name, module in self.regions.items())
+        return {name for name, hook in hooks if hook is not None and hook.is_compiled}
 
     def partitionable(self) -> dict[str, Hashable]:
-        hooks = ((name, self._region_hooks.get(module)) for name, module in self.regions.items())
+        hooks = ((name, self._hook_of(module)) for name, module in self.regions.items())
         found = {name: hook.compiled_class for name, hook in hooks if hook is not None and hook.is_partitionable}
         return {name: cls for name, cls in found.items() if cls not in self.partitions.broken}
 
@@ -194,7 +223,7 @@ class Attachment:
     def never_recomputed(self) -> UnableRegions:
         if not self.context.recorder.stats.unable:
             return {}
-        hooks = ((name, self._region_hooks.get(module)) for name, module in self.regions.items())
+        hooks = ((name, self._hook_of(module)) for name, module in self.regions.items())
         return {name: hook.unable for name, hook in hooks if hook is not None and hook.unable is not None}
 
     def have_stepped(self) -> bool:
@@ -264,6 +293,8 @@ class Attachment:
             self._sessions.stack.append(kept)  # the whole model rests
             self._rested += 1
             return
+        if self.is_whole:
+            self._check_whole()
         for hook in self._all_hooks():
             hook.wrap_compiled_call()  # a block may have been compiled after `offload`
         if not self._knows_buffers:
@@ -379,6 +410,8 @@ class Attachment:
                 "apply ebbtide.offload to what torch.compile returns or, better, compile the blocks one by one "
                 "(block.compile()): inside a single graph nothing can leave before forward ends"
             )
+        elif WHOLE in self.plan.regions or (self.plan_step is not None and self.is_whole):
+            return  # the plan is, or will be, for the model as one region
         elif is_wanted_region and not self._region_hooks[module].is_compiled and not self._has_warned:
             text = (
                 f"{type(self.module).__name__} was compiled into graphs larger than its blocks. A graph hands over "

@@ -9,8 +9,19 @@ Note [One pair of hooks]
 2. The compiler traces hooks of a compiled module, so our hook wraps the compiled call, `_compiled_call_impl`. The call
    of the root is always wrapped: torch runs forward hooks after an Exception, but not after KeyboardInterrupt, and
    saved-tensor hooks left behind would act on every model of the thread.
-3. The forward of a region is replaced on the instance. Hooks of others (FSDP gathers weights in hooks) thus stand
+3. `torch.compile(model)` calls the model in Python, and compiles functions called from there. Around our wrapper of the
+   root the compiler is off: hooks are no part of a graph, and the compiler goes on inside of the wrapped call.
+4. The forward of a region is replaced on the instance. Hooks of others (FSDP gathers weights in hooks) thus stand
    outside of the recomputed code and run once.
+
+Note [Compiled into CUDA graphs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+`mode="reduce-overhead"` has inductor capture forward and backward of a block in graphs that share a pool of memory.
+1. A captured backward reads its saved tensors at the addresses of the capture. After a move they are elsewhere: each
+   backward is captured anew, 128 times, and then runs without a graph. The pool's memory stays with the pool. So all
+   tensors that such a block saves stay.
+2. A forward called within backward begins a new step in the pool, whose outputs may overwrite tensors that earlier
+   blocks have saved. So no such block is recomputed.
 """
 
 import abc
@@ -38,11 +49,14 @@ from ebbtide._recompute.state import RegionState
 from ebbtide._recompute.verify import Evidence
 from ebbtide._types import Reason, RecomputeRecorder, StepRecorder, Unable
 from ebbtide._utils.torch_private import (
+    OuterCompiler,
     compiler_of,
     constant_in_traces,
+    entered_in_python,
     has_hooks,
     hidden_from_compiler,
     is_traced,
+    set_frame_callback,
     uses_cuda_graphs,
 )
 
@@ -87,6 +101,8 @@ class ModuleHook(abc.ABC):
         self._owner = owner
         self._module = module
         self._compiled: CompiledCall | None = None
+        self.outer: OuterCompiler | None = None
+        """The latest compiler around a call of the module."""
         self.is_compiled = False
         """Whether the hook wraps the compiled call of the module: an attribute, for guards of the compiler."""
         self._removers = [
@@ -112,6 +128,10 @@ class ModuleHook(abc.ABC):
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module, between `enter` and `leave`."""
         return call(*args, **kwargs)
+
+    def found(self, compiler: OuterCompiler) -> None:
+        """The module is called in the reach of `compiler`."""
+        self.outer = compiler
 
     def wrap_compiled_call(self) -> bool:
         """Wrap the compiled call of a compiled module: the trace holds our hooks as no-ops. False if not compiled."""
@@ -199,11 +219,25 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return self.call(*args, **kwargs)
+        callback = set_frame_callback(None)
+        try:
+            return self._run(None if callback is None else OuterCompiler(callback), args, kwargs)
+        finally:
+            set_frame_callback(callback)
+
+    entered_in_python(__call__, callees=False)  # or nothing is left for the compiler around
+
+    def _run(self, compiler: OuterCompiler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.call
+        if compiler is not None:
+            call = compiler(call)
+            if compiler != self._hook.outer:
+                self._hook.found(compiler)
         with self._hook.around():
             self._hook.enter(args, kwargs)
             is_complete = False
             try:
-                output = self._hook.run(self.call, args, kwargs)
+                output = self._hook.run(call, args, kwargs)
                 is_complete = True
             finally:
                 self._hook.leave(is_complete)
@@ -214,23 +248,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` is compiled in place, with or without a hook of ours around the call."""
     call = cast("Callable[..., Any] | None", module._compiled_call_impl)
     return (call.former if isinstance(call, CompiledCall) else call) is not None
-
-
-class RootHook(ModuleHook):
-    """Opens a session for each forward of the root module."""
-
-    def _call_to_wrap(self) -> Callable[..., Any] | None:
-        """Of any root: the wrapper returned by torch.compile keeps this one attribute to itself."""
-        return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
-
-    def around(self) -> contextlib.AbstractContextManager[Any]:
-        return self._owner.around_session()
-
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._owner.enter_root(args, kwargs)
-
-    def leave(self, is_complete: bool) -> None:
-        self._owner.leave_root(is_complete)
 
 
 class _CompiledForward(threading.local):
@@ -258,7 +275,10 @@ class RegionHook(ModuleHook):
         self._at = _CompiledForward()
         self.is_alone = False
         """Whether no other hooked module is inside: set by the owner."""
+        self.is_in_cuda_graphs = False
+        """Whether the compiler captures the graphs of the module: see Note [Compiled into CUDA graphs]."""
         super().__init__(owner, module)
+        self._compiler_changes()  # the module in torch.compile's wrapper has no compiled call
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         session = self._owner.session()
@@ -343,7 +363,7 @@ class RegionHook(ModuleHook):
             return call(*args, **kwargs)
         if not (torch.is_grad_enabled() or session.is_recording):
             return call(*args, **kwargs)
-        why = session.why_unable() or session.unable.get(self._name)
+        why = session.why_unable() or session.unable.get(self._name) or self.unable
         if why is not None:
             session.hooks.region_call.context.recorder.note_unable(self._name, recipe.action, why)
             return call(*args, **kwargs)
@@ -356,15 +376,19 @@ class RegionHook(ModuleHook):
         """What compiles functions as the user compiled the module. None if not compiled, if torch does not tell, or if
         the module in torch.compile's wrapper has hooks, which the compiler would leave to Python."""
         inner = self._module._modules.get("_orig_mod")
-        if self._compiled is None and (inner is None or has_hooks(inner)):
-            return None
-        return compiler_of(self._module if self._compiled is None else self._compiled.call)
+        if inner is not None:
+            return None if has_hooks(inner) else compiler_of(self._module)
+        return None if self._compiled is None else compiler_of(self._compiled.call)
+
+    @property
+    def is_compiled_by_user(self) -> bool:
+        """Whether the module, or the module in torch.compile's wrapper, is compiled."""
+        return self.is_compiled or "_orig_mod" in self._module._modules
 
     @property
     def is_partitionable(self) -> bool:
         """Whether recipes may set an activation memory budget."""
-        compiler = self.compiler
-        return compiler is not None and not uses_cuda_graphs(compiler)
+        return self.compiler is not None and not self.is_in_cuda_graphs
 
     @property
     def compiled_class(self) -> type[torch.nn.Module]:
@@ -376,16 +400,20 @@ class RegionHook(ModuleHook):
         former = self._compiled
         is_compiled = super().wrap_compiled_call()
         if self._compiled is not former:  # the user has compiled the module anew, maybe with other settings
-            self._partitions = {}
+            self._compiler_changes()
         return is_compiled
+
+    def _compiler_changes(self) -> None:
+        self._partitions = {}
+        self.is_in_cuda_graphs = uses_cuda_graphs(self.compiler)
 
     def _partitioned(self, budget: float) -> Callable[..., Any]:
         """The call of the module with the forward compiled at an activation memory budget."""
         if budget not in self._partitions:
             compiler, inner = self.compiler, self._module._modules.get("_orig_mod")
             if compiler is None:
-                raise not_compiled(self._name, self.is_compiled or inner is not None, budget)
-            if uses_cuda_graphs(compiler):
+                raise not_compiled(self._name, self.is_compiled_by_user, budget)
+            if self.is_in_cuda_graphs:
                 raise in_cuda_graphs(self._name, budget)
             compiled = self._owner.partitions.forward_at(budget, self.compiled_class, compiler)
             self._partitions[budget] = functools.partial(self._call_with, compiled)
@@ -417,6 +445,8 @@ class RegionHook(ModuleHook):
     @property
     def unable(self) -> Unable | None:
         """Reason never to recompute the region again, once there is a reason."""
+        if self.is_in_cuda_graphs:
+            return Unable.CUDA_GRAPHS
         return None if self._forward is None else self._state.unable
 
     def restore_calls(self, attributes: dict[str, Any]) -> None:
@@ -446,7 +476,7 @@ class RegionHook(ModuleHook):
         return self._region or type(self._module).__name__
 
     def _forward_around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        traced = self._traced
+        traced, inner = self._traced, self._module._modules.get("_orig_mod")
 
         # A function, not an object with attributes: wrappers of others copy the attributes of a forward, and copies of
         # a model copy the function as it is.
@@ -456,7 +486,7 @@ class RegionHook(ModuleHook):
                 return traced.call(original, self.is_compiled, args, kwargs)
             compiled = self._at.compiled
             if compiled is not None:
-                return compiled(original, *args, **kwargs)
+                return compiled(original if inner is None else inner.forward, *args, **kwargs)
             if self.is_compiled:
                 return original(*args, **kwargs)  # code of the block that the compiler leaves to Python
             return self.run(original, args, kwargs)
@@ -480,6 +510,8 @@ class RegionHook(ModuleHook):
             hooks.apply_plan(region_plan)
         if isinstance(self._choice, Reason):
             hooks.stays = self._choice
+        elif self.is_in_cuda_graphs:
+            hooks.stays = Reason.COMPILED_CAPTURE
 
     def _run_framed(
         self, session: Session, recipe: Recipe, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -527,6 +559,48 @@ class RegionHook(ModuleHook):
         pack = _PackPartitioned(session.hooks, recipe, Arguments(args, kwargs)).pack
         with torch.autograd.graph.saved_tensors_hooks(pack, session.hooks.unpack):
             return call(*args, **kwargs)
+
+
+class RootHook(RegionHook):
+    """Opens a session for each forward of the root module. A model compiled as a whole is a region, the only one."""
+
+    def __init__(self, owner: HookOwner, module: torch.nn.Module) -> None:
+        super().__init__(owner, module, None, False)
+
+    def _call_to_wrap(self) -> Callable[..., Any] | None:
+        """Of any root: the wrapper returned by torch.compile keeps this one attribute to itself."""
+        return super()._call_to_wrap() or cast("Callable[..., Any]", self._module._call_impl)
+
+    def found(self, compiler: OuterCompiler) -> None:
+        super().found(compiler)
+        self._compiler_changes()
+
+    @property
+    def is_compiled_by_user(self) -> bool:
+        return self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model is compiled as a whole, as far as known: `torch.compile` shows in a forward."""
+        is_compiled_in_place = self._compiled is not None and self._compiled.former is not None
+        return is_compiled_in_place or "_orig_mod" in self._module._modules or self.outer is not None
+
+    @property
+    def compiler(self) -> Compiler | None:
+        return self.outer or super().compiler
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        return self._owner.around_session()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._owner.enter_root(args, kwargs)
+        if self._region is not None or self.is_in_cuda_graphs:
+            super().enter(args, kwargs)
+
+    def leave(self, is_complete: bool) -> None:
+        if self._region is not None or self.is_in_cuda_graphs:
+            super().leave(is_complete)
+        self._owner.leave_root(is_complete)
 
 
 class _PackPartitioned:

@@ -23,7 +23,10 @@ from ebbtide._profiling.profile import Profile
 from ebbtide._recompute.provenance import AnyExpensiveOp
 from ebbtide._types import StepRecorder
 from ebbtide._utils.distributed import ThisRank, group_size
-from ebbtide._utils.torch_private import modules_of, parameters_of
+from ebbtide._utils.logs import logger_of
+from ebbtide._utils.torch_private import class_of, modules_of, parameters_of
+
+_log = logger_of(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Planning:
         process_group: the ranks that agree on one plan; None: all ranks.
         may_be_stage: the module may become a stage of a pipeline, until the ranks meet for the first time.
         may_have_peers: a process group may be made later.
+        is_whole: the model was compiled as a whole when the controller was made.
         ranks: the ranks that meet; None for a single rank.
         stages: the modules of all pipeline stages on this rank; None until looked for, once steps are measured.
         unchecked: `ranks`, if they have not compared their `options` yet.
@@ -68,6 +72,7 @@ class Planning:
     may_be_stage: bool = False
     may_have_peers: bool = False
     is_first_forward: bool = True
+    is_whole: bool = False
     ranks: Ranks | None = None
     stages: list[torch.nn.Module] | None = None
     unchecked: Ranks | None = None
@@ -86,6 +91,10 @@ class Planning:
             group = group_of(module, group)
             self.may_be_stage = group is not ThisRank.ALONE
         named = names_of(module, find_named(module, as_names("regions", self.regions), "regions"))
+        self.is_whole = attachment.is_whole
+        if self.is_whole:
+            self._check_whole(named)
+            attachment.plan_as_whole()
         regions = named or {**attachment.blocks, **attachment.norm}
         if not regions:
             raise PlanError(
@@ -163,7 +172,8 @@ class Planning:
             group, ranks = self.process_group, self.ranks
             looks = self.is_first_forward or (ranks is not None and ranks.meet_next)
             is_stage = self.may_be_stage and looks and group_of(self.attachment.module, group) is not group
-            if is_stage or (self.may_have_peers and group_size(None) > 1):
+            is_compiled = self.attachment.is_whole and not self.is_whole  # since `offload`
+            if is_stage or is_compiled or (self.may_have_peers and group_size(None) > 1):
                 self.start()
             self.is_first_forward = False
             self._check_alike()
@@ -199,6 +209,20 @@ class Planning:
             compiled = count_compiled(self.attachment.blocks)  # maybe since `offload`
             self.unchecked.check_alike({**self.options, "compiled blocks": compiled})
             self.unchecked = None
+
+    def _check_whole(self, named: Collection[str]) -> None:
+        """Raises PlanError for regions inside of a model compiled as a whole."""
+        name = class_of(self.attachment.module).__name__
+        if named:
+            raise PlanError(
+                f"regions= names {len(named)} modules ({', '.join(list(named)[:3])}, ...), and {name} is compiled as a "
+                "whole, so that a plan has one region: leave regions= out, or compile these modules one by one "
+                "(block.compile()) instead of the model"
+            )
+        _log.info(
+            "%s is compiled as a whole and planned as one region: with blocks compiled one by one (block.compile()) a "
+            "plan chooses for each block, and tensors leave while the next block runs", name,
+        )  # fmt: skip
 
     def _profile_settings(self) -> dict[str, str]:  # as of now: blocks may be compiled after `offload`
         config, blocks = self.attachment.config, self.attachment.blocks

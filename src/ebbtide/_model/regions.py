@@ -15,6 +15,9 @@ from ebbtide._utils.torch_private import modules_of, named_children, named_modul
 
 # Parts of names added by wrappers: DDP, FSDP, compile, checkpoint, Fabric. Users do not write them.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+WHOLE = "(the model)"
+"""Name of the region that a model is when compiled as a whole: no module has a name with parentheses."""
+
 _LIST = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.ModuleDict
 _NORM = torch.nn.LayerNorm | torch.nn.RMSNorm | torch.nn.GroupNorm
 _MOSTLY = 0.7  # of the parameters of a stage are in blocks, or most of its memory is outside of regions and stays
@@ -211,6 +214,9 @@ def choose_recipes(
     recipes: dict[str, Recipe] = {}
     all_regions = dict(regions)
     for pattern, like in recipe.items():
+        if pattern == WHOLE:
+            all_regions[WHOLE], recipes[WHOLE] = root, as_recipe(like)
+            continue
         modules = find_named(root, (pattern,), "recipe")
         if root in modules:
             raise ModuleError(
@@ -235,6 +241,7 @@ def find_planned(
             f"the plan has a region '', which is {type(root).__name__} itself: regions are modules inside the model, "
             "and outside= covers the rest"
         )
+    modules[WHOLE] = root
     for name in plan.regions:
         if name not in modules:
             near = difflib.get_close_matches(name, modules, n=5, cutoff=0.4) or [n for n in modules if n]

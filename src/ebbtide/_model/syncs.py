@@ -105,7 +105,7 @@ class SyncHook(RootHook):
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._watch.watching():
-            return call(*args, **kwargs)
+            return super().run(call, args, kwargs)
 
     def remove(self) -> None:
         super().remove()

@@ -141,6 +141,19 @@ def not_compiled(region: str, is_compiled: bool, budget: float) -> ModuleError:
     return ModuleError(f"{found}, and the region is not compiled: call its compile(), or omit it")
 
 
+def within_whole(region: str, model: str, budget: float, whole: str) -> ModuleError:
+    """The error for a recipe with a budget whose region is a part of a model compiled as a whole.
+
+    Args:
+        whole: name of the region that the model is.
+    """
+    return ModuleError(
+        f"the recipe of {region} has activation_memory_budget={budget:g}, and {model} is compiled as a whole, into one "
+        f"partition: give the recipe to the model, recipe={{{whole!r}: ...}}, or compile the blocks one by one "
+        "(block.compile())"
+    )
+
+
 def in_cuda_graphs(region: str, budget: float) -> ModuleError:
     """The error for a recipe with a budget whose region is compiled into CUDA graphs: each budget would need memory
     pools and captures of its own."""

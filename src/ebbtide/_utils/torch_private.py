@@ -27,7 +27,7 @@ Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 _C = cast(Any, torch._C)
 _autograd = _C._autograd
 _eval_frame = _C._dynamo.eval_frame
-_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+_SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward running in this thread; -1 outside of backward."""
@@ -395,8 +395,9 @@ def wrapper_of(
 
 
 def class_of(module: torch.nn.Module) -> type:
-    """The user's class of `module`: `fully_shard` and `replicate` derive another from the user's and one of torch."""
-    cls = type(module)
+    """The user's class of `module`: `fully_shard` and `replicate` derive another from the user's and one of torch, and
+    `torch.compile` puts the module into one of torch's."""
+    cls = type(module._modules.get("_orig_mod") or module)
     is_made = cls.__module__.startswith("torch.distributed.") and cls.__name__.endswith(cls.__bases__[-1].__name__)
     return cls.__bases__[-1] if is_made else cls
 
@@ -463,16 +464,65 @@ def hidden_from_compiler(function: Function) -> Function:
     for every saved tensor of a step. Compiled code called by `function` stays compiled.
     """
     cast(Any, function)._torchdynamo_disable = True  # read when a caller is traced
-    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)  # for the frame of `function`
+    return entered_in_python(function)
+
+
+def entered_in_python(function: Function, callees: bool = True) -> Function:
+    """Keep the compiler from starting a trace at `function`, or at functions called by `function` if `callees`. A trace
+    of a caller takes `function` in."""
+    strategy = _eval_frame._FrameExecStrategy(_SKIP, _SKIP if callees else _DEFAULT)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
+@entered_in_python
 def is_traced() -> bool:
     """Whether torch.compile or torch.export traces the caller.
 
     While a thread compiles, `torch.compiler.is_compiling()` is true in all threads.
     """
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
+set_frame_callback: Callable[[object], object] = _eval_frame.set_eval_frame
+"""Set what compiles functions called in this thread, and return what did so before; None: nothing."""
+
+
+class OuterCompiler:
+    """The compiler around a call: `torch.compile(model)` calls the model and its hooks in Python, and compiles the
+    functions called in between.
+
+    Args:
+        callback: as `set_frame_callback` returns it.
+    """
+
+    def __init__(self, callback: object) -> None:
+        self._callback = callback
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, compiled with the settings of the user."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            former = set_frame_callback(self._callback)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                set_frame_callback(former)
+
+        return call
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OuterCompiler) and self._callback is other._callback
+
+    def __hash__(self) -> int:
+        return id(self._callback)
+
+    @property
+    def compiler_config(self) -> dict[str, Any] | None:
+        """Settings of inductor; None for another backend."""
+        backend: Any = cast(Any, torch)._dynamo.eval_frame.innermost_backend(self._callback)
+        read = getattr(backend, "get_compiler_config", None)
+        return None if read is None else read()
 
 
 def has_compiled_code() -> bool:
@@ -556,6 +606,12 @@ def set_activation_memory_budget(value: float) -> Callable[[], None]:
 def _has_settings_by_thread(config: Any) -> bool:
     """Whether a change of a setting holds for one thread: in torch 2.11 settings are of the process."""
     return isinstance(config._config["activation_memory_budget"].user_override, contextvars.ContextVar)
+
+
+def has_compiled_backward() -> bool:
+    """Whether compiled autograd has compiled a backward in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["compiled_autograd"]["captures"] > 0
 
 
 def graph_breaks() -> int:

@@ -59,9 +59,9 @@ def check_deepspeed(plugin: Any, caller: str) -> None:
 
 
 def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, Any], advice: str) -> None:
-    """Raises ConfigError with `advice` if accelerate compiles a wrapper or a copy of `module`.
+    """Raises ConfigError with `advice` if accelerate compiles `module` together with a wrapper, or a copy.
 
-    Compiling `module` in place, or before `offload`, is no error. `state`: of accelerate.
+    Compiling `module` alone, in place, or before `offload`, is no error. `state`: of accelerate.
     """
     plugin: Any = getattr(state, "dynamo_plugin", None)
     if plugin is None or plugin.backend == "NO" or settings.get("mode") == "off":
@@ -69,6 +69,8 @@ def check_compiled(state: Any, module: torch.nn.Module, settings: Mapping[str, A
     is_regional = plugin.use_regional_compilation
     if state.distributed_type == "DEEPSPEED" or (is_regional and state.distributed_type == "FSDP"):
         return  # in place
+    if not is_regional and state.distributed_type == "NO":
+        return  # no wrapper is in the graph
     optimized: Any = import_module("torch._dynamo").OptimizedModule  # the import takes a second
     inside = modules_of(module) if is_regional else [module]
     if not any(isinstance(each, optimized) for each in inside):

@@ -34,8 +34,8 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
         settings: of `ebbtide.offload`.
 
     Raises, at the beginning of a training:
-        ConfigError: the Trainer offloads too, or checkpoints beside a budget, or accelerate compiles the model
-            (`torch_compile=True`).
+        ConfigError: the Trainer offloads too, or checkpoints beside a budget, or accelerate compiles a copy of the
+            model (regional compilation), or a wrapper around (`torch_compile=True` beside DDP).
 
     Traps: a training that raises leaves the handle on the model. The next training with the callback removes the
     handle, or `callback.handle.remove()` does.
@@ -77,8 +77,8 @@ class OffloadCallback(OffloadedTraining, TrainerCallback):
             AcceleratorState() if is_initialized() else None,  # a launcher can compile without the arguments
             model,
             self._settings,
-            "accelerate compiles around the model that OffloadCallback is given, or a copy of it, and nothing in there "
-            "moves, not with regional compilation either: leave torch_compile=True and accelerate's dynamo backend "
+            "accelerate compiles a copy of the model that OffloadCallback is given (regional compilation), or a "
+            "wrapper around, and nothing in there moves: leave torch_compile=True and accelerate's dynamo backend "
             "out, and compile the blocks before the Trainer is made, such as for block in model.model.layers: "
             "block.compile()",
         )

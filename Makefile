@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-trainers test-torch test-newest check format docs dist gpu bench clean
+.PHONY: demo test test-all test-trainers test-torch test-newest check format docs dist gpu soak bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/ebbtide demo
@@ -84,6 +84,12 @@ dist: $(VENV)/ready
 gpu:
 	PYTHONPATH=src:. $(PYTHON) -m pytest --all -m gpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.run
+
+# Random steps with faults in one process: none may differ, no counter may grow.
+soak: $(VENV)/ready
+	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.bars
+	$(BIN)/python -m benchmarks.tables
 
 # The figures that need no accelerator.
 bench: $(VENV)/ready

@@ -1,4 +1,7 @@
-"""Bars: limits for measured figures, judged from the result files. A figure beyond its bar is reported as well."""
+"""Bars: limits for measured figures, judged from the result files. A figure beyond its bar is reported as well.
+
+python -m benchmarks.bars    judge the committed files
+"""
 
 import functools
 import json
@@ -166,6 +169,12 @@ def _races(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("E7-caught", result["caught"] / result["mutations"], 1.0, "of the mutations caught", is_floor=True)
 
 
+def _soak(result: dict[str, Any]) -> Iterator[Bar]:
+    steps = f"of a soak of {result['steps']} steps"
+    yield Bar("K-mismatches", result["mismatches"], 0, f"rounds that differ from their twins, {steps}")
+    yield Bar("K-growth", sum(grown > 0 for grown in result["growth"].values()), 0, f"counters that grow, {steps}")
+
+
 def _demo(result: dict[str, Any]) -> Iterator[Bar]:
     runs = result["runs"]
     same = [runs[name]["loss_bits"] for name in ("plain", "offloaded")]
@@ -313,5 +322,11 @@ _JUDGES = {
     "host-cost": _host_cost,
     "observers": _observers,
     "races": _races,
+    "soak": _soak,
     "demo": _demo,
 }
+
+
+if __name__ == "__main__":
+    RESULTS = Path(__file__).parent / "results"
+    (RESULTS / "bars.json").write_text(json.dumps(judge(RESULTS), indent=1) + "\n")

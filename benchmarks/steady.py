@@ -1,12 +1,18 @@
-"""The steady state: no pinned allocation, no host synchronisation, equal memory after every step."""
+"""The steady state: no pinned allocation, no host synchronisation, equal memory after every step, no growth."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
+import psutil
 import torch
 
 from benchmarks.modes import Context
+from ebbtide._engine.derive import DerivedTicket
+from ebbtide._engine.parcel import Parcel, Ticket
+from ebbtide._engine.process import PROCESS
 
 STEPS = 5
 
@@ -29,6 +35,31 @@ def steady_state(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], co
         "is_quiet": is_quiet,
         "memory_drift_bytes": max(allocated) - min(allocated),
     }
+
+
+def counters(device: torch.device) -> dict[str, int]:
+    """What the process holds. The caller has no graph alive."""
+    torch.ones((), requires_grad=True).exp().backward()  # torch owns the graph of a failed backward until the next
+    gc.collect()
+    kinds = [type(each) for each in gc.get_objects()]
+    engines = [engine for engines in PROCESS._engines.values() for engine in engines]
+    process = psutil.Process()
+    return {
+        "parcels": kinds.count(Parcel),
+        "tickets": kinds.count(Ticket) + kinds.count(DerivedTicket),
+        "store bytes in use": sum(engine.store_stats().used_bytes for engine in engines),
+        "threads": threading.active_count(),
+        "open files": process.num_fds(),
+        "resident bytes": process.memory_info().rss,
+        "device bytes": 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device),
+    }
+
+
+def growth(counts: Sequence[int]) -> int:
+    """By how much the least of the last half is above the largest of the half before, without a tenth of warm-up."""
+    counts = counts[-(-len(counts) // 10) :]
+    middle = len(counts) // 2
+    return max(0, min(counts[middle:]) - max(counts[:middle])) if middle else 0
 
 
 def _step(loss_of: Callable[[], torch.Tensor], context: Context) -> None:

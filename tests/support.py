@@ -428,8 +428,8 @@ def explore(seed: int) -> str | None:
     device.finish()
     if device.faults:
         return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
-    if difference := _difference(ours, plain):
-        return f"{program}: {difference}"
+    if found := difference(ours, plain):
+        return f"{program}: {found}"
     rig.check_at_rest()
     return None
 
@@ -456,13 +456,13 @@ def explore_captured(seed: int) -> str | None:
     if device.faults:
         return f"{program}: {device.faults[0]} ({len(device.faults)} faults)"
     for which, ours in enumerate(rounds):
-        if difference := _difference(ours, plain):
-            return f"{program}: round {which}: {difference}"
+        if found := difference(ours, plain):
+            return f"{program}: round {which}: {found}"
     rig.check_at_rest()
     return None
 
 
-def _difference(ours: list[object], plain: list[object]) -> str | None:
+def difference(ours: list[object], plain: list[object]) -> str | None:
     if len(ours) != len(plain):
         return f"{len(ours)} results, {len(plain)} in the plain run"
     for at, (mine, twin) in enumerate(zip(ours, plain, strict=True)):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from faults.lines import Lines
-from faults.training import Training
+from faults.training import TwinTraining
 from support import HandleRig
 
 from ebbtide._devices.sim import SimDevice
@@ -32,7 +32,7 @@ def training(request, tmp_path, monkeypatch):
     stores = {"in a mock": MockStore, "on disk": lambda device: DiskStore(device, tmp_path)}
     settings = {"make_store": stores[where]} if where in stores else {}
     rig = HandleRig(device, window=1, prefetch=3000, **settings)
-    training = Training(rig, None if what in ("context", "all") else what, is_context=what == "context")
+    training = TwinTraining(rig, None if what in ("context", "all") else what, is_context=what == "context")
     for _ in range(2):
         training.check()
     return training

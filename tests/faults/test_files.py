@@ -1,4 +1,4 @@
-"""Files that somebody has changed: they are read, or refused by an error of ebbtide's own, at bounded cost."""
+"""Changed files are read, or refused by an error of ebbtide's own, at bounded cost."""
 
 import ast
 import json
@@ -63,7 +63,7 @@ def files(tmp_path_factory):
 
 
 def read(path, kind):
-    """What the file holds; None if it is refused. Any other error fails the test."""
+    """The content of the file; None after a refusal. An unexpected error fails the test."""
     try:
         return kind.load(path)
     except EbbtideError:
@@ -109,13 +109,13 @@ def test_a_large_file_is_refused_unparsed(files, name, monkeypatch):
 
 SOURCES = Path(ebbtide.__file__).parent
 PICKLES = {
-    ("_planner/process.py", "load"),  # of the question, in the solver's process, from its parent
-    ("_planner/process.py", "loads"),  # of the answer, from the solver's process, which is our own child
+    ("_planner/process.py", "load"),  # of the question, in the solver's process, from the parent
+    ("_planner/process.py", "loads"),  # of the answer, from the solver's process, our own child
 }
 
 
 def names(tree):
-    """Dotted names of all that is called or handed on."""
+    """Dotted names of all functions called or handed on."""
     return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)}
 
 

@@ -13,6 +13,7 @@ from cases import Transformer, finish, make, tokens
 from support import assert_equal
 
 import ebbtide
+from ebbtide._control.controller import Phase
 from ebbtide._devices.cpu import HostStream
 from ebbtide._stores import disk
 
@@ -20,12 +21,11 @@ CPU = torch.device("cpu")
 
 
 class Training:
-    """Steps of a model with parcels on disk, and of its plain twin."""
+    """Steps of a model with parcels on disk, and of a plain twin."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **settings):
         self.model, self.twin = (make(lambda: Transformer(depth=1), CPU) for _ in range(2))
-        settings = {"mode": "all", "min_bytes": 1, "window": 1, "prefetch": 1000}
-        self.handle = ebbtide.offload(self.model, store=f"disk:{folder}", **settings)
+        self.handle = ebbtide.offload(self.model, store=f"disk:{folder}", min_bytes=1, **settings)
 
     def check(self, number=0):
         ours = finish(self.model(tokens(CPU, number)), self.model)
@@ -33,9 +33,14 @@ class Training:
 
 
 @pytest.fixture
-def training(tmp_path, monkeypatch):
+def settings():
+    return {"mode": "all", "window": 1, "prefetch": 1000}
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch, settings):
     monkeypatch.setattr(disk, "_MOUNTS", tmp_path / "no-such-list-of-mounts")
-    training = Training(tmp_path)
+    training = Training(tmp_path, **settings)
     training.check()
     yield training
     training.handle.remove()
@@ -44,7 +49,7 @@ def training(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def child(work):
-    """A fork of this process that runs `work`; yields its number. Fails if `work` fails or has no end."""
+    """A fork of the process runs `work`; yields the number of the fork. Fails if `work` fails or has no end."""
     number = os.fork()
     if number == 0:
         signal.alarm(600)
@@ -61,7 +66,7 @@ def child(work):
 
 
 def test_a_forked_child_trains_apart_from_its_parent(training):
-    """It has no threads of its parent, and the file of the parent's parcels is the parent's alone."""
+    """The child has no threads of the parent, and the file of the parent's parcels is the parent's alone."""
     held = training.model(tokens(CPU, 1))
 
     def work():
@@ -98,7 +103,7 @@ def test_a_copy_under_way_at_a_fork_is_a_clear_error_in_the_child():
 
 
 def test_two_processes_share_a_folder(training):
-    """In turns, so that each has parcels on disk while the other trains."""
+    """In turns: each has parcels on disk while the second process trains."""
     (to_child, from_parent), (to_parent, from_child) = os.pipe(), os.pipe()
 
     def work():
@@ -132,6 +137,28 @@ def test_a_killed_process_leaves_no_file(training, tmp_path):
     training.check(1)
     for end in (read, write):
         os.close(end)
+
+
+_WAITS_TO_BE_KILLED = "import os, signal; open({pipe!r}, 'w').write(str(os.getpid())); signal.pause()  # {{path}}"
+
+
+@pytest.mark.parametrize("settings", [{"budget": "64GiB"}])
+def test_the_solver_may_be_killed_during_a_training(training, tmp_path, monkeypatch, caplog):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setenv("EBBTIDE_WAIT", "0")
+    monkeypatch.setattr("ebbtide._planner.process._CODE", _WAITS_TO_BE_KILLED.format(pipe=str(pipe)))
+    controller = training.handle._attachment.controller
+    for number in range(6):
+        training.check(number)
+    assert controller.phase is Phase.SOLVING
+    for is_last in (False, True):  # the questions for the fallback, and for the plan
+        os.kill(int(pipe.read_text()), signal.SIGKILL)
+        controller.tuner._asked.answer.result()
+        training.check(6 + is_last)
+    assert caplog.text.count("the solver's process ended with -9") == 2
+    assert controller.phase is Phase.PLANNED
+    assert training.handle.plan.predicted is not None
 
 
 _ENDS = """

@@ -1,4 +1,4 @@
-"""A fault in a step: a clear error, or a fallback that is counted; then the step is repeated and equals the twin's."""
+"""A fault in a step: a clear error, or a counted fallback; the repeated step equals the twin's."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from faults.training import Training
+from faults.training import TwinTraining
 from support import Boom, HandleRig
 
 import ebbtide
@@ -19,7 +19,7 @@ from ebbtide._types import Reason
 
 
 def failing(function, error, after=0):
-    """`function` for `after` calls, and a new `error` in all further calls: an old one would hold frames and graphs."""
+    """`function` for `after` calls, and a new `error` in all further calls: an error holds frames and graphs."""
     calls = []
 
     def call(*args, **kwargs):
@@ -100,7 +100,7 @@ def disk_is_slow(training, patch):
     patch.setattr(os, "pwrite", late(pwrite))
     patch.setattr(os, "preadv", late(preadv))
     patch.setattr(HostEvent, "result", waiting)
-    training.then = opened.set  # what nobody has waited for
+    training.then = opened.set  # for copies without a waiting thread
 
 
 def out_of_memory_in_pack(training, patch):
@@ -112,7 +112,7 @@ def out_of_memory_in_fetch(training, patch):
 
 
 def out_of_memory_ahead(training, patch):
-    """There is room for what a node needs, and for nothing more."""
+    """The device has room for the needs of a node, and for nothing more."""
     device, guesses = training.rig.device, []
     allocate, guess = device.allocate, engine.Engine._fetch_guessed
 
@@ -153,14 +153,21 @@ def of_the_user(at, error):
     return fault
 
 
+def optimizer_raises(training, patch):
+    optimizer, step = torch.optim.SGD(training.model.parameters()), training.step
+    optimizer.register_step_pre_hook(failing(None, Boom))
+    patch.setattr(training, "step", lambda: (step(), optimizer.step()))
+
+
 HOST, DISK = "host", "disk"
 ERRORS = [  # the store, the fault, the error
     (DISK, reads_fail, ebbtide.StoreError),
     (HOST, out_of_memory_in_fetch, torch.OutOfMemoryError),
     *((HOST, of_the_user(at, Boom), Boom) for at in ("forward", "loss", "backward")),
+    (HOST, optimizer_raises, Boom),
     *((HOST, of_the_user(at, full), torch.OutOfMemoryError) for at in ("forward", "loss", "backward")),
 ]
-FALLBACKS = [  # the store, the fault, what is counted
+FALLBACKS = [  # the store, the fault, the count
     *((HOST, fault, lambda stats: stats.kept[Reason.STORE_FULL]) for fault in (no_host_memory, host_memory_runs_out)),
     (DISK, disk_is_full, lambda stats: stats.kept[Reason.STORE_FULL]),
     *((DISK, fault, lambda stats: stats.failed) for fault in (disk_fills_up, writes_fail)),
@@ -175,7 +182,7 @@ def training(request, store, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_MOUNTS", tmp_path / "no-such-list-of-mounts")
     make = {DISK: lambda device: DiskStore(device, tmp_path), HOST: lambda device: HostStore(device, 2**24, 512)}
     rig = HandleRig(CpuDevice(), window=1, prefetch=3000, make_store=make[store])
-    return Training(rig, request.param, is_context=False)
+    return TwinTraining(rig, request.param, is_context=False)
 
 
 def of_name(value):
@@ -196,7 +203,7 @@ def test_a_fault_is_a_clear_error_and_the_step_can_be_repeated(training, fault, 
         training.check()
 
 
-@pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # tests of stores and engine look for them
+@pytest.mark.filterwarnings("ignore::ebbtide.EbbtideWarning")  # tests of stores and engine look for the warnings
 @pytest.mark.parametrize(("store", "fault", "counted"), FALLBACKS, ids=of_name)
 def test_a_fault_is_counted_and_the_step_is_right(training, fault, counted, monkeypatch):
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from ebbtide._utils.torch_private import top_pack_hook
 CPU = torch.device("cpu")
 
 
-class Training:
+class TwinTraining:
     """Steps of a model and of its plain twin."""
 
     def __init__(self, rig: HandleRig, recipe, is_context: bool) -> None:

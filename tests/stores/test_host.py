@@ -135,7 +135,16 @@ def test_an_interrupt_at_any_line_of_a_growth_loses_no_memory():
         assert limit._taken_bytes == store.stats().reserved_bytes or lines.place.startswith("_stores/_limits.py")
         return lines.count
 
+    def closed(at):
+        limit = HostMemoryLimit(2**20)
+        store = HostStore(CpuDevice(), limit, 512)
+        with contextlib.suppress(KeyboardInterrupt), Lines({at}, interrupt) as lines:
+            store.reserve(512)
+        store.close()
+        assert limit._taken_bytes == 0 or lines.place.startswith("_stores/_limits.py")
+
     lines = grown(10**9)
     assert lines > 30
     for at in range(lines):
         grown(at)
+        closed(at)

@@ -82,12 +82,12 @@ class HostStream:
         self._begin()
 
     def _begin(self) -> None:
-        self._forks = _this_process.forks
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._started = False
         # The thread refers to queue and turn alone, so the stream can die and end the thread.
         weakref.finalize(self, self._work.put, None)
+        self._forks = _this_process.forks  # last: an interrupted begin is repeated
 
     def submit(self, work: Callable[[], object]) -> HostEvent:
         self._start()
@@ -96,6 +96,8 @@ class HostStream:
         return event
 
     def _start(self) -> None:
+        if self._started and self._forks == _this_process.forks:
+            return
         with self._lock:
             if self._forks != _this_process.forks:
                 self._begin()

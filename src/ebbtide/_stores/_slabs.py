@@ -209,4 +209,4 @@ class Slabs:
 def _later(one: Reader | None, other: Reader | None) -> Reader | None:
     if one is None or other is None:
         return one or other
-    return max(one, other, key=lambda reader: reader.order)
+    return one if one.order > other.order else other

@@ -146,7 +146,7 @@ class HostStore(SlabStore):
 
     def close(self) -> None:
         if not self._is_closed:
-            self._limit.give_back(self._slabs.reserved_bytes)
+            self._limit.give_back(sum(map(len, self._memory)))  # also of a growth that an interrupt has ended
         super().close()
 
     def _grow(self, nbytes: int) -> int:

@@ -1,9 +1,14 @@
 """The soak, some steps of it: equal to twins, and nothing left. A wrong step and a growing counter are seen."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from scripts import ROOT
 
 from benchmarks import soak, steady
 from ebbtide._stores import disk
@@ -17,8 +22,13 @@ def place(tmp_path, monkeypatch):
     return soak.Place(torch.device("cpu"), tmp_path)
 
 
-def test_steps_equal_their_twins_and_leave_nothing(place, request):
-    result = soak.soak(400 if request.config.getoption("--all") else 40, float("inf"), 0, place)
+def test_steps_equal_their_twins_and_leave_nothing(tmp_path, request):
+    """In a process of its own, where nothing is left of other tests."""
+    steps, path = "400" if request.config.getoption("--all") else "40", tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", steps, "--minutes", "inf", "-o", str(path)]
+    search = os.pathsep.join(str(ROOT / each) for each in (".", "src", "tests"))
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": search}, check=True)
+    result = json.loads(path.read_text())
     assert result["failures"] == []
     assert result["ended_by"] == "steps"
     assert [result["most"][name] for name in ("parcels", "tickets", "store bytes in use")] == [0, 0, 0]

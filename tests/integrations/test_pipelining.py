@@ -31,8 +31,7 @@ from torch.distributed.pipelining import (
 import ebbtide
 from ebbtide import ConfigError, EventKind, ModuleError, Plan, PlanError, Profile, Recipe, RegionPlan
 from ebbtide._engine.derive import DerivedTicket
-from ebbtide._engine.parcel import Parcel, Ticket, TokenRef
-from ebbtide._engine.timetable import Site
+from ebbtide._engine.parcel import Parcel, Ticket
 from ebbtide._planner.view import view_of_plan
 from ebbtide._recompute.frame import Holder
 from ebbtide._utils.sizes import GIB
@@ -304,11 +303,6 @@ def is_ours(kind):
     return str(kind.__module__).startswith(parts) or issubclass(kind, torch.Tensor)
 
 
-def is_ours_in_any_plan(kind):
-    """A plan that changes moves other tensors, and each has a site of its own, once."""
-    return is_ours(kind) and not issubclass(kind, (Site, TokenRef))
-
-
 def half_the_room(name, rank, ranks):
     """A goal with room for half of what the rank saves: something has to move, or to be recomputed."""
     pipeline = Pipeline(name, rank, ranks, **within())
@@ -325,21 +319,17 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attach
     torch.set_num_threads(1)
     join(rank, folder, ranks=ranks)
     gc.freeze()  # imported modules: without them objects are counted in no time
-    found, is_counted = {}, is_ours if settings else is_ours_in_any_plan
+    found = {}
     for name in names:
         twin = Pipeline(name, rank, ranks)
         expected = [twin.step(k) for k in range(BATCHES)]
         pipeline = Pipeline(name, rank, ranks, **(settings or half_the_room(name, rank, ranks)))
         attached = ebbtide.pipeline.attach(pipeline.schedule, keeps_split=keeps_split) if is_attached else None
-        is_equal, alive, held, on_demand = True, [], [], []
-        plans, rests_at, known = None, BATCHES, None
+        is_equal, counts, alive, held, on_demand = True, [], [], [], []
         for k in range(STEPS):
             before = pipeline.totals()  # and reads timings: those not read stay, up to a limit
-            if [handle.plan for handle in pipeline.handles] != plans:
-                plans, rests_at, known = [handle.plan for handle in pipeline.handles], k + BATCHES, None
-            if k == rests_at:
-                gc.collect()
-                known = count(is_counted)
+            gc.collect()
+            counts.append(count(is_ours))
             gc.disable()
             is_equal &= pipeline.step(k) == expected[k % BATCHES]
             alive.append(count(is_of_a_graph))
@@ -348,9 +338,10 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attach
             out, back, missed = (now - then for now, then in zip(pipeline.totals(), before, strict=True))
             on_demand.append(missed / max(1, back))
         gc.collect()
-        grown = 0 if known is None else count(is_counted) - known
-        if not settings:  # a plan at rest may still be measured; a leak is one more object in each step at least
-            grown = max(0, grown // max(1, STEPS - rests_at))
+        counts.append(count(is_ours))
+        # Plans that change, and times that are measured, take objects in some steps; a leak takes them in all.
+        far = BATCHES if settings is None else STEPS - BATCHES
+        grown = min(later - before for before, later in zip(counts[BATCHES:], counts[BATCHES + far :], strict=False))
         stats = [handle.stats() for handle in pipeline.handles]
         moves = [each.out.count + each.recomputed.count > 0 for each in stats]
         plans_to = [not handle.plan.keeps_all for handle in pipeline.handles]  # or to derive
@@ -358,7 +349,7 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attach
             "equal": is_equal, "does": all(moves) if settings else any(plans_to),
             "back": back / max(1, out), "first": on_demand[0], "later": max(on_demand[1:]),
             "settled": max(on_demand[3:]),
-            "alive": max(alive), "held": max(held), "grown": grown,
+            "alive": max(alive), "held": max(held), "grown": max(grown, 0),
         }  # fmt: skip
         if attached is not None:
             attached.remove()

@@ -17,8 +17,9 @@ from trl import SFTConfig, SFTTrainer
 
 from ebbtide import compat
 
+compat.OffloadActivations.settings = {"window": 1}  # only here: all of a tiny model would fit into the window
 if not torch.accelerator.is_available():
-    compat.OffloadActivations.settings = {"store": "mock"}  # on the CPU nothing moves without a store
+    compat.OffloadActivations.settings["store"] = "mock"  # on the CPU nothing moves without a store
 compat.install("trl")  # the one line to add
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Ada", "C", "Go", "Lisp", "is", "a", "language", "for", "people"]

@@ -34,6 +34,11 @@ def pytest_configure(config):
         settings.load_profile("all" if config.getoption("--all") else "edges")
 
 
+def pytest_sessionstart(session):
+    # Most models of tests fit into the default window. A mark of the session comes before those of modules and tests.
+    session.add_marker(pytest.mark.filterwarnings("ignore:.* moves nothing from its second step on"))
+
+
 def pytest_collection_modifyitems(config, items):
     """Without --all, keep the cases of a matrix with a new parameter value, and the last; of long tests one or none.
 

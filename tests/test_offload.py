@@ -335,6 +335,28 @@ def test_disabled_by_the_environment(monkeypatch):
     check_three_steps(handle, model)
 
 
+@pytest.mark.parametrize(("window", "warned"), [("512MiB", 1), (1, 0)])
+@pytest.mark.parametrize("entry_point", ["offload", "offload_activations"])
+def test_warning_once_if_all_that_should_move_fits_into_the_window(entry_point, window, warned):
+    model = make(Transformer, CPU)
+    settings, context = {"store": "mock", "min_bytes": 1, "window": window}, contextlib.nullcontext()
+    if entry_point == "offload":
+        ebbtide.offload(model, **settings)
+    else:
+        context = ebbtide.offload_activations(**settings)
+
+    def call(batch):
+        with context:
+            return model(batch)
+
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        for _ in range(2):
+            three_steps(model, call)
+    texts = [str(each.message) for each in seen]
+    found = [text for text in texts if "moves nothing from its second step on: all of it" in text]
+    assert [text.partition("(")[0] for text in found] == [entry_point] * warned
+
+
 def test_warning_when_nothing_moved_names_the_reasons_once():
     model = make(Transformer, CPU)
     handle = offload(model, min_bytes="1GiB")

@@ -66,6 +66,7 @@ class OffloadActivations:
         hooks.__exit__(kind, error, trace)
         if error is None and torch.is_grad_enabled():
             self._context.recorder.warn_if_nothing_moved("offload_activations()")
+            self._context.recorder.warn_if_window_holds_all("offload_activations()")
 
     def register_weights(self, model: torch.nn.Module) -> None:
         """Keep the weights of `model` on the device, also as detached aliases or as parts of quantised weights."""

@@ -268,7 +268,8 @@ class StatsRecorder:
         self._untimed_bytes = 0
         self._draining = threading.Lock()
         self._before_first_step: Stats | None = None
-        self._was_first_step_seen = False
+        self._forwards_seen = 0
+        self._at_last_forward: tuple[int, list[int]] = (0, [])
         self._was_failure_warned = False
 
     def keep(self, reason: Reason, nbytes: int, count: int = 1) -> None:
@@ -350,13 +351,31 @@ class StatsRecorder:
 
     def warn_if_nothing_moved(self, api: str, forward: str = "forward", advice: str = "") -> None:
         """Warn once, after the first forward that could save tensors: never a silent no-op."""
-        if self._was_first_step_seen:
+        self._forwards_seen += 1
+        if self._forwards_seen > 1:
             return
-        self._was_first_step_seen = True
         before = self._before_first_step or Stats()
         if all(getattr(self.stats, name) == getattr(before, name) for name in _USES):
             text = f"{api} moved nothing in its first {forward}: {self._why(before)}{advice}"
             warnings.warn(text, EbbtideWarning, stacklevel=3)
+
+    def warn_if_window_holds_all(self, api: str) -> None:
+        """Warn once, after the third forward, if nothing has been sent since the second: backward needed all of it
+        before its memory had been released, and such parcels wait on the device."""
+        if self._forwards_seen > 3:
+            return
+        made = self.stats.parcels.nbytes
+        other = [getattr(self.stats, name).count for name in ("out", "failed", "recomputed", "derived")]
+        made_before, other_before = self._at_last_forward
+        self._at_last_forward = made, other
+        if self._forwards_seen == 3 and made > made_before and other == other_before:
+            warnings.warn(
+                f"{api} moves nothing from its second step on: all of it ({format_bytes(made - made_before)} in a "
+                "forward) fits into the window, whose tensors backward needs before they have left. With a smaller "
+                "one, such as window='16MiB', tensors above it leave",
+                EbbtideWarning,
+                stacklevel=3,
+            )
 
     def _why(self, before: Stats) -> str:
         kept = {reason: count.since(before.kept.get(reason)) for reason, count in self.stats.kept.items()}

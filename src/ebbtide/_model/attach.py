@@ -436,6 +436,7 @@ class Attachment:
         entry_point = f"offload({type(self.module).__name__})"
         if plan.predicted is None:
             self.context.recorder.warn_if_nothing_moved(entry_point)
+            self.context.recorder.warn_if_window_holds_all(entry_point)
             return
         causes = dict.fromkeys(region.reason.rpartition(": ")[2] for region in plan.regions.values())
         forward = f"planned forward ({'; '.join(filter(None, causes))})"

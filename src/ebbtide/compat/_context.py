@@ -54,7 +54,7 @@ class TrlOffloadActivations(StandIn, contextlib.ContextDecorator, name="OffloadA
     """
 
     settings: ClassVar[dict[str, Any]] = {}
-    """Settings without a keyword in TRL: `store` and `host_limit` of `ebbtide.offload_activations`."""
+    """Settings of `ebbtide.offload_activations`, such as `store` and `host_limit`; they come before the arguments."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class TrlOffloadActivations(StandIn, contextlib.ContextDecorator, name="OffloadA
         self._answer(use_streams, min_offload_size, max_fwd_stash_size)
         waiting_bytes = _WINDOW_BYTES * max_fwd_stash_size // DEFAULT_STASH if use_streams else 1
         self._has_warned = self.moves_here()
-        self._context = offload_activations(
-            mode="all" if self.moves_here() else "off",
-            window=waiting_bytes,
-            prefetch=waiting_bytes,
-            min_bytes=max(1, min_offload_size),
-            **self.settings,
-        )
+        arguments: dict[str, Any] = {
+            "mode": "all" if self.moves_here() else "off",
+            "window": waiting_bytes,
+            "prefetch": waiting_bytes,
+            "min_bytes": max(1, min_offload_size),
+        }
+        self._context = offload_activations(**{**arguments, **self.settings})
 
     def update_model_params(self, model: torch.nn.Module) -> None:
         """Keep the weights of `model` on the device in every form: detached, or the parts of quantised weights.

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from html import escape
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -52,12 +53,24 @@ pre{overflow:auto;background:var(--card);border-radius:.5rem;padding:.8rem;font-
 """
 
 
+_PREDICTED = ("step_s", "peak_bytes", "moved_bytes", "host_bytes", "stall_forward_s", "stall_backward_s")  # in figures
+
+
+def run_figures(run: Run) -> dict[str, Any]:
+    """What the page of a run begins with, as data: bytes, seconds, and the metrics of `Stats.metrics`."""
+    found: dict[str, Any] = {"verdict": _without_comparison(run)}
+    if (step := _comparison(run)) is not None:
+        found = {"verdict": step.verdict, **step.figures()}
+    plan = {"budget": run.plan.budget, "status": run.plan.status}
+    about = {"made_for": run.made_for, "rank": run.rank, "ranks": run.ranks, **plan}
+    return {**about, **found, "metrics": run.metrics, "stall_by_region_s": run.stalls}
+
+
 def run_page(run: Run) -> str:
     """The page of a run."""
     rank = f", rank {run.rank} of {run.ranks}" if run.ranks > 1 else ""
     title = f"ebbtide: {_title(run.made_for)}{rank}"
-    if run.profile is not None and run.plan.predicted is not None and run.profile.plain_s > 0:
-        step = _Comparison(run, run.profile)
+    if (step := _comparison(run)) is not None:
         top = step.verdict, f"<dl>{''.join(step.tiles())}</dl>"
         middle = [step.memory(), step.lanes(), _regions(run), step.pareto()]
     else:
@@ -74,6 +87,12 @@ def run_page(run: Run) -> str:
 <main><p class="verdict">{escape(top[0])}</p>{top[1]}
 {"".join(sections)}</main></body></html>
 """
+
+
+def _comparison(run: Run) -> "_Comparison | None":
+    if run.profile is None or run.plan.predicted is None or run.profile.plain_s <= 0:
+        return None
+    return _Comparison(run, run.profile)
 
 
 class _Comparison:
@@ -112,6 +131,13 @@ class _Comparison:
             f"{format_bytes(saved)} less memory ({saved / plain.peak_bytes:.0%}): a peak of {format_bytes(peak_bytes)} "
             f"instead of {format_bytes(plain.peak_bytes)}, for steps {time}. {holds}"
         )
+
+    def figures(self) -> dict[str, Any]:
+        """The measured or predicted peak, and predictions by the plan and with everything kept."""
+        peak_bytes, source = self._peak
+        steps = {"predicted": self._planned.outcome, "without": self._plain.outcome}
+        outcomes = {name: {key: getattr(step, key) for key in _PREDICTED} for name, step in steps.items()}
+        return {"peak_bytes": peak_bytes, "peak_is": source, **outcomes}
 
     def tiles(self) -> Iterable[str]:
         plain, planned, line = self._plain.outcome, self._planned.outcome, self._run.timeline

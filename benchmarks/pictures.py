@@ -1,8 +1,13 @@
-"""Draw the pictures of the pages about concepts, from the committed profiles and the planner's simulator.
+"""Draw the pictures of the documentation, from the committed profiles and the planner's simulator.
 
 python -m benchmarks.pictures
+
+The pictures of a report are taken by Chromium, which has to be installed.
 """
 
+import dataclasses
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide._cli._plan_pareto import Solvers
+from ebbtide._engine.stats import Stats
 from ebbtide._planner.options import Option, option_for
 from ebbtide._planner.simulate import Outcome, Windows, simulate, windows_within
 from ebbtide._plans import Plan, Recipe
 from ebbtide._profiling.profile import Profile
+from ebbtide._reports.page import run_page
+from ebbtide._reports.run import Run
 from ebbtide._utils.sizes import GIB
 
 ROOT = Path(__file__).parent.parent
@@ -133,6 +141,20 @@ def time_against_memory() -> None:
     save(figure, "time_against_memory")
 
 
+def page_of_a_run() -> None:
+    """The page of `ebbtide report` at desk and phone width, for a plan without steps."""
+    profile = Profile.load(PROFILES / "A.json")
+    plan = dataclasses.replace(Solvers(profile).solver.solve(BUDGET), budget=f"{BUDGET // GIB}GiB")
+    run = Run.of(Stats(budget_bytes=BUDGET), profile.made_for, plan, profile)
+    with tempfile.NamedTemporaryFile("w", suffix=".html") as page:
+        page.write(run_page(run))
+        page.flush()
+        for name, size, scheme in (("report_light", "1280,1370", 1), ("report_phone_dark", "420,1370", 0)):
+            command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+            command += [f"--window-size={size}", f"--blink-settings=preferredColorScheme={scheme}"]
+            subprocess.run([*command, f"--screenshot={PICTURES / name}.png", page.name], check=True)
+
+
 def new(x: str, y: str, height: float = 3.6) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.5, height), layout="constrained")
     axes = figure.add_subplot()
@@ -151,3 +173,4 @@ if __name__ == "__main__":
     seconds_of_a_block()
     lanes_of_a_step()
     time_against_memory()
+    page_of_a_run()

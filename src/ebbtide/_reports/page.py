@@ -148,8 +148,10 @@ class _Comparison:
             "added by a step", format_bytes(peak_bytes - base), f"{format_bytes(plain.peak_bytes - base)} without"
         )
         seen_ms = self._run.metrics.get("ebbtide/measured_step_ms")
-        step_s, how = (planned.step_s, "predicted") if seen_ms is None else (seen_ms / 1e3, "measured")
-        yield _tile("step", _ms(step_s), f"{how}; predicted {_ms(planned.step_s)}, without {_ms(plain.step_s)}")
+        step_s, how = planned.step_s, "predicted"
+        if seen_ms is not None:
+            step_s, how = seen_ms / 1e3, f"measured; predicted {_ms(planned.step_s)}"
+        yield _tile("step", _ms(step_s), f"{how}; {_ms(plain.step_s)} without")
         yield _tile(
             "out and back", format_bytes(planned.moved_bytes), f"{format_bytes(planned.host_bytes)} in the store"
         )

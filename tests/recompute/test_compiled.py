@@ -160,6 +160,18 @@ def test_no_plan_is_made_under_compiled_autograd():
     assert handle.stats().recomputed.count > 0
 
 
+def test_a_plan_is_made_beside_a_model_under_compiled_autograd():
+    other, model = make(Tower, CPU), make(Tower, CPU)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        train(other)
+    handle = ebbtide.offload(model, store="mock", min_bytes=1, budget="64GiB")
+    model(tokens(CPU))  # a forward without a backward
+    train(model)
+    train(model)
+    assert handle.plan.status == ""
+    assert handle.plan.predicted is not None
+
+
 def test_recipes_of_whole_blocks_share_a_graph():
     model = make(Tower, CPU)
     compile_blocks(model, "aot_eager")

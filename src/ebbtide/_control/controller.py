@@ -45,7 +45,7 @@ from ebbtide._profiling.step_events import GraphOrder, InFlightStep, StepMonitor
 from ebbtide._types import OpClasses, StepRecorder
 from ebbtide._utils import env
 from ebbtide._utils.logs import logger_of
-from ebbtide._utils.torch_private import has_compiled_backward
+from ebbtide._utils.torch_private import compiled_backwards
 
 _log = logger_of(__name__)
 
@@ -179,6 +179,7 @@ class PlanController:
         self._stages = stages or (lambda: [self])
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
+        self._compiled_backwards = compiled_backwards()  # of other models
         self._order = GraphOrder()
         self._waited = 0
         self._has_warned_of_capture = False
@@ -412,7 +413,8 @@ class PlanController:
         if tokens == 0 < self._tokens:
             return self._monitor_only(engine)  # an empty batch is no example of a step
         ended = self._ended_recorder
-        if ended is None and self._recorded is not None and has_compiled_backward():  # which nobody sees end
+        is_unended = ended is None and self._recorded is not None
+        if is_unended and compiled_backwards() > self._compiled_backwards:  # nobody sees those end
             self._give_up(
                 "backward runs under compiled autograd, where no step can be measured", "Leave compiled autograd off, "
                 "or write what each region does (recipe=)",

@@ -608,10 +608,10 @@ def _has_settings_by_thread(config: Any) -> bool:
     return isinstance(config._config["activation_memory_budget"].user_override, contextvars.ContextVar)
 
 
-def has_compiled_backward() -> bool:
-    """Whether compiled autograd has compiled a backward in this process."""
+def compiled_backwards() -> int:
+    """Return the number of backwards that compiled autograd has compiled, since the counters were cleared."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["compiled_autograd"]["captures"] > 0
+    return 0 if utils is None else utils.counters["compiled_autograd"]["captures"]
 
 
 def graph_breaks() -> int:

@@ -99,7 +99,7 @@ class WhatIf:
 
     Attributes:
         link: what if the link carried so many GB/s each way.
-        tokens: what if a batch had so many tokens: elements of the largest tensor that the model is called with.
+        tokens: tokens of the assumed batch: elements of the largest tensor among the model's arguments.
         scale: what if a batch had so many times the measured tokens.
         host_limit: what if the store took so much at most, "64GiB".
         reserve: memory in use before the step besides, "9GiB": the optimizer's state, if the profile has none.

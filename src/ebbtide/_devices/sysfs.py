@@ -1,4 +1,4 @@
-"""The NUMA node and the PCIe lanes of a GPU, from files of Linux. Other systems and back ends have no such files."""
+"""The NUMA node and the PCIe lanes of a GPU, from files of Linux. Elsewhere nothing is known."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ def lanes_of(device: torch.device) -> Lanes | None:
 
 
 def _text_of(device: torch.device, name: str) -> str:
-    """Text of a file of the GPU; empty if there is no such file."""
+    """Text of a file of the GPU; empty without the file."""
     if device.type != "cuda":
         return ""
     gpu = cast(Any, torch.cuda).get_device_properties(device)

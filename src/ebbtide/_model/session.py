@@ -63,7 +63,7 @@ class Kept(NamedTuple):
     """Counts of the tensors kept by a forward under `plan`.
 
     Attributes:
-        noticed: numbers of the saved tensors that later forwards look at: all others stay.
+        noticed: numbers of the saved tensors to look at in later forwards: the rest stays.
         operands: those of `noticed` that stay too. The rest is counted in each forward.
         only_for: what a later forward has to have in common with the counted one; None: nothing.
     """
@@ -165,13 +165,13 @@ class Session:
             push_below(self.pushed)  # of hooks that the module has pushed, and pops later
 
     def close(self) -> None:
-        """The forward has ended, or an exception has left the middle of it."""
+        """The forward has ended, or an exception has left the forward."""
         if self.pushed is not None and not self.is_paused:
             self.pushed.__exit__()
         self.hooks.switch_to(self.hooks.region_call)
 
     def forget(self) -> None:
-        """Take `pushed` off if an interrupt has left it."""
+        """Take off `pushed` after an interrupt."""
         if self.pushed is not None and top_pack_hook() is self.pack_hook:
             self.pushed.__exit__()
 

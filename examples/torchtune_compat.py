@@ -11,8 +11,9 @@ from torchtune.models.llama2 import llama2
 
 from ebbtide import compat
 
+compat.torchtune.OffloadActivations.settings = {"window": 1}  # only here: all of a tiny model would fit into the window
 if not torch.accelerator.is_available():
-    compat.torchtune.OffloadActivations.settings = {"store": "mock"}  # on the CPU nothing moves without a store
+    compat.torchtune.OffloadActivations.settings["store"] = "mock"  # on the CPU nothing moves without a store
 compat.install("torchtune")  # the one line to add
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 

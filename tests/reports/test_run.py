@@ -145,6 +145,8 @@ for _ in range(2):
     loss.backward()
 """
 FORK = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and later: the process has threads
 if os.fork() == 0:
     sys.exit(0)
 os.wait()

@@ -179,7 +179,7 @@ class PlanController:
         self._stages = stages or (lambda: [self])
         self._times: ProfilingRecorder | None = None
         self._recorded: InFlightStep[ProfilingRecorder] | None = None
-        self._compiled_backwards = compiled_backwards()  # of other models
+        self._compiled_backwards = compiled_backwards()  # before there was a planner
         self._order = GraphOrder()
         self._waited = 0
         self._has_warned_of_capture = False

@@ -753,7 +753,8 @@ def test_at_any_speed_a_step_that_keeps_everything_waits_for_no_cpu():
 def run(controller, handle, kept_s, moved_s, count=40):
     """Steps that take so long, whatever is predicted."""
     for _ in range(count):
-        handle.device.step_s = moved_s if handle.plan.predicted.moved_bytes else kept_s
+        predicted = handle.plan.predicted
+        handle.device.step_s = moved_s if predicted is not None and predicted.moved_bytes else kept_s
         step(controller)
 
 
@@ -786,6 +787,23 @@ def test_a_machine_that_is_slow_now_and_then_does_not_end_offloading(seed, most)
     slowdowns = [draw.uniform(1.02, most) if draw.random() < 0.5 else 1.0 for _ in range(200)]
     machine_steps(controller, handle, slowdowns, plan_cost=1.004)
     assert handle.plan.predicted.moved_bytes > 0
+
+
+def test_a_slow_plan_gives_way_to_keeping_everything_while_a_correction_is_solved(monkeypatch):
+    controller, handle, answers = solving(monkeypatch, budget_bytes=None)
+    plain_s = controller.profile.plain_s
+    steps_s = {"kept_s": plain_s, "moved_s": 1.1 * plain_s}
+    run(controller, handle, **steps_s, count=20)  # keeps everything, and is measured
+    answers.give()
+    run(controller, handle, **steps_s, count=2)
+    assert handle.plan.predicted.moved_bytes > 0
+    run(controller, handle, **steps_s, count=20)
+    assert len(answers.questions) == 2
+    assert not answers.futures[-1].done()
+    assert handle.plan.keeps_all
+    answers.give()
+    run(controller, handle, **steps_s, count=40)
+    assert handle.plan.predicted.moved_bytes == 0
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.05])

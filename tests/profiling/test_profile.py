@@ -29,7 +29,7 @@ def test_a_file_holds_all_of_it(tmp_path_factory, step):
 
 def test_the_file_says_its_format(tmp_path):
     workload_a().save(tmp_path / "profile.json")
-    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 6
+    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 7
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "regions": 3}', "\x00"])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ebbtide
-from ebbtide import ConfigError, EbbtideWarning, RecomputeError
+from ebbtide import ConfigError, EbbtideWarning, Recipe, RecomputeError
 from ebbtide._recompute.verify import is_rounding
 from ebbtide._types import Reason, Unable
 
@@ -344,6 +344,17 @@ def test_verified_forwards():
     assert moved_by_forward(handle, model) > lean
     assert moved_by_forward(handle, model) > lean  # the third forward
     assert moved_by_forward(handle, model) == lean
+
+
+@pytest.mark.parametrize("inputs", ["keep", "offload"])
+def test_of_a_verified_forward_nothing_but_inputs_comes_back(inputs):
+    """Verified tensors in the window of what comes next would take memory and link that the step has no room for."""
+    model = make(Pure)
+    handle = offload(model, recipe=Recipe("recompute", inputs=inputs), verify=1)
+    for _ in range(3):
+        before = handle.stats().inbound.count
+        moved_by_forward(handle, model)
+        assert handle.stats().inbound.count - before == (len(model.layers) if inputs == "offload" else 0)
 
 
 @pytest.mark.parametrize("verify", [None, 0])

@@ -430,6 +430,8 @@ class PlanTuner:
             size.corrections += 1
             self._refit(trial)
             size.target *= THRESHOLDS.target * self._slowdown / slowdown
+            if kept is not None and kept is not trial:
+                self._follow(size, kept, f"waits for a correction, {_took(trial)}")  # and is measured once more
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
         else:
             assert kept is not None
@@ -560,6 +562,8 @@ class PlanTuner:
             self._warn_too_large(size, limit_bytes)
         if limit_bytes is None and not self._fits(size, fallback):
             fallback = None
+        if fallback is not None and size.trial is not None and size.trial.plan is self._first:
+            size.trial.plan = fallback  # the same, with a prediction
         size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame the machine for what the plan itself is slow by.

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,6 +129,7 @@ class RegionCall:
         points: release points still to come, in order of index.
         sites: numbers of the saved tensors that travel; None: all that may.
         recomputes: the region is recomputed in backward.
+        stands_by: backward reads the parcels only if recomputation fails: none comes back early.
         derives: numbers of the saved tensors that are dropped if they can be derived; None: all. See derive.py.
         noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
         operands: those of `noticed` that stay.
@@ -153,6 +154,7 @@ class RegionCall:
         "recomputes",
         "region",
         "sites",
+        "stands_by",
     )
 
     def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
@@ -165,6 +167,7 @@ class RegionCall:
         self._all_points: tuple[ReleasePoint, ...] = ()
         self.sites: frozenset[int] | None = None
         self.recomputes = False
+        self.stands_by = False
         self.derives: frozenset[int] | None = frozenset()
         self.noticed: Collection[int] | None = None
         self.operands: Collection[int] = ()
@@ -229,8 +232,7 @@ class HookContext:
         may_serve: whether saved tensors on a device may be offloaded; called once for each device.
         buffers: `_cdata` of the storages of the module's buffers, which the module keeps alive.
         parameters: by region.
-        derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
-            regions. With a norm by region as well.
+        derived: derivations whose result was equal to a saved tensor, as `Deriver.comparison`.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
@@ -240,7 +242,7 @@ class HookContext:
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     buffers: set[int] = field(default_factory=set[int])
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
-    derived: set[Hashable] = field(default_factory=set[Hashable])
+    derived: set[str] = field(default_factory=set[str])
     microbatch: int = -1
     _forward: "weakref.ref[Forward] | None" = None
     run_file: object = None

@@ -255,8 +255,9 @@ class Parcel:
 
     @property
     def may_be_fetched(self) -> bool:
-        """Away, not needed yet and not chosen for fetching."""
-        return self.location is Location.AWAY and not self.is_needed and not self.is_ahead
+        """Away, not needed yet and not chosen for fetching, and expected to be needed."""
+        is_at_rest = self.location is Location.AWAY and not self.is_needed and not self.is_ahead
+        return is_at_rest and not self.region_call.stands_by
 
     def add_version_check(self, counter: torch.Tensor, version: int) -> None:
         """Share the parcel with later saved tensors only while the version of `counter` is `version`."""

@@ -328,6 +328,8 @@ def _plan(profile: Profile, simulated: _Simulated, budget_bytes: int | None) -> 
             host_bytes=outcome.host_bytes,
             host_wait_s=outcome.host_wait_s,
         ),
+        made_for=profile.made_for,
+        comparisons=profile.comparisons,
     )
 
 

@@ -14,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 6
+FORMAT = 7
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -338,6 +338,8 @@ class Profile:
         passes: the order in which the graphs of a step run, by number: first each forward, later each backward. Empty:
             unknown, `order` has a likely one.
         host: CPU launch overhead; None where compute is synchronous, or nothing was measured.
+        comparisons: of derived tensors with saved ones, those that found equal bytes, by region, number of the saved
+            tensor, type and operators.
 
     Raises:
         PlanError: `graphs` below 1, or `host` of another number of regions.
@@ -355,6 +357,7 @@ class Profile:
     graphs: int = 1
     host: Host | None = None
     passes: tuple[int, ...] = ()
+    comparisons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.graphs < 1:

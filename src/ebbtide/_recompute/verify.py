@@ -61,6 +61,7 @@ class Evidence:
         self._hooks = hooks
         # Saved tensors leave one by one, or a region's worth of them would add to the peak.
         hooks.region_call.keep_window(0)
+        hooks.region_call.stands_by = True
         self._sums: dict[int, torch.Tensor] = {}
         self._differs: dict[int, torch.Tensor] = {}
 

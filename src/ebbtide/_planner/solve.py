@@ -6,9 +6,8 @@ Note [How a plan is found]
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
    never does.
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
-3. For a largest slowdown, bisection over budgets finds the smallest peak of a plan at most so much slower than a step
-   that keeps everything. A larger budget never makes a step slower, but some plans take less than the budget that their
-   windows need: at each budget the smallest peak counts.
+3. For a largest slowdown, branch and bound over the assignments finds the smallest peak of a step at most so much
+   slower than one that keeps everything: an assignment that is too slow within a budget is too slow within any smaller.
 """
 
 import time
@@ -233,27 +232,38 @@ class _Space:
 
     def smallest(self, most_s: float) -> _Simulated | None:
         """About the smallest peak at which the step takes at most `most_s`, and the fastest plan within. None if hardly
-        smaller than the peak of keeping everything."""
+        smaller than the peak of keeping everything. Most assignments are simulated once, or never."""
         peak_bytes = self.all_kept.outcome.peak_bytes
-        best = self._smallest_within(int(peak_bytes * (1 - THRESHOLDS.worth_moving)), most_s)
-        low = self.leanest.least_bytes
-        while best is not None and best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
-            middle = (low + best.outcome.peak_bytes) // 2
-            found = self._smallest_within(middle, most_s)
-            if found is None:
-                low = middle
-            else:
-                best = found
+        fine, limit = max(1, int(_FINE * peak_bytes)), int(peak_bytes * (1 - THRESHOLDS.worth_moving))
+        bounded = [(self._least_bytes_in(each, most_s, limit, fine), each) for each in self.assignments]
+        best = None
+        for low, assignment in sorted(bounded, key=_smallest_first):
+            budget_bytes = limit
+            while low <= limit:
+                found = self.simulated(assignment, budget_bytes, most_s)
+                if found is not None:
+                    best, limit = found, found.outcome.peak_bytes - fine  # often less than the budget of the windows
+                elif budget_bytes == limit:
+                    break
+                else:
+                    low = budget_bytes + fine
+                budget_bytes = (low + limit) // 2
         # Windows within the peak may be narrower than those of `best`, and no plan fast enough.
         return None if best is None else self._fastest(best.outcome.peak_bytes, most_s) or best
 
-    def _smallest_within(self, budget_bytes: int, most_s: float) -> _Simulated | None:
-        """Of all that take at most `most_s`, the smallest peak: often below the budget that gives the windows."""
-        fitting = (assignment for assignment in self.assignments if assignment.least_bytes <= budget_bytes)
-        likely = (each for each in fitting if self._least_s(each, budget_bytes) <= most_s + LAST_DIGITS_S)
-        found = (self.simulated(assignment, budget_bytes, most_s) for assignment in likely)
-        in_time = (each for each in found if each is not None)
-        return min(in_time, key=lambda each: (each.outcome.peak_bytes, each.rank), default=None)
+    def _least_bytes_in(self, assignment: Assignment, most_s: float, most_bytes: int, fine: int) -> int:
+        """Lower bound, by `_least_s`, of the budget at which the assignment takes at most `most_s`; more than
+        `most_bytes` if there is none up to there."""
+        low, high = assignment.least_bytes, most_bytes
+        if low > high or self._least_s(assignment, high) > most_s + LAST_DIGITS_S:
+            return most_bytes + 1
+        while high - low > fine:
+            middle = (low + high) // 2
+            if self._least_s(assignment, middle) > most_s + LAST_DIGITS_S:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _fastest(self, budget_bytes: int, most_s: float) -> _Simulated | None:
         """None if no assignment fits `budget_bytes`, or all take longer than `most_s`."""
@@ -305,6 +315,11 @@ class _Space:
         limit = self._profile.host_limit_bytes
         fits = outcome.peak_bytes <= budget_bytes and (limit is None or outcome.host_bytes <= limit)
         return _Simulated(assignment, windows, outcome) if fits else None
+
+
+def _smallest_first(bounded: tuple[int, Assignment]) -> tuple[int, float]:
+    least_bytes, assignment = bounded
+    return least_bytes, assignment.recompute_s
 
 
 def _most_likely_first(bounded: tuple[float, Assignment]) -> tuple[float, int]:

@@ -77,7 +77,17 @@ def test_a_file_with_the_old_names_of_fields_is_read(name, tmp_path):
 
 OF_TENSORS = {"derive_s", "derive_ops", "derive_work_bytes", "derived_from"}
 OF_POINTS = {"points", "activation_memory_budget", "partition_s"}
-ADDED = {*OF_TENSORS, *OF_POINTS, "recompute_work_bytes", "is_bits", "saved", "derived_s", "derived_op_s", "hook_s"}
+ADDED = {
+    *OF_TENSORS,
+    *OF_POINTS,
+    "recompute_work_bytes",
+    "is_bits",
+    "saved",
+    "derived_s",
+    "derived_op_s",
+    "hook_s",
+    "enter_s",
+}
 """Fields of today that no old file has."""
 
 

@@ -260,6 +260,7 @@ class Host:
         derived_s: added for each derived tensor in forward, and again when backward computes the tensor.
         derived_op_s: the same for each further operator that takes part.
         hook_s: added for each saved tensor of a region that moves or derives some, in forward and in backward.
+        enter_s: added for each region, unless all regions keep: their hooks go on and off.
     """
 
     regions: tuple[HostTime, ...]
@@ -275,6 +276,7 @@ class Host:
     derived_s: float = 0.0
     derived_op_s: float = 0.0
     hook_s: float = 0.0
+    enter_s: float = 0.0
 
     def times(self, ratio: float) -> "Host":
         """All launch times multiplied by `ratio`; the launch-ahead stays."""

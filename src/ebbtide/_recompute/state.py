@@ -85,9 +85,13 @@ class RegionSnapshot:
             for module in modules
             if module._buffers
         }
-        # items() and no lookup by name: ZeRO-3 gathers a parameter at each lookup.
-        self._owned = [(module, list(module._parameters.items())) for module in modules if module._parameters]
-        self._parameters = [p for _, owned in self._owned for _, p in owned if p is not None]
+        # items() and no lookup by name: ZeRO-3 gathers a parameter at each lookup. Three flat lists, because a tuple for
+        # each parameter, living until backward, would slow down every run of Python's garbage collector.
+        items = ((module, name, p) for module in modules for name, p in module._parameters.items())
+        owned = [(module, name, p) for module, name, p in items if p is not None]
+        self._owners = [module for module, _, _ in owned]
+        self._names = [name for _, name, _ in owned]
+        self._parameters = [p for _, _, p in owned]
         self._versions = versions_of(self._parameters)
         self._are_trained = self._are_trained_now()
         self._attributes = Attributes(modules, state.attributes)
@@ -230,12 +234,8 @@ class RegionSnapshot:
         """Parameters of forward with another in their place now. FSDP exchanges sharded and gathered ones by itself."""
         return [
             (module, name, p)
-            for module, owned in self._owned
-            for name, p in owned
-            if p is not None
-            and (now := module._parameters.get(name)) is not p
-            and type(p) in _PLAIN
-            and type(now) in _PLAIN
+            for module, name, p in zip(self._owners, self._names, self._parameters, strict=True)
+            if (now := module._parameters.get(name)) is not p and type(p) in _PLAIN and type(now) in _PLAIN
         ]
 
     def _changed_parameter(self) -> tuple[str, torch.Tensor, int] | None:
@@ -243,8 +243,7 @@ class RegionSnapshot:
         now = versions_of(self._parameters)
         if now == self._versions:
             return None
-        names = [name for _, owned in self._owned for name, p in owned if p is not None]
-        all_of = zip(names, self._parameters, self._versions, now, strict=True)
+        all_of = zip(self._names, self._parameters, self._versions, now, strict=True)
         return next((name, p, before) for name, p, before, after in all_of if before != after)
 
 

@@ -85,8 +85,8 @@ class RegionSnapshot:
             for module in modules
             if module._buffers
         }
-        # items() and no lookup by name: ZeRO-3 gathers a parameter at each lookup. Three flat lists, because a tuple for
-        # each parameter, living until backward, would slow down every run of Python's garbage collector.
+        # items() and no lookup by name: ZeRO-3 gathers a parameter at each lookup. Three flat lists: a tuple for each
+        # parameter, living until backward, would slow down every run of Python's garbage collector.
         items = ((module, name, p) for module in modules for name, p in module._parameters.items())
         owned = [(module, name, p) for module, name, p in items if p is not None]
         self._owners = [module for module, _, _ in owned]

@@ -806,6 +806,18 @@ def test_a_slow_plan_gives_way_to_keeping_everything_while_a_correction_is_solve
     assert handle.plan.predicted.moved_bytes == 0
 
 
+def test_a_slow_plan_does_not_stay_because_the_machine_was_slow_during_the_comparison(monkeypatch):
+    controller, handle, answers = solving(monkeypatch, budget_bytes=None)
+    plain_s = controller.profile.plain_s
+    run(controller, handle, kept_s=plain_s, moved_s=1.1 * plain_s, count=20)
+    answers.give()
+    run(controller, handle, kept_s=1.3 * plain_s, moved_s=1.1 * plain_s, count=11)
+    assert handle.plan.keeps_all  # until the answer is there
+    answers.give()
+    run(controller, handle, kept_s=1.3 * plain_s, moved_s=1.1 * plain_s)
+    assert handle.plan.keeps_all
+
+
 @pytest.mark.parametrize("slower", [1.0, 1.05])
 def test_a_plan_that_costs_time_gives_way(slower):
     """Law 12, on a fast machine and on a slow machine."""

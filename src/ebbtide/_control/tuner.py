@@ -417,14 +417,13 @@ class PlanTuner:
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
         slow = next((each for each in ran if not each.is_fallback), trial)
-        most, slowdown, is_as_fast = 1 + self._slowdown, 0.0, True
+        slowdown = 0.0
         if kept is not None and kept.is_measured(None) and self._may_keep_all:
             own, other = slow.seen, kept.seen
-            slowdown = own.typical_s / other.typical_s - 1
             # Steps of some machines differ, whatever the plan. The fastest then tell whether the plan is a cause.
-            unresolved = other.typical_s / other.fastest_s - 1 if own.fastest_s <= other.fastest_s * most else 0.0
-            is_as_fast = slowdown <= self._slowdown + unresolved
-        if is_as_fast:
+            unresolved = other.typical_s / other.fastest_s - 1
+            slowdown = max(own.typical_s / other.typical_s - 1 - unresolved, own.fastest_s / other.fastest_s - 1)
+        if slowdown <= self._slowdown:
             self._freeze(size, slow, "no other was faster")
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1

@@ -1,5 +1,6 @@
 """`stats()`: figures for people, JSON for files, a flat dict for loggers."""
 
+import gc
 import json
 import re
 from dataclasses import fields
@@ -15,6 +16,7 @@ from ebbtide._control.trial import Trial
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.stats import TOTALS, CopyTiming, Count, Stats
 from ebbtide._types import Memory, Reason, Unable
+from ebbtide._utils import garbage
 from ebbtide._utils.sizes import GIB
 from ebbtide.integrations._results import Metrics
 
@@ -170,3 +172,18 @@ def test_trainers_with_several_models_add_totals_up_and_take_the_largest_states(
     assert metrics["ebbtide/moved_gib"] == (5 - 3) + (6 - 1)
     assert (metrics["ebbtide/host_gib"], metrics["ebbtide/budget_gib"]) == (4, 40)
     assert figures.read()["ebbtide/moved_gib"] == 0
+
+
+def test_full_collections_of_python_are_counted_from_the_entry_point_on():
+    gc.collect()
+    first = ebbtide.offload(Stack(), **SETTINGS)
+    gc.collect(0)
+    gc.collect()
+    second = ebbtide.offload(Stack(), **SETTINGS)
+    gc.collect()
+    counts = [handle.stats().full_collections.count for handle in (first, second)]
+    assert counts[1] >= 1
+    assert counts[0] - counts[1] >= 1
+    assert gc.callbacks.count(garbage._watch) == 1
+    assert first.stats().full_collections.seconds > second.stats().full_collections.seconds > 0
+    assert "full collections" in first.report()

@@ -570,7 +570,7 @@ class PlanTuner:
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
             return
-        trial = Trial(plan, size.profile.plain_s)
+        trial = Trial(plan, size.profile.plain_s, is_fallback=limit_bytes is None and plan.keeps_all)
         if size.is_used:
             self._follow(size, trial, f"corrected, {why}", answer.seconds)
         else:

@@ -11,6 +11,7 @@ from ebbtide._errors import EbbtideWarning
 from ebbtide._events import Listeners
 from ebbtide._types import Device, Reason, StoreStats, StreamEvent, Unable
 from ebbtide._utils.distributed import rank_of_process
+from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.sizes import GIB, MIB, format_bytes
 
 _TIMINGS_IN_FLIGHT = 512
@@ -131,6 +132,8 @@ class Stats:
         stall_by_region: the same seconds by the region whose parcels were late; "" outside of all regions.
         syncs: synchronisations of the host by code of the user, with EBBTIDE_SYNCS=1.
         watched_forwards: forwards of the model, or entries into the context, that `syncs` covers.
+        full_collections: runs of Python's garbage collector over all objects of the process, since the API object was
+            made.
         out_sample, in_sample: timed copies, the basis of the lanes' rates.
         host_bytes, host_reserved_bytes: bytes in the stores of the process, and memory or file space taken for them.
         host_captured_bytes: share of `host_bytes` that captured graphs keep for replays, until release_memory().
@@ -162,6 +165,7 @@ class Stats:
     stall_by_region: dict[str, float] = field(default_factory=dict[str, float])
     syncs: dict[Sync, Wait] = field(default_factory=dict[Sync, Wait])
     watched_forwards: int = 0
+    full_collections: Wait = field(default_factory=Wait, compare=False)
     out_sample: CopyTiming = field(default_factory=CopyTiming)
     in_sample: CopyTiming = field(default_factory=CopyTiming)
     host_bytes: int = 0
@@ -271,6 +275,7 @@ class StatsRecorder:
         self._forwards_seen = 0
         self._at_last_forward: tuple[int, list[int]] = (0, [])
         self._was_failure_warned = False
+        self._collections_before = full_collections()
 
     def keep(self, reason: Reason, nbytes: int, count: int = 1) -> None:
         kept = self.stats.kept.get(reason)
@@ -285,6 +290,7 @@ class StatsRecorder:
         engines, (rank, ranks) = list(engines), rank_of_process()
         stores = [engine.store_stats() for engine in engines]
         peaks = [engine.device.memory().peak_bytes for engine in engines if engine.device.tracks_peak]
+        before, now = self._collections_before, full_collections()
         return replace(
             self.stats,
             **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
@@ -292,6 +298,7 @@ class StatsRecorder:
             unable=dict(self.stats.unable),
             stall_by_region=dict(self.stats.stall_by_region),
             syncs={sync: replace(wait) for sync, wait in self.stats.syncs.items()},
+            full_collections=Wait(now.count - before.count, now.seconds - before.seconds),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),

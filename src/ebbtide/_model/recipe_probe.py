@@ -16,7 +16,7 @@ from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._types import RecomputeRecorder, StepRecorder
 from ebbtide._utils.torch_private import without_saved_tensor_hooks
 
-_REGIONS, _WIDTH = 8, 32
+_REGIONS, _WIDTH = 4, 32
 _PRODUCTS, _OPERATORS = 2, 14  # of a region's forward
 _ROUNDS = 4  # the fastest counts, but for the first: caches are empty, and regions do not derive yet
 

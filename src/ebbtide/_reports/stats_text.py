@@ -77,6 +77,9 @@ def _sections(stats: Stats) -> Iterator[Section]:
     longest_first = sorted(stats.stall_by_region.items(), key=lambda stall: -stall[1])
     stalls = [_time(f"for {shortened(name or 'outside', 42)}", s) for name, s in longest_first[:_MOST_REGIONS]]
     yield "stall", [_time("forward", stats.stall_forward_s), _time("backward", stats.stall_backward_s), *stalls]
+    if stats.full_collections.count:
+        row = _time("full collections", stats.full_collections.seconds)
+        yield "Python's garbage collector", [row._replace(number=str(stats.full_collections.count))]
     if stats.watched_forwards:
         yield "synchronisations of the host, per forward", list(_syncs(stats)) or [Row("none", "0", "")]
     rates = {"out": stats.out_gb_per_s, "in": stats.in_gb_per_s}

@@ -151,7 +151,7 @@ def test_text_of_a_plan_written_by_hand():
 def test_a_file_holds_all_of_it(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN
-    assert json.loads((tmp_path / "plan.json").read_text())["format"] == 3
+    assert json.loads((tmp_path / "plan.json").read_text())["format"] == 2
 
 
 def test_a_file_with_the_old_names_of_fields_is_read(tmp_path):

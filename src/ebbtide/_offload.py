@@ -165,9 +165,6 @@ class OffloadHandle:
         check_without_keep_last("plan", attachment.config.keep_last)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"plan={plan!r}: expected an ebbtide.Plan; recipes by name are for recipe=")
-        here = attachment.made_for()
-        if all(plan.made_for.get(key) == here[key] for key in ("device", "torch")):
-            attachment.context.derived.update(plan.comparisons)
         attachment.apply_plan(dataclasses.replace(plan, status="") if plan.status else plan)
         self._end_planning()
         missing = [b for b in attachment.blocks if not any(_is_nested(b, name) for name in plan.regions)]

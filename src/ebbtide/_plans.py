@@ -15,7 +15,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table, shortened
 
-FORMAT = 3
+FORMAT = 2
 
 Action = Literal["keep", "offload", "recompute", "selective"]
 Place = Literal["keep", "offload"]
@@ -295,8 +295,6 @@ class Plan:
         budget: the budget as written by the user, of which `budget_bytes` may be only a part; "" without a budget.
         status: why no plan exists yet ("no plan yet: measuring step 2 of 3"), while the recipes of the first steps
             hold; "" for a plan. Files do not hold a status.
-        made_for: `Profile.made_for` of the profile that the plan was made from; empty for a plan written by hand.
-        comparisons: `Profile.comparisons`; on another device or version of torch the first forward compares instead.
 
     Raises:
         ConfigError: a value of the wrong kind, or a recipe for `outside` that recomputes.
@@ -308,8 +306,6 @@ class Plan:
     predicted: Prediction | None = None
     budget: str = ""
     status: str = dataclasses.field(default="", compare=False)
-    made_for: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False)
-    comparisons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -801,6 +801,10 @@ def test_a_slow_plan_gives_way_to_keeping_everything_while_a_correction_is_solve
     assert len(answers.questions) == 2
     assert not answers.futures[-1].done()
     assert handle.plan.keeps_all
+    step(controller, tokens=1500)
+    assert handle.plan.predicted.moved_bytes > 0  # who knows whether all of a larger batch fits
+    run(controller, handle, **steps_s, count=1)
+    assert handle.plan.keeps_all
     answers.give()
     run(controller, handle, **steps_s, count=40)
     assert handle.plan.predicted.moved_bytes == 0

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -299,11 +298,6 @@ class Mixers(Stack):
         self.layers = nn.ModuleList(Mixer() for _ in range(3))
 
 
-def derivable_sites(profile):
-    """Numbers of the tensors that the profile calls derivable, by region."""
-    return {region.name: tuple(t.index for t in region.saved_tensors if t.derive_s > 0) for region in profile.regions}
-
-
 @pytest.mark.parametrize(("make", "size"), [(Stack, (8, 16)), (Mixers, (4, 8, 16))])
 def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(make, size, monkeypatch):
     """A comparison needs memory, and so does a tensor that is kept against the plan."""
@@ -312,7 +306,8 @@ def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(
     handle = ebbtide.offload(model, budget="64GiB", store="mock", min_bytes=1)
     for _ in range(5):
         model(torch.randn(size)).backward()
-    derive = derivable_sites(handle.profile)
+    tensors = {region.name: region.saved_tensors for region in handle.profile.regions}
+    derive = {name: tuple(t.index for t in own if t.derive_s > 0) for name, own in tensors.items()}
     assert all(derive.values())
     monkeypatch.setattr(Derivation, "equals", lambda *_: pytest.fail("compared"))
     regions = {name: RegionPlan(Recipe("keep", derive=numbers)) for name, numbers in derive.items()}
@@ -321,33 +316,6 @@ def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(
         before = handle.stats().derived.count
         model(torch.randn(size)).backward()
         assert handle.stats().derived.count - before == sum(map(len, derive.values())), steps
-
-
-@pytest.mark.parametrize(
-    ("file", "circumstance"), [("plan", ""), ("plan", "device"), ("plan", "torch"), ("profile", "")]
-)
-def test_files_hold_comparisons_for_the_device_and_torch_of_the_measurement(file, circumstance, monkeypatch, tmp_path):
-    torch.manual_seed(0)
-    model, x, settings = Stack(), torch.randn(8, 16), {"store": "mock", "min_bytes": 1}
-    handle = ebbtide.offload(model, budget="64GiB", **settings)
-    for _ in range(5):
-        model(x).backward()
-    plan, profile = handle.plan, handle.profile
-    handle.remove()
-    regions = {name: RegionPlan(Recipe("keep", derive=own)) for name, own in derivable_sites(profile).items()}
-    plan = replace(plan, regions=regions, made_for={**plan.made_for, circumstance: "another"})
-    path = tmp_path / f"{file}.json"
-    (plan if file == "plan" else profile).save(path)
-    compared, equals = [], Derivation.equals
-    monkeypatch.setattr(Derivation, "equals", lambda *given: compared.append(given) or equals(*given))
-    if file == "plan":
-        handle = ebbtide.offload(model, plan=Plan.load(path), **settings)
-    else:
-        handle = ebbtide.offload(model, profile=path, budget="64GiB", **settings)
-        handle.set_plan(replace(plan, comparisons=()))
-    model(x).backward()
-    assert handle.stats().derived.count > 0
-    assert bool(compared) is bool(circumstance)
 
 
 @pytest.mark.parametrize(("free_bytes", "can_compare"), [(100, False), (1 << 20, True)])

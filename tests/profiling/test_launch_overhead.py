@@ -22,15 +22,7 @@ from ebbtide._types import Memory
 
 WIDE = 10**12
 COSTS = RecipeCosts(
-    prepare_s=1e-4,
-    save_s=0.0,
-    inspect_op_s=5e-6,
-    save_output_s=3e-5,
-    move_s=2e-5,
-    derive_s=1e-5,
-    op_s=1e-5,
-    hook_s=0.0,
-    enter_s=0.0,
+    prepare_s=1e-4, save_s=0.0, inspect_op_s=5e-6, save_output_s=3e-5, move_s=2e-5, derive_s=1e-5, op_s=1e-5, hook_s=0.0
 )
 KEPT = Recipe("recompute", inputs="keep")
 HELD = Recipe("selective", ops=("matmul",), inputs="keep", outputs="keep")

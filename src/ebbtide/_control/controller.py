@@ -260,7 +260,6 @@ class PlanController:
             self._handle.apply_plan(self._first_plan())
             return
         profile.check_made_for(self._handle.made_for())
-        self._context.derived.update(profile.comparisons)
         if self._budget_of is not None or self._max_slowdown is not None:
             profile.check_has_recomputation()
         self._tokens = profile.tokens
@@ -618,7 +617,6 @@ class PlanController:
             device_bytes=engine.device.total_bytes(),
             recipe_costs=costs,
             derivations=probe_derivations(engine.device, derivable(details), room_bytes),
-            comparisons=self._context.derived,
             overwritten=self._overwritten,
         )
 

@@ -448,8 +448,9 @@ class PlanTuner:
             )
         if best is size.trial:
             peak = f", peak {format_bytes(best.seen.peak_bytes)}" if best.seen.peak_bytes else ""
-            _log.info("plan frozen: steps of %.1f ms%s", best.seen.typical_s * 1e3, peak)
-            self.history.note("plan frozen")
+            reason = f", {why}" if best.is_fallback and len(ran) > 1 else ""
+            _log.info("plan frozen%s: steps of %.1f ms%s", reason, best.seen.typical_s * 1e3, peak)
+            self.history.note(f"plan frozen{reason}")
             if best.is_off:
                 best.plan = _as_measured(best.plan, best)
                 if size is self._size:
@@ -592,6 +593,10 @@ class PlanTuner:
         size = self._size
         larger = [each for each in self._sizes.values() if each.trial is not None and each.tokens >= size.tokens]
         found = min(larger, key=lambda each: each.tokens).trial if larger else None
+        if found is None and self.limit_bytes is None:
+            # Keeping everything may run while a correction is solved, and may not fit a larger batch.
+            ran = (trial for each in self._sizes.values() for trial in (each.trial, *reversed(each.tried)))
+            found = next((trial for trial in ran if trial is not None and not trial.plan.keeps_all), None)
         plan = found.plan if found is not None else self._first if self.limit_bytes is not None else None
         if plan is not None:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -232,7 +232,8 @@ class HookContext:
         may_serve: whether saved tensors on a device may be offloaded; called once for each device.
         buffers: `_cdata` of the storages of the module's buffers, which the module keeps alive.
         parameters: by region.
-        derived: derivations whose result was equal to a saved tensor, as `Deriver.comparison`.
+        derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
+            regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
@@ -242,7 +243,7 @@ class HookContext:
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     buffers: set[int] = field(default_factory=set[int])
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
-    derived: set[str] = field(default_factory=set[str])
+    derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
     _forward: "weakref.ref[Forward] | None" = None
     run_file: object = None

@@ -5,7 +5,7 @@ rule for padding (the node does not tell the value), dropout (whether it is in t
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -21,8 +21,8 @@ Op: TypeAlias = Callable[..., torch.Tensor]
 _MOST_OPERATORS = 16  # of an expression: bounds the time of a look
 _RAW = "_raw_saved_"
 
-Signature: TypeAlias = tuple[str, ...]
-"""Of an expression: the classes of its nodes in order, and "" for known operands."""
+Signature: TypeAlias = tuple[Any, ...]
+"""Of an expression: the rules of its nodes in order, and None for known operands."""
 
 IsOperand: TypeAlias = Callable[[Any, Callable[[Any], torch.Tensor]], bool]
 """Whether a packed tensor may be an operand, given its unpack hook."""
@@ -47,7 +47,7 @@ class Deriver:
         self._first = first
         self._parameters = parameters
         self._found: dict[tuple[Any, int], Any] = {}  # by node and number of the output
-        self._signature: list[str] = []
+        self._signature: list[Any] = []
         self.has_norm = False
 
     def derive(self, node: Any) -> Expression | None:
@@ -62,17 +62,16 @@ class Deriver:
         """Of the expression found last."""
         return tuple(self._signature)
 
-    def comparison(self, index: int, dtype: torch.dtype) -> str:
+    def comparison(self, index: int, dtype: torch.dtype) -> Hashable:
         """Equal for tensors of which one comparison with the derived tensor serves all: saved tensor number `index` of
         equal regions, by the expression found last."""
-        return f"{self._parameters.region if self.has_norm else ''}#{index} {dtype} {' '.join(self._signature)}"
+        return self._parameters.region if self.has_norm else "", index, dtype, self.signature
 
     def _expression_of(self, node: Any, number: int) -> Expression | None:
-        name = type(node).__name__
-        rule = _RULES.get(name)
+        rule = _RULES.get(type(node).__name__)
         if rule is None or node._sequence_nr() < self._first or len(self._signature) == _MOST_OPERATORS:
             return None
-        self._signature.append(name)
+        self._signature.append(rule)
         try:
             return rule(self, node, number)
         except AttributeError:
@@ -83,7 +82,7 @@ class Deriver:
         """Output `number` of `node`, packed, or an expression; None if neither is known."""
         known = self._known.result(node, number)
         if known is not None:
-            self._signature.append("")
+            self._signature.append(None)
             return known
         name = type(node).__name__
         if name == "AccumulateGrad":

@@ -290,7 +290,7 @@ class StatsRecorder:
         engines, (rank, ranks) = list(engines), rank_of_process()
         stores = [engine.store_stats() for engine in engines]
         peaks = [engine.device.memory().peak_bytes for engine in engines if engine.device.tracks_peak]
-        before, now = self._collections_before, full_collections()
+        (count, seconds), before = full_collections(), self._collections_before
         return replace(
             self.stats,
             **{name: replace(getattr(self.stats, name)) for name in _COUNTS},
@@ -298,7 +298,7 @@ class StatsRecorder:
             unable=dict(self.stats.unable),
             stall_by_region=dict(self.stats.stall_by_region),
             syncs={sync: replace(wait) for sync, wait in self.stats.syncs.items()},
-            full_collections=Wait(now.count - before.count, now.seconds - before.seconds),
+            full_collections=Wait(count - before[0], seconds - before[1]),
             host_bytes=sum(store.used_bytes for store in stores),
             host_reserved_bytes=sum(store.reserved_bytes for store in stores),
             host_captured_bytes=sum(store.captured_bytes for store in stores),

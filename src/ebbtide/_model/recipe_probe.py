@@ -14,7 +14,6 @@ from ebbtide._model.attach import Attachment
 from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.launch_overhead import RecipeCosts
 from ebbtide._types import RecomputeRecorder, StepRecorder
-from ebbtide._utils.torch_private import without_saved_tensor_hooks
 
 _REGIONS, _WIDTH = 4, 32
 _PRODUCTS, _OPERATORS = 2, 14  # of a region's forward
@@ -37,8 +36,6 @@ def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engi
     device = engine.device.torch_device
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         model = _Model(device)
-        with without_saved_tensor_hooks():
-            plain_s = min(_step_s(model) for _ in range(_ROUNDS))
         config = OffloadConfig(min_bytes=1, verify=0)
         attachment = Attachment(model, config, engines, HookContext(Limits(0, 2**20, 1), serves))
         attachment.install()
@@ -59,7 +56,6 @@ def probe_recipes(engines: Engines, serves: Callable[[torch.device], bool], engi
         derive_s=max(0.0, derived.step_s - hooked.step_s) * _REGIONS / (2 * max(1.0, derivations)),
         op_s=kept.forward_s / _OPERATORS,
         hook_s=max(0.0, hooked.step_s - kept.step_s) / (2 * _Region.saves),
-        enter_s=max(0.0, kept.step_s - plain_s),
     )
 
 
@@ -138,13 +134,6 @@ class _Seconds:
         self.forward_s = self.prepared_s = self.step_s = float("inf")
 
 
-def _step_s(model: torch.nn.Module) -> float:
-    """Seconds of a forward and backward, for one region."""
-    began_s = time.perf_counter()
-    model().backward()
-    return (time.perf_counter() - began_s) / _REGIONS
-
-
 def _run(attachment: Attachment, recipe: Recipe) -> _Seconds:
     keep = RegionPlan(_KEEP)
     attachment.apply_plan(Plan(dict.fromkeys(attachment.blocks, RegionPlan(recipe)), outside=keep))
@@ -152,10 +141,11 @@ def _run(attachment: Attachment, recipe: Recipe) -> _Seconds:
     for number in range(_ROUNDS):
         clock = _Clock()
         attachment.plan_step = lambda _tokens, _verifies, clock=clock: (clock, False)
-        step_s = _step_s(attachment.module)
+        began_s = time.perf_counter()
+        attachment.module().backward()
         if number == 0:
             continue
-        least.step_s = min(least.step_s, step_s)
+        least.step_s = min(least.step_s, (time.perf_counter() - began_s) / _REGIONS)
         least.forward_s = min(least.forward_s, clock.forward_s / _REGIONS)
         least.prepared_s = min(least.prepared_s, clock.prepared_s / _REGIONS)
     return least

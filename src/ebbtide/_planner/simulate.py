@@ -243,10 +243,8 @@ class _Launches:
     """The host, and compute's waits for the host. Each method takes compute's time, and returns when compute has run
     everything launched so far."""
 
-    def __init__(self, host: Host | None, choice: Sequence[Option]) -> None:
+    def __init__(self, host: Host | None) -> None:
         self._host = host
-        rests = all(option.recipe.keeps_all for option in choice)
-        self._enter_s = 0.0 if host is None or rests else host.enter_s
         self._launched_s = 0.0 if host is None else -host.launch_ahead_s
         self.waited_s = 0.0
 
@@ -262,8 +260,7 @@ class _Launches:
         host = self._host
         if host is None:
             return now
-        own = host.regions[number]
-        return self._after(now, self._enter_s + own.forward_s + launch_overhead_s(option, host, own))
+        return self._after(now, host.regions[number].forward_s + launch_overhead_s(option, host, host.regions[number]))
 
     def after_regions(self, now: float) -> float:
         return now if self._host is None else self._after(now, self._host.after_s + self._host.backward_before_s)
@@ -304,7 +301,7 @@ class _Simulation:
         self._choice = choice
         self._windows = windows
         self._link = profile.link
-        self._launches = _Launches(profile.host, choice)
+        self._launches = _Launches(profile.host)
         self._passes = profile.order
         self._sizes = [moved.nbytes for option in choice for moved in option.moved]
         self._count = len(self._passes) // 2

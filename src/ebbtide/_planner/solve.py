@@ -6,11 +6,13 @@ Note [How a plan is found]
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
    never does.
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
-3. For a largest slowdown, branch and bound over the assignments finds the smallest peak of a step at most so much
-   slower than one that keeps everything: an assignment that is too slow within a budget is too slow within any smaller.
+3. For a largest slowdown, bisection over budgets finds the smallest peak of a plan at most so much slower than a step
+   that keeps everything. A larger budget never makes a step slower, but some plans take less than the budget that their
+   windows need: at each budget the smallest peak counts.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -232,38 +234,30 @@ class _Space:
 
     def smallest(self, most_s: float) -> _Simulated | None:
         """About the smallest peak at which the step takes at most `most_s`, and the fastest plan within. None if hardly
-        smaller than the peak of keeping everything. Most assignments are simulated once, or never."""
+        smaller than the peak of keeping everything."""
         peak_bytes = self.all_kept.outcome.peak_bytes
-        fine, limit = max(1, int(_FINE * peak_bytes)), int(peak_bytes * (1 - THRESHOLDS.worth_moving))
-        bounded = [(self._least_bytes_in(each, most_s, limit, fine), each) for each in self.assignments]
-        best = None
-        for low, assignment in sorted(bounded, key=_smallest_first):
-            budget_bytes = limit
-            while low <= limit:
-                found = self.simulated(assignment, budget_bytes, most_s)
-                if found is not None:
-                    best, limit = found, found.outcome.peak_bytes - fine  # often less than the budget of the windows
-                elif budget_bytes == limit:
-                    break
-                else:
-                    low = budget_bytes + fine
-                budget_bytes = (low + limit) // 2
-        # Windows within the peak may be narrower than those of `best`, and no plan fast enough.
-        return None if best is None else self._fastest(best.outcome.peak_bytes, most_s) or best
-
-    def _least_bytes_in(self, assignment: Assignment, most_s: float, most_bytes: int, fine: int) -> int:
-        """Lower bound, by `_least_s`, of the budget at which the assignment takes at most `most_s`; more than
-        `most_bytes` if there is none up to there."""
-        low, high = assignment.least_bytes, most_bytes
-        if low > high or self._least_s(assignment, high) > most_s + LAST_DIGITS_S:
-            return most_bytes + 1
-        while high - low > fine:
-            middle = (low + high) // 2
-            if self._least_s(assignment, middle) > most_s + LAST_DIGITS_S:
-                low = middle
+        candidates, best = self.assignments, None
+        low, budget_bytes = self.leanest.least_bytes, int(peak_bytes * (1 - THRESHOLDS.worth_moving))
+        while best is None or best.outcome.peak_bytes - low > max(1, _FINE * peak_bytes):
+            in_time = self._in_time(candidates, budget_bytes, most_s)
+            if in_time:
+                # The smallest peak is often below the budget that gives the windows.
+                best = min(in_time, key=lambda each: (each.outcome.peak_bytes, each.rank))
+                candidates = [each.assignment for each in in_time]  # the others are too slow within less, too
+            elif best is None:
+                return None
             else:
-                high = middle
-        return low
+                low = budget_bytes
+            budget_bytes = (low + best.outcome.peak_bytes) // 2
+        # Windows within the peak may be narrower than those of `best`, and no plan fast enough.
+        return self._fastest(best.outcome.peak_bytes, most_s) or best
+
+    def _in_time(self, candidates: Sequence[Assignment], budget_bytes: int, most_s: float) -> list[_Simulated]:
+        """Those of the candidates that take at most `most_s` within the budget."""
+        fitting = (each for each in candidates if each.least_bytes <= budget_bytes)
+        likely = (each for each in fitting if self._least_s(each, budget_bytes) <= most_s + LAST_DIGITS_S)
+        found = (self.simulated(assignment, budget_bytes, most_s) for assignment in likely)
+        return [each for each in found if each is not None]
 
     def _fastest(self, budget_bytes: int, most_s: float) -> _Simulated | None:
         """None if no assignment fits `budget_bytes`, or all take longer than `most_s`."""
@@ -317,11 +311,6 @@ class _Space:
         return _Simulated(assignment, windows, outcome) if fits else None
 
 
-def _smallest_first(bounded: tuple[int, Assignment]) -> tuple[int, float]:
-    least_bytes, assignment = bounded
-    return least_bytes, assignment.recompute_s
-
-
 def _most_likely_first(bounded: tuple[float, Assignment]) -> tuple[float, int]:
     """Of equal bounds first the fewest bytes moved: less interference, and later simulations end early."""
     least_s, assignment = bounded
@@ -343,8 +332,6 @@ def _plan(profile: Profile, simulated: _Simulated, budget_bytes: int | None) -> 
             host_bytes=outcome.host_bytes,
             host_wait_s=outcome.host_wait_s,
         ),
-        made_for=profile.made_for,
-        comparisons=profile.comparisons,
     )
 
 

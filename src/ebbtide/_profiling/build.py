@@ -51,7 +51,6 @@ class ProfileInputs(NamedTuple):
     is_stage: bool = False  # other stages of a pipeline run in between
     overwritten: Collection[tuple[str, int]] = ()  # outputs that cannot be saved, by region and index
     derivations: Mapping[Hashable, DeriveCost] = MappingProxyType({})  # by `key_of`
-    comparisons: Collection[str] = ()  # `Profile.comparisons`
     time_scale: float = 1.0  # batch size of the detailed step over the batch size of the timed step
 
 
@@ -109,7 +108,6 @@ def profile_of(
         graphs=max(inputs.graphs, *in_flight(inputs.passes), 1),
         passes=inputs.passes,
         host=host_of(times, names, regions, sources, inputs.recipe_costs, is_apart[0]),
-        comparisons=tuple(sorted(inputs.comparisons)),
     )
 
 

@@ -5,7 +5,7 @@ memory to spare; the first forward of a plan within a budget has neither.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,15 +33,15 @@ class DerivationChecks:
         self._context = context
         self._device = device
         self._limit_bytes = limit_bytes
-        self._are_equal: dict[str, torch.Tensor | bool] = {}
-        self._comparisons: dict[str, set[str]] = {}  # by region
+        self._are_equal: dict[Hashable, torch.Tensor | bool] = {}
+        self._comparisons: dict[str, set[Hashable]] = {}  # by region
         self._changed: set[tuple[str, int]] = set()  # region and index, changed by forward before the save
         self._changed_unseen: set[str] = set()  # regions with changes in place unknown to autograd
 
-    def equal(self) -> set[str]:
+    def equal(self) -> set[Hashable]:
         """The comparisons with equal bytes, as `Deriver.comparison`. None of regions with changes unknown to autograd:
         bytes may be equal by chance. Waits for the device."""
-        unsafe = set[str]().union(*(self._comparisons.get(region, ()) for region in self._changed_unseen))
+        unsafe = set[Hashable]().union(*(self._comparisons.get(region, ()) for region in self._changed_unseen))
         return {each for each, is_equal in self._are_equal.items() if each not in unsafe and bool(is_equal)}
 
     def in_forward(self, region: str) -> RecomputeRecorder:

@@ -38,7 +38,6 @@ class RecipeCosts(NamedTuple):
         derive_s: for each derived tensor, and again when backward computes the tensor.
         op_s: for each operator of a forward that keeps.
         hook_s: for each saved tensor of a region that moves or derives some, in forward and in backward.
-        enter_s: for each region that keeps, where others do not.
     """
 
     prepare_s: float
@@ -49,7 +48,6 @@ class RecipeCosts(NamedTuple):
     derive_s: float
     op_s: float
     hook_s: float
-    enter_s: float
 
 
 def host_of(
@@ -100,7 +98,6 @@ def host_of(
         derived_s=costs.derive_s,
         derived_op_s=costs.op_s,
         hook_s=costs.hook_s,
-        enter_s=costs.enter_s,
     )
 
 

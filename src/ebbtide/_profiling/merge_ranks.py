@@ -40,7 +40,7 @@ def structure_of(profile: Profile) -> tuple[int, int]:
 
     def add(name: str, value: Any) -> Any:
         if not _is_number(name, value):
-            parts.append(value if name not in ("base", "comparisons") else None)
+            parts.append(value if name != "base" else None)
         else:
             parts.append(value > 0 if name in _MEASURED else type(value).__name__)
         return value

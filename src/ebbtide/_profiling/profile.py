@@ -14,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 7
+FORMAT = 6
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -260,7 +260,6 @@ class Host:
         derived_s: added for each derived tensor in forward, and again when backward computes the tensor.
         derived_op_s: the same for each further operator that takes part.
         hook_s: added for each saved tensor of a region that moves or derives some, in forward and in backward.
-        enter_s: added for each region, unless all regions keep: their hooks go on and off.
     """
 
     regions: tuple[HostTime, ...]
@@ -276,7 +275,6 @@ class Host:
     derived_s: float = 0.0
     derived_op_s: float = 0.0
     hook_s: float = 0.0
-    enter_s: float = 0.0
 
     def times(self, ratio: float) -> "Host":
         """All launch times multiplied by `ratio`; the launch-ahead stays."""
@@ -340,8 +338,6 @@ class Profile:
         passes: the order in which the graphs of a step run, by number: first each forward, later each backward. Empty:
             unknown, `order` has a likely one.
         host: CPU launch overhead; None where compute is synchronous, or nothing was measured.
-        comparisons: of derived tensors with saved ones, those that found equal bytes, by region, number of the saved
-            tensor, type and operators.
 
     Raises:
         PlanError: `graphs` below 1, or `host` of another number of regions.
@@ -359,7 +355,6 @@ class Profile:
     graphs: int = 1
     host: Host | None = None
     passes: tuple[int, ...] = ()
-    comparisons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.graphs < 1:

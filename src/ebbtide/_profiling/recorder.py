@@ -381,7 +381,7 @@ class ProfilingRecorder(BackwardObserver):
         """Region and index of each overwritten output of an expensive operator. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
 
-    def derived(self) -> set[str]:
+    def derived(self) -> set[Hashable]:
         """Of the comparisons with derived tensors, those that found equal bytes. Waits for the device."""
         return set() if self._checks is None else self._checks.equal()
 

@@ -1,22 +1,15 @@
-"""Full collections of Python's garbage collector: training stands still while it looks at all objects of the process."""
+"""Full collections of Python's garbage collector: training waits while the collector looks at all objects."""
 
 import gc
 import time
-from typing import NamedTuple
-
-
-class Collections(NamedTuple):
-    """A number of full collections, and their seconds."""
-
-    count: int
-    seconds: float
 
 
 class _Watch:
     """A callback of the collector."""
 
     def __init__(self) -> None:
-        self.total = Collections(0, 0.0)
+        self.count = 0
+        self.seconds = 0.0
         self._began_s = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
@@ -25,15 +18,15 @@ class _Watch:
         if phase == "start":
             self._began_s = time.perf_counter()
         else:
-            count, seconds = self.total
-            self.total = Collections(count + 1, seconds + time.perf_counter() - self._began_s)
+            self.count += 1
+            self.seconds += time.perf_counter() - self._began_s
 
 
 _watch = _Watch()
 
 
-def full_collections() -> Collections:
-    """Those of the process since the first call."""
+def full_collections() -> tuple[int, float]:
+    """Number and seconds of those in this process since the first call."""
     if _watch not in gc.callbacks:
         gc.callbacks.append(_watch)
-    return _watch.total
+    return _watch.count, _watch.seconds

@@ -140,24 +140,15 @@ def top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
-@contextlib.contextmanager
-def without_saved_tensor_hooks() -> Generator[None, None, None]:
-    """Take all active pairs of saved-tensor hooks off. Pairs pushed inside and left there end up below them."""
+def push_below(pair: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Push a pair of saved-tensor hooks below all active pairs."""
     above: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = []
     while (top := top_hooks()) is not None:
         above.append(top)
         _autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(above):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def push_below(pair: torch.autograd.graph.saved_tensors_hooks) -> None:
-    """Push a pair of saved-tensor hooks below all active pairs."""
-    with without_saved_tensor_hooks():
-        pair.__enter__()
+    pair.__enter__()
+    for pack, unpack in reversed(above):
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def is_proxy_traced() -> bool:

@@ -179,7 +179,11 @@ def test_more_memory_never_costs_time(data):
     small = least_budget(step, options) + data.draw(st.integers(0, 200)) * MB
     large = small + data.draw(st.integers(0, 100)) * MB
     before, after = (simulate(step, options, windows_within(step, options, budget)) for budget in (small, large))
-    assert after.step_s <= before.step_s + 1e-9
+    # Copies for one graph may run beside compute for another, and cost compute, where narrow windows kept them apart.
+    moved_bytes = sum(moved.nbytes for option in options for moved in option.moved)
+    copies_s = moved_bytes / step.link.out + moved_bytes / step.link.back
+    more_s = step.link.interference * copies_s if step.graphs > 1 else 0.0
+    assert after.step_s <= before.step_s + more_s + 1e-9
 
 
 @given(st.data())

@@ -4,7 +4,7 @@ Note [How a plan is found]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 1. Assignments do not depend on the budget (Note [Budgets]). At a budget each assignment is simulated with the widest
    windows that fit, and the fastest within the budget wins. Wider windows never make a step slower, so a larger budget
-   never does.
+   never does. (With several graphs in flight, by no more than copies cost compute.)
 2. Where assignments are few, all are simulated: no plan is faster, as far as the simulator knows.
 3. For a largest slowdown, bisection over budgets finds the smallest peak of a plan at most so much slower than a step
    that keeps everything. A larger budget never makes a step slower, but some plans take less than the budget that their

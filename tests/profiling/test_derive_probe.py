@@ -3,11 +3,9 @@
 import copy
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
-from support import assert_equal
 from torch import nn
 from torch.nn import functional
 
@@ -15,7 +13,6 @@ import ebbtide
 from ebbtide import Plan, Recipe, RegionPlan
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._engine.derive import Derivation, Expression
-from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._planner.solve import Solver
 from ebbtide._profiling.derive_probe import key_of, probe_derivations
 from ebbtide._profiling.recorder import Operand, SeenTensor
@@ -319,43 +316,6 @@ def test_a_plan_derives_all_that_a_profile_calls_derivable_and_compares_nothing(
         before = handle.stats().derived.count
         model(torch.randn(size)).backward()
         assert handle.stats().derived.count - before == sum(map(len, derive.values())), steps
-
-
-@pytest.mark.parametrize("others", ["keep", "offload"])
-def test_a_plan_from_elsewhere_compares_in_the_first_region_that_is_alike(others, monkeypatch):
-    """In a later region, the last one to derive, the device may be full."""
-    torch.manual_seed(0)
-    model, x, settings = Stack(), torch.randn(8, 16), {"store": "mock", "min_bytes": 1}
-    twin = copy.deepcopy(model)
-    handle = ebbtide.offload(model, budget="64GiB", **settings)
-    for _ in range(5):
-        model(x).backward()
-    plan, profile = handle.plan, handle.profile
-    handle.remove()
-    *before, last = profile.regions
-    derive = tuple(t.index for t in last.saved_tensors if t.derive_s > 0)
-    regions = {region.name: RegionPlan(others) for region in before}
-    plan = replace(plan, regions={**regions, last.name: RegionPlan(Recipe("keep", derive=derive))})
-    compared, derivation_of = [], SavedTensorHooks._derivation
-
-    def noted(hooks, owner, site, call, **more):
-        known = set(call.context.derived)
-        found = derivation_of(hooks, owner, site, call, **more)
-        compared.extend((call.region, *key) for key in call.context.derived - known)
-        return found
-
-    monkeypatch.setattr(SavedTensorHooks, "_derivation", noted)
-    handle = ebbtide.offload(model, plan=plan, **settings)
-    for step in range(3):
-        for each in (model, twin):
-            each.zero_grad()
-            each(x).backward()
-        assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-        assert handle.stats().derived.count == (step + 1) * len(derive)
-    assert len(compared) == len(derive)
-    # A norm's epsilon is the region's own, and so is the comparison.
-    assert {region for region, owner, *_ in compared if not owner} == {before[0].name}
-    assert {(region, owner) for region, owner, *_ in compared if owner} <= {(last.name, last.name)}
 
 
 @pytest.mark.parametrize(("free_bytes", "can_compare"), [(100, False), (1 << 20, True)])

@@ -357,6 +357,18 @@ def test_of_a_verified_forward_nothing_but_inputs_comes_back(inputs):
         assert handle.stats().inbound.count - before == (len(model.layers) if inputs == "offload" else 0)
 
 
+def test_an_input_that_the_region_before_has_saved_comes_back_early():
+    """The parcel is the evidence's, too."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6)))
+    handle = offload(model, recipe="recompute", verify=1)
+    for _ in range(3):
+        before = handle.stats()
+        model(torch.randn(4, 8)).sum().backward()
+        after = handle.stats()
+        assert after.misses.count == before.misses.count
+        assert after.inbound.count - before.inbound.count <= len(model)
+
+
 @pytest.mark.parametrize("verify", [None, 0])
 def test_a_recipe_by_hand_is_verified_only_by_the_option(verify):
     model = make(CountsInArray)

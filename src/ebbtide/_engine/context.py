@@ -234,8 +234,6 @@ class HookContext:
         parameters: by region.
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
-        compares: numbers of the saved tensors that every region compares with derived ones in the present forward, also
-            where the region keeps or moves them: the first region has memory for both, a later region may have none.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
@@ -246,7 +244,6 @@ class HookContext:
     buffers: set[int] = field(default_factory=set[int])
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
-    compares: frozenset[int] = frozenset()
     microbatch: int = -1
     _forward: "weakref.ref[Forward] | None" = None
     run_file: object = None

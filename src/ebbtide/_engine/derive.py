@@ -11,8 +11,7 @@ Note [Derived tensors]
    are never called: a tensor packed by anybody else is no operand.
 4. A site derives only behind a comparison: a tensor of the site, or of the same site in another region, was equal, bit
    for bit, to the derived tensor. The comparison guards against kernels that compute otherwise. All arguments come from
-   nodes, edges, and the module that owns a norm's weight: a value seen once says nothing about the next. By a plan
-   from a file, the first forward compares in the first of equal regions, whether that region derives or not. Under a
+   nodes, edges, and the module that owns a norm's weight: a value seen once says nothing about the next. Under a
    recipe by hand a region derives from the second forward on, if the first left its parameters as they were: sharding
    frees and swaps weights.
 5. A tensor changed in place before the save is no result of its node any more, and is saved. Memory that is still alive

@@ -103,6 +103,7 @@ class Engine:
                     return made
                 token = made
             else:
+                token.parcel.stands_by &= region_call.stands_by
                 region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, token.parcel.nbytes))
             return Ticket(token, geometry_of(t, token.parcel.span), counter, t._version, region_call.limits)
 

@@ -112,9 +112,8 @@ class SavedTensorHooks:
         """At the end of a call, numbers of the saved tensors that the plan names, or that derivations have asked for.
         None if the plan names none, or if nothing could be derived: a later call may derive more."""
         sites = self.named_sites
-        if sites is None or not self.region_call.derives:
-            return sites
-        return sites | self._operands.used if self._derivations else None
+        is_settled = not self.region_call.derives or bool(self._derivations)
+        return sites | self._operands.used if sites is not None and is_settled else None
 
     def hooks(self) -> saved_tensors_hooks:
         """The pair of hooks, as a context for autograd."""
@@ -125,7 +124,7 @@ class SavedTensorHooks:
         recipe = plan.recipe
         self.region_call.set_points(plan.release, plan.prefetch_bytes)
         self.region_call.derives = recipe.derived_sites
-        if recipe.derives or self.region_call.context.compares:
+        if recipe.derives:
             self.region_call.begin_deriving(next_node())
         if recipe.action == "keep":
             self.stays = Reason.RECIPE
@@ -220,12 +219,7 @@ class SavedTensorHooks:
             self.step_recorder.saved(call.region, index, t)
         reason = select(t, call.context)
         if call.derives is not None and not call.derives:
-            if reason is None and call.context.compares:
-                self._compare(t, call, index)
-            packed = self._keep_or_send(t, call, index, reason or stays)
-            if call.context.compares:
-                self._operands.add(t, packed, index)
-            return packed
+            return self._keep_or_send(t, call, index, reason or stays)
         may_derive = reason is None and stays in (None, Reason.RECIPE)
         may_derive = may_derive and call.parameters is not None and (call.derives is None or index in call.derives)
         packed = self._derive(t, call, index) if may_derive else None
@@ -287,13 +281,6 @@ class SavedTensorHooks:
                 return self._derived(t, owner, call, index)
         return self._derived(t, owner, call, index)
 
-    def _compare(self, t: torch.Tensor, call: RegionCall, index: int) -> None:
-        """Compare `t`, which is kept or moves here, with the derived tensor, for regions that derive."""
-        owner = owner_of(t) if index in call.context.compares and call.parameters is not None else None
-        if owner is not None:
-            with without_dispatch():
-                self._derivation(owner, Site(call.region, 0, index), call, for_others=True)
-
     def _derived(self, t: torch.Tensor, owner: torch.Tensor, call: RegionCall, index: int) -> DerivedTicket | None:
         storage = owner.untyped_storage()
         known = self._derivations.get(storage._cdata)
@@ -306,15 +293,12 @@ class SavedTensorHooks:
             call.context.recorder.stats.derived.add(derivation.nbytes)
         return DerivedTicket(derivation, t, call.region)
 
-    def _derivation(
-        self, owner: torch.Tensor, site: Site, call: RegionCall, for_others: bool = False
-    ) -> Derivation | None:
-        """None if `owner` cannot be derived. `for_others`: and if a comparison would say nothing of other regions."""
+    def _derivation(self, owner: torch.Tensor, site: Site, call: RegionCall) -> Derivation | None:
         assert call.parameters is not None
         deriver = Deriver(_is_ours, self._operands, call.first_node, call.parameters)
         expression = deriver.derive(owner.grad_fn)
         self.has_lost_operands |= expression is None and site.is_derived
-        if expression is None or deriver.signature == site.not_derived or (for_others and deriver.has_norm):
+        if expression is None or deriver.signature == site.not_derived:
             return None
         derivation = Derivation(expression, owner, self._read)
         if not derivation.is_possible:

@@ -215,6 +215,7 @@ class Parcel:
         ref: weak reference to the lifetime token, for lanes, sites and the index by storage.
         is_needed: backward has needed the parcel, since the last fetch if there was any.
         is_ahead: chosen for a fetch before any need, and counted by the engine until the need.
+        stands_by: saved by calls that stand by alone; see `RegionCall`.
         gathered: the gathered view; None if the bytes travel as stored.
         extra_version_checks: further version counters of the bytes, with the versions at the save. A later saved
             tensor shares the parcel only if no version has changed.
@@ -238,6 +239,7 @@ class Parcel:
     ref: TokenRef | None = None
     gathered: Geometry | None = None
     extra_version_checks: tuple[tuple[torch.Tensor, int], ...] = ()
+    stands_by: bool = field(init=False)
     recorder: StatsRecorder = field(init=False)
     start: int = field(init=False)
     nbytes: int = field(init=False)
@@ -246,6 +248,7 @@ class Parcel:
     storage_key: int = field(init=False)
 
     def __post_init__(self, storage: torch.UntypedStorage) -> None:
+        self.stands_by = self.region_call.stands_by
         self.recorder = self.region_call.context.recorder
         self.start = self.span.start if self.source is storage else 0
         self.nbytes = self.span.transfer_nbytes if self.span.is_bits else self.span.nbytes
@@ -257,7 +260,7 @@ class Parcel:
     def may_be_fetched(self) -> bool:
         """Away, not needed yet and not chosen for fetching, and expected to be needed."""
         is_at_rest = self.location is Location.AWAY and not self.is_needed and not self.is_ahead
-        return is_at_rest and not self.region_call.stands_by
+        return is_at_rest and not self.stands_by
 
     def add_version_check(self, counter: torch.Tensor, version: int) -> None:
         """Share the parcel with later saved tensors only while the version of `counter` is `version`."""

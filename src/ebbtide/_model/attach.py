@@ -154,8 +154,6 @@ class Attachment:
         }
         for parameters in self.context.parameters.values() if plan.predicted is not None else ():
             parameters.trust()
-        if plan.predicted is not None and not self._forwards:  # from a file: no warm-up of ours has compared
-            self.context.compares = frozenset().union(*(each.derived_sites or () for each in recipes.values()))
         for name, module in {**former, **regions}.items() if has_regions else ():
             hook = self._hook_of(module)
             if hook is None:
@@ -340,8 +338,6 @@ class Attachment:
         if self.controller is not None and session.hooks.step_recorder is not None:
             session.hooks.step_recorder.forward_ended() if is_complete else self.controller.forward_failed()
         self._forwards += 1
-        if is_complete and torch.is_grad_enabled():
-            self.context.compares = frozenset()
         if self._forwards % _LOOK_EVERY == 1:
             self._note_buffers()  # for the next forward: the device is busy now, and would wait for the host before one
         if is_complete and torch.is_grad_enabled() and self.start_when_placed is None:

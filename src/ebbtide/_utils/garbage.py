@@ -17,9 +17,10 @@ class _Watch:
             return
         if phase == "start":
             self._began_s = time.perf_counter()
-        else:
+        elif self._began_s:  # a finaliser may have added the callback during a collection
             self.count += 1
             self.seconds += time.perf_counter() - self._began_s
+            self._began_s = 0.0
 
 
 _watch = _Watch()

@@ -284,3 +284,16 @@ def test_it_prints_as_memory_by_region():
     assert alike.split()[:4] == ["layers.0-1", "3", "286.10", "MiB"]
     expected = "layers.2 1 1.00 MiB 1.00 MiB 19.07 MiB 143.05 MiB 95.37 MiB 381.47 MiB 1.00 GiB"
     assert " ".join(other.split()) == expected
+
+
+def test_recomputation_needs_no_more_than_steps_have_shown_that_recomputed_everything():
+    """Less what is allocated meanwhile; where recomputation was recorded on its own, nothing changes."""
+    held = {"backward_work_bytes": 400, "recompute_work_bytes": 400}
+    recorded = {"backward_work_bytes": 400, "recompute_work_bytes": 390}
+    step = profile(
+        region("a", after_bytes=30, **held), region("b", **held), region("c", **recorded), outside=outside(kept_bytes=5)
+    )
+    found = step.recomputed_within(step.base_bytes + 5 + 395)
+    assert [each.recompute_work_bytes for each in found.regions] == [395, 365, 390]
+    assert step.recomputed_within(step.base_bytes + 1000) == step
+    assert step.recomputed_within(0) == step

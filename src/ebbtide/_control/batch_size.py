@@ -25,6 +25,7 @@ class BatchSize:
         asks_fallback: whether the next question is for the fallback alone.
         wanted: why another plan is wanted; "" if none is.
         target: the part of the largest slowdown that is planned for.
+        compares: whether the plans take turns.
         answer: the last answer with a plan; None before the first.
         corrections: so far.
         is_used: whether a step has followed a plan.
@@ -40,6 +41,7 @@ class BatchSize:
     asks_fallback: bool = False
     wanted: str = ""
     target: float = THRESHOLDS.target
+    compares: bool = False
     answer: Answer | None = None
     corrections: int = 0
     is_used: bool = False
@@ -51,6 +53,8 @@ class BatchSize:
 
     def follow(self, trial: Trial) -> None:
         """Put `trial` in force. The plan before joins those that may return."""
+        if trial in self.tried:
+            trial.begin_turn()
         others = [each for each in (*self.tried, self.trial) if each is not None and each is not trial]
         self.trial, self.tried = trial, others
 

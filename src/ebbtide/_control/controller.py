@@ -433,7 +433,9 @@ class PlanController:
             self._tokens_of_times = tokens
         if is_detailed:
             self._memory_before = self._handle.memory_before()
-        self._handle.apply_plan(self._first_plan(prefetch_bytes=1 if is_detailed and self.recomputes else None))
+        # Nothing comes back early but in the timed step: comparisons and longer lifetimes take memory in the others.
+        is_timed = self.phase is Phase.TIMES
+        self._handle.apply_plan(self._first_plan(prefetch_bytes=1 if self.recomputes and not is_timed else None))
         self.is_warming_up = self.phase is Phase.WARM and self.recomputes
         _log.info("%s", self.status)
         recorder = ProfilingRecorder(

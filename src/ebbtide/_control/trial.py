@@ -9,8 +9,9 @@ Note [Trials]
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster: a plan that keeps the host
    busy has slow steps more often, and its fastest step says nothing of them. Some machines are slow now and then,
-   whatever the plan. So where a plan is compared with keeping everything, median over fastest step of the latter is a
-   difference that says nothing, and a plan whose fastest step is slower is slow whatever the medians say.
+   whatever the plan. So within a budget plans take turns, and medians are of all turns. Where a plan is
+   compared with keeping everything, median over fastest step of the latter is a difference that says nothing, and a
+   plan whose fastest step is slower is slow whatever the medians say.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 5. Later steps run at another speed than the few measured steps: clocks of a device rise and fall with temperature and
    power, and a CPU core is half as fast while another thread shares the core. The share of each in a slow step cannot
@@ -69,8 +70,9 @@ class Trial:
         plain_s: seconds of a plain step in the profile that the prediction is from, of the measured batch size.
         is_fallback: whether the plan is a fallback.
         is_as_measured: the step time of `plan.predicted` was measured.
-        begun: forwards so far.
-        steps: steps finished so far.
+        begun: forwards since the plan was put in force.
+        steps: steps finished since the plan was put in force.
+        turns: in force so far, beside other plans; the first trial counts.
         is_frozen: the verdict is given.
         agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
@@ -85,8 +87,10 @@ class Trial:
         self.is_as_measured = is_as_measured
         self.begun = 0
         self.steps = 0
+        self.turns = 1
         self.is_frozen = False
         self.agreed: Observation | None = None
+        self._timed = 0  # since the plan was put in force
         self._times: list[float] = []
         self._stalls: list[float] = []
         self._peaks: list[int] = []
@@ -95,8 +99,14 @@ class Trial:
         """Count a step. The first steps, which learn the order, take part in no figure but peaks."""
         self.steps += 1
         if self.steps > THRESHOLDS.learning_steps:
+            self._timed += 1
             self._times = [*self._times, seconds][-THRESHOLDS.remembered :]
             self._stalls = [*self._stalls, stall_s][-THRESHOLDS.remembered :]
+
+    def begin_turn(self) -> None:
+        """The plan is in force again after another: the engine learns the order anew, and further steps are timed."""
+        self.is_frozen = False
+        self.begun = self.steps = self._timed = 0
 
     def look_again(self) -> None:
         """Measure the peak of further steps, and give a verdict again."""
@@ -116,7 +126,7 @@ class Trial:
         """The observation of this rank alone."""
         settled = self._peaks[THRESHOLDS.learning_steps :]
         return Observation(
-            is_complete=len(self._times) >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest,
+            is_complete=self._timed >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest,
             timed=len(self._times),
             typical_s=statistics.median(self._times) if self._times else 0.0,
             fastest_s=min(self._times, default=0.0),

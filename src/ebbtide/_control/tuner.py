@@ -12,11 +12,12 @@ Note [PlanTuner]
 3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
    without stalls (Note [Trials], 5).
 4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
-   without a budget keeping everything. The fallback runs, and is measured, while the solver works. If a plan looks
-   slower than an unmeasured fallback, the fallback runs for a trial. While a slow plan is corrected, the fastest
-   earlier plan runs.
-5. After two corrections, or earlier if nothing is left to correct, the plan is frozen: within a budget the fastest of
-   all plans measured within the budget, whatever was predicted. Without a budget the plan stays unless the steps are
+   without a budget keeping everything. The fallback runs, and is measured, while the solver works. While a slow plan
+   is corrected, the fastest earlier plan runs.
+5. After two corrections, or earlier if nothing is left to correct, the plan is frozen. Within a budget all plans that
+   ran take turns first, with the fallback, if a step of theirs was as fast as a typical step of the fastest: the speed
+   of a machine changes within seconds, and a plan that keeps the host busy suffers more. The plan with the faster steps
+   in equal shares of the time is frozen, whatever was predicted. Without a budget the plan stays unless the steps are
    too slow: the next plan moves less, and the last resort is keeping everything.
 6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
    optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
@@ -47,13 +48,13 @@ from ebbtide._control.trial import (
 )
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.stats import StatsRecorder
-from ebbtide._errors import EbbtideWarning, add_note
+from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
 from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import Answer, Question
 from ebbtide._planner.thresholds import THRESHOLDS
-from ebbtide._plans import Plan
+from ebbtide._plans import Plan, Prediction
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import StepMonitor
 from ebbtide._profiling.timeline import History, Timeline
@@ -319,10 +320,11 @@ class PlanTuner:
         trial, limit_bytes = size.trial, self.limit_bytes
         if trial is None:
             return
-        may_correct = size.corrections < THRESHOLDS.corrections
         others_s = [each.seen.typical_s for each in self._others(size)]
-        known_s = min([*others_s, self._untried_s(size)])
-        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct, known_s, self._slowdown)
+        # Within a budget `_choose` compares, when nothing is left to correct.
+        known_s = min([*others_s, self._untried_s(size)]) if limit_bytes is None else math.inf
+        may_correct = size.corrections < THRESHOLDS.corrections and not size.compares
+        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct, known_s, self._max_slowdown)
         if found is TrialVerdict.OVER:
             self._leave_more_free(size, trial)
         elif size.wanted or size.answer is None:
@@ -332,15 +334,10 @@ class PlanTuner:
         elif found is TrialVerdict.COMPARE and self._untried_s(size) < min([trial.seen.typical_s, *others_s]):
             assert size.fallback is not None
             self._follow(size, self._fallback(size, size.fallback), f"compared, {_took(trial)}")
-        elif found is TrialVerdict.COMPARE or (found is TrialVerdict.STAY and trial.is_fallback):
+        elif found is TrialVerdict.STAY and limit_bytes is None and not trial.is_fallback:
+            self._freeze(size, trial)
+        elif found is not TrialVerdict.WAIT:
             self._choose(size)
-        elif found is TrialVerdict.STAY:
-            self._freeze(size, trial) if limit_bytes is None else self._choose(size)
-
-    @property
-    def _slowdown(self) -> float:
-        """By how much a step may be slower than the fastest other plan's."""
-        return THRESHOLDS.slower if self.limit_bytes is not None else self._max_slowdown
 
     def _others(self, size: BatchSize) -> list[Trial]:
         """Earlier plans to compare with. Without a budget fast is no goal: keeping everything counts, if it fits."""
@@ -377,6 +374,8 @@ class PlanTuner:
         """A peak over the budget. If no plan is smaller, the plan stays."""
         limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
         assert limit_bytes is not None
+        if trial.plan is self._first:
+            return  # nothing smaller is known, and the answer is to come
         is_least = size.answer is not None and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
         within = self._others(size)
         if within and size.answer is not None and not size.wanted and (trial.is_fallback or is_least):
@@ -393,23 +392,43 @@ class PlanTuner:
         self._ask_next()
 
     def _choose(self, size: BatchSize, *, may_correct: bool = True) -> None:
-        """Nothing is left to measure: freeze the best plan of all that ran, or without a budget ask for one that moves
-        less."""
+        """No plan is left to ask for. Within a budget the plans that may be the fastest take turns, the fallback among
+        them, and the fastest is frozen. Without a budget the plan is compared with keeping everything."""
         trial, limit_bytes = size.trial, self.limit_bytes
         if limit_bytes is None:
             assert trial is not None
             self._compare_with_keeping(size, trial, may_correct)
             return
-        best = min(self._others(size), key=lambda each: each.seen.typical_s, default=trial)
+        begins = not size.compares
+        if begins:
+            size.compares = True
+            if size.fallback is not None and not size.has_run(size.fallback):
+                size.tried.append(self._fallback(size, size.fallback))
+            for each in size.tried:  # may have run while the solver kept the machine busy
+                each.turns = 0
+        ran = [each for each in (trial, *size.tried) if each is not None]
+        measured = [each for each in ran if each.is_measured(limit_bytes)]
+        best = min(measured, key=lambda each: each.seen.typical_s, default=trial)
         assert best is not None
-        if trial is not None and trial.is_measured(limit_bytes):
-            slowest_s = best.seen.typical_s * (1 + THRESHOLDS.slower)
-            best = trial if trial.seen.typical_s <= slowest_s else best
-        if best.is_fallback and size.fallback is not None and not size.has_run(size.fallback):
-            # The fallback by what is known now, for more of the budget. Its peak and its time are to be seen.
-            self._follow(size, self._fallback(size, size.fallback), "replaced, an earlier fallback was faster")
-        else:
-            self._freeze(size, best)
+        waiting = [each for each in ran if each is best or self._may_be_faster(size, each, best.seen.typical_s)]
+        following = min(waiting, key=lambda each: (each.turns, each is trial))
+        if len(waiting) > 1 and following.turns < THRESHOLDS.turns:
+            following.turns += 1
+            self._follow(size, following, f"compared, {_took(best)}" if begins else "")
+            return
+        if trial in measured and trial.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
+            best = trial
+        self._freeze(size, best, "recomputation alone was faster" if best.is_fallback else "an earlier plan was faster")
+
+    def _may_be_faster(self, size: BatchSize, other: Trial, typical_s: float) -> bool:
+        """Whether a step of another plan was faster than `typical_s`, or is expected to be before there was any."""
+        if other.seen.peak_bytes > (self.limit_bytes or math.inf):
+            return False
+        if other.seen.timed >= THRESHOLDS.baseline_steps:
+            return other.seen.fastest_s < typical_s
+        # Fallbacks for less memory recompute more, and an early prediction is of a fast machine.
+        earlier = (each.seen.fastest_s for each in size.tried if each.is_fallback and each.seen.timed)
+        return other.is_fallback and min([size.fallback_s, *earlier]) < typical_s
 
     def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
         """Without a budget: the last plan stays if its steps are not much slower than with everything kept, as far as
@@ -423,12 +442,12 @@ class PlanTuner:
             # Steps of some machines differ, whatever the plan. The fastest then tell whether the plan is a cause.
             unresolved = other.typical_s / other.fastest_s - 1
             slowdown = max(own.typical_s / other.typical_s - 1 - unresolved, own.fastest_s / other.fastest_s - 1)
-        if slowdown <= self._slowdown:
+        if slowdown <= self._max_slowdown:
             self._freeze(size, slow, "no other was faster")
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
             self._refit(trial)
-            size.target *= THRESHOLDS.target * self._slowdown / slowdown
+            size.target *= THRESHOLDS.target * self._max_slowdown / slowdown
             if kept is not None and kept is not trial:
                 self._follow(size, kept, f"waits for a correction, {_took(trial)}")  # and is measured once more
             self._want(size, f"keeping everything was faster by {slowdown:.1%}")
@@ -458,20 +477,22 @@ class PlanTuner:
         else:
             newest = size.fallback
             if best.is_fallback and newest is not None and run_alike(newest, best.plan):
-                best.plan, best.plain_s = newest, size.profile.plain_s  # predicted by the profile of now
+                best.predicted, best.plain_s = newest.predicted, size.profile.plain_s  # by the profile of now
+                best.plan = _as_measured(newest, best) if best.is_off else newest
             else:
                 best.plan, best.is_as_measured = _as_measured(best.plan, best), True
-            best.predicted = best.plan.predicted
+                best.predicted = best.plan.predicted
             self._follow(size, best, f"frozen, {why}")
         best.is_frozen = True
-        size.tried = []
+        size.tried, size.compares = [], False
 
     def _fallback(self, size: BatchSize, plan: Plan) -> Trial:
         return Trial(plan, size.profile.plain_s, is_fallback=True)
 
     def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
         size.follow(trial)
-        self._log_plan(f"plan {what}", trial.plan, solving_s)
+        if what:
+            self._log_plan(f"plan {what}", trial.plan, solving_s)
         if size is self._size:
             self._apply()
 
@@ -492,7 +513,7 @@ class PlanTuner:
 
     def _mark(self, size: BatchSize, why: str, stops_plan: bool) -> None:
         """Note that another plan is wanted. Answers to earlier questions are void."""
-        size.profile, size.wanted = self._profile, why
+        size.profile, size.wanted, size.compares = self._profile, why, False
         if self._asked is not None and self._asked.size is size:
             self._asked.is_void = True
         if stops_plan and size.trial is not None:
@@ -530,10 +551,15 @@ class PlanTuner:
     def _take_answer(self) -> None:
         """Take the answer up, if there is one. Raises PlanError."""
         asked = self._asked
-        if asked is None or not (asked.is_due and asked.answer.done()):
+        if asked is None or not (asked.is_due and asked.answer.done()) or self._measures_first(asked.size):
             return
         self._asked, size = None, asked.size
         if asked.is_void:
+            return
+        first, limit_bytes = self._measured_first(size), self.limit_bytes
+        if first is not None and limit_bytes is not None and isinstance(asked.answer.exception(), PlanError):
+            self._learn_from_first(size, first, limit_bytes)  # they fit: less is needed than was predicted
+            self._want(size, "the recipes with the smallest peak fit")
             return
         answer = asked.answer.result()
         if asked.question.only_fallback:
@@ -544,10 +570,12 @@ class PlanTuner:
             self._take(size, asked.why, answer, answer.plan)
 
     def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
-        """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets."""
+        """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets, by which
+        the recipes with the smallest peak run on, and are measured."""
         size.asks_fallback = False
-        if plan is not None and size.trial is None:
-            size.trial = self._fallback(size, plan)
+        if size.trial is None:
+            plan = self._first if plan is None else plan
+            size.trial = Trial(self._first) if plan is self._first else self._fallback(size, plan)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
@@ -562,12 +590,19 @@ class PlanTuner:
             self._warn_too_large(size, limit_bytes)
         if limit_bytes is None and not self._fits(size, fallback):
             fallback = None
-        if fallback is not None and size.trial is not None and size.trial.plan is self._first:
+        if limit_bytes is None and fallback is not None and size.trial is not None and size.trial.plan is self._first:
             size.trial.plan = fallback  # the same, with a prediction
         size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame the machine for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
+        first = self._measured_first(size)
+        if first is not None and limit_bytes is not None:
+            self._learn_from_first(size, first, limit_bytes)
+            if plan.predicted is not None and plan.predicted.step_s > first.seen.typical_s:
+                size.corrections += 1
+                self._want(size, f"would be slower than {_took(first)}")
+                return
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
             return
@@ -579,6 +614,32 @@ class PlanTuner:
             if size is self._size:
                 self._apply()
         trial.is_frozen = is_too_large
+
+    def _measures_first(self, size: BatchSize) -> bool:
+        """Whether the recipes with the smallest peak are on trial, and within the budget so far: what they take says
+        whether the answer is of use."""
+        trial, limit_bytes = size.trial, self.limit_bytes
+        if trial is None or limit_bytes is None or trial.plan is not self._first or self._ranks is not None:
+            return False
+        return not trial.seen.is_complete and trial.seen.peak_bytes <= limit_bytes
+
+    def _measured_first(self, size: BatchSize) -> Trial | None:
+        """The trial of the recipes with the smallest peak, if they have stayed within the budget."""
+        trial, limit_bytes = size.trial, self.limit_bytes
+        if trial is None or limit_bytes is None or trial.plan is not self._first or not trial.is_measured(limit_bytes):
+            return None
+        return trial
+
+    def _learn_from_first(self, size: BatchSize, trial: Trial, limit_bytes: int) -> None:
+        """The recipes with the smallest peak have run while the first plan was solved: a plan like any other from now
+        on. Their peak tells what recomputation needs at most, and how much of the margin was unnecessary."""
+        seen = trial.seen
+        if size.tokens == self._measured_tokens:
+            self._profile = self._profile.recomputed_within(seen.peak_bytes)
+        moved_bytes = sum(each.nbytes for region in self._profile.regions for each in region.inputs)
+        trial.predicted = Prediction(seen.typical_s, 0.0, seen.stall_s, seen.peak_bytes, moved_bytes, moved_bytes)
+        trial.plan, trial.is_as_measured = dataclasses.replace(trial.plan, predicted=trial.predicted), True
+        size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
 
     def _fits(self, size: BatchSize, fallback: Plan | None) -> bool:
         """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""

@@ -34,12 +34,13 @@ class Option:
 
     Attributes:
         recipe: as a plan would hold it.
-        kept_bytes: on the device from the region's forward to the region's backward.
+        kept_bytes: on the device from the region's forward to the region's backward, or saved behind the region.
         moved: parcels, in order of forward.
         recompute_s: duration of the recomputation, by ebbtide or in the compiled backward.
         forward_work_bytes: most that forward allocates meanwhile, saved tensors not counted.
         backward_work_bytes: most allocated while the region's backward runs, beyond the kept bytes of all regions:
-            tensors already needed, recomputed or short-lived.
+            tensors already needed, recomputed or short-lived. Less what was saved behind the region, because backward
+            has gone through what follows already; may be negative.
         is_recompute_batch: whether backward needs all parcels at its begin.
         saved_outputs: number of expensive calls whose outputs recomputation reuses.
         pruned_ops: number of further operators that recomputation skips.
@@ -184,7 +185,8 @@ def _of_tensors(
         moved=tuple(parcels),
         recompute_s=region.partition_s + sum(tensor.derive_s for tensor in derived),
         forward_work_bytes=region.forward_work_bytes + _leaving_bytes(region, moved),
-        backward_work_bytes=_derive_work_bytes(derived, moved, _work_bytes(region, [*moved, *derived])),
+        backward_work_bytes=_derive_work_bytes(derived, moved, _work_bytes(region, [*moved, *derived]))
+        - region.after_bytes,
         is_recompute_batch=False,
         derived=len(derived),
         derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
@@ -336,7 +338,7 @@ def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusab
         moved=tuple(moved),
         recompute_s=max(0.0, region.recompute_s - spared_s),  # measured apart, so the sum may be larger
         forward_work_bytes=region.forward_work_bytes,
-        backward_work_bytes=max(0, work_bytes - kept_bytes),
+        backward_work_bytes=max(0, work_bytes - kept_bytes) - region.after_bytes,
         is_recompute_batch=True,
         saved_outputs=len(reused),
         pruned_ops=sum(each.pruned_ops for each in reused),

@@ -24,6 +24,7 @@ class Thresholds:
     measured_steps: int = 4  # the fewest whose median ignores one hiccup on either side
     longest: int = 24  # forwards of a trial of which too few can be timed: several forwards make one loss, or overlap
     corrections: int = 2  # law 13
+    turns: int = 2  # of each plan in a comparison: `remembered` timed steps
     baseline_steps: int = 2  # timed steps of a plan to compare with, where solving leaves time for few
     off: float = 0.05  # of a step, a stall or a rate: a smaller error of a prediction changes no plan
     target: float = 0.8  # of the largest slowdown: the time is approached from below as well

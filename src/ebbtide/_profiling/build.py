@@ -336,13 +336,12 @@ class _MemoryCurve(StepParts):
         known = self.base_bytes + self.kept_bytes + sum(record.after_bytes for record in records)
         found: list[int] = []
         for record, own, interval, nbytes in reversed(list(zip(records, recomputed, self.own, grads, strict=True))):
-            known += nbytes
+            known += nbytes - record.after_bytes  # backward has gone through what follows the region
             begin_bytes = 0
             if own is not None and interval is not None:
                 input_bytes = sum(seen.nbytes for seen in record.inputs) + record.common_bytes
                 begin_bytes = interval.begin.memory.allocated_bytes - own.waiting_bytes - input_bytes
             found.append(max(0, begin_bytes - known))
-            known -= record.after_bytes
         return found[::-1]
 
     def forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:

@@ -410,6 +410,23 @@ class Profile:
         regions, outside = changed((self.regions, self.outside), scaled)
         return dataclasses.replace(self, regions=regions, outside=outside, tokens=tokens)
 
+    def recomputed_within(self, peak_bytes: int) -> "Profile":
+        """The step, in view of steps that recomputed every region and had a peak of `peak_bytes`.
+
+        Where a pass was recorded with the lifetime of kept tensors alone, recomputation may need less. Whatever else
+        is allocated meanwhile, the memory from before the step, from before the regions and from behind the earlier
+        regions is.
+        """
+        most_bytes = peak_bytes - self.base_bytes - self.outside.kept_bytes
+        regions: list[RegionProfile] = []
+        for region in self.regions:
+            work_bytes = region.recompute_work_bytes
+            if most_bytes > 0 and work_bytes == region.backward_work_bytes:
+                region = dataclasses.replace(region, recompute_work_bytes=min(work_bytes, most_bytes))
+            most_bytes -= region.after_bytes
+            regions.append(region)
+        return dataclasses.replace(self, regions=tuple(regions))
+
     def with_reserved(self, nbytes: int) -> "Profile":
         """The step with `nbytes` more allocated before the begin, such as the state of an optimizer yet to come."""
         if nbytes == 0:

@@ -251,6 +251,18 @@ def test_the_first_steps_are_measured_and_all_equal_the_twin(settings):
     assert handle.plan.predicted is not None
 
 
+def test_only_the_timed_step_of_the_first_three_brings_inputs_back_early():
+    """The two others compare, and hold recomputed tensors for longer: the budget has no room for more."""
+    model, x = Stack(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    handle = ebbtide.offload(model, budget="1GiB", **SETTINGS)
+    ahead = []
+    for _ in range(3):
+        model(x).backward()
+        ahead.append({region.prefetch_bytes for region in handle.plan.regions.values()})
+    handle.remove()
+    assert ahead == [{1}, {None}, {1}]
+
+
 def test_a_profile_says_what_the_regions_save():
     model = make()
     handle = ebbtide.offload(model, budget=a_large_budget(), **SETTINGS)

@@ -468,6 +468,7 @@ class Staged(nn.Module):
 
     def __init__(self, saves):
         super().__init__()
+        # Backward of a wide layer takes more than backward of what is between. A narrow row takes `TABLE` bytes.
         self.layers = nn.ModuleList([*(Passing(8) for _ in range(5)), *(Row(TOKENS) for _ in range(5))])
         self.saves = saves
 
@@ -491,7 +492,7 @@ def test_what_is_saved_behind_a_region_is_gone_when_backward_comes_to_the_region
     for recipe in (Recipe("recompute", inputs="keep"), Recipe("keep")):
         predicted = least_budget(profile, [option_for(region, recipe) for region in profile.regions])
         measured = peak_by(model, x, counted, {"layers.*": recipe}) - profile.base_bytes
-        assert measured - SCALARS <= predicted - profile.base_bytes <= 1.1 * measured
+        assert measured - TABLE <= predicted - profile.base_bytes <= 1.1 * measured
 
 
 def profile_of(model, x, counted, **settings):

@@ -178,7 +178,7 @@ class _ProfileBuilder(NamedTuple):
             recompute_work_bytes = max(1, peaks.handed_bytes + begin_bytes)
             # Tensors that belong to their readers may have the peak at another read.
             moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in {k, peaks.held})
-            moved_work_bytes += self.incoming[k] if moved_work_bytes > 0 else 0
+            moved_work_bytes = max(1, moved_work_bytes + self.incoming[k]) if moved_work_bytes > 0 else 0
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -190,7 +190,7 @@ class _ProfileBuilder(NamedTuple):
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
             forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
-            backward_work_bytes=peaks.held_bytes + begin_bytes,
+            backward_work_bytes=max(0, peaks.held_bytes + begin_bytes),
             recompute_work_bytes=recompute_work_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
             moved_work_bytes=moved_work_bytes,
@@ -329,19 +329,19 @@ class _MemoryCurve(StepParts):
     def incoming(
         self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None], grads: Sequence[int]
     ) -> list[int]:
-        """Bytes of the gradient that each recomputed pass receives, and of all else that is allocated when the pass
-        begins and not in a simulated step: a simulated step has memory from before the regions, saved between regions,
-        and gradients of parameters. Often 0, because the first region's input, freed by the caller, stays in a
-        simulated step."""
+        """Bytes that are allocated when a recomputed pass begins beyond what is allocated in a simulated step: memory
+        from before the step and before the regions, saved between regions, and gradients of parameters. Above all the
+        gradient that the pass receives. Often negative, because the caller of the first region has freed its input,
+        which counts among the memory from before the regions."""
         known = self.base_bytes + self.kept_bytes + sum(record.after_bytes for record in records)
         found: list[int] = []
         for record, own, interval, nbytes in reversed(list(zip(records, recomputed, self.own, grads, strict=True))):
             known += nbytes - record.after_bytes  # backward has gone through what follows the region
-            begin_bytes = 0
+            more_bytes = 0
             if own is not None and interval is not None:
                 input_bytes = sum(seen.nbytes for seen in record.inputs) + record.common_bytes
-                begin_bytes = interval.begin.memory.allocated_bytes - own.waiting_bytes - input_bytes
-            found.append(max(0, begin_bytes - known))
+                more_bytes = interval.begin.memory.allocated_bytes - own.waiting_bytes - input_bytes - known
+            found.append(more_bytes)
         return found[::-1]
 
     def forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:

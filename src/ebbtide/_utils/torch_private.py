@@ -364,7 +364,7 @@ def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def nbytes_of(t: torch.Tensor) -> int:
     """Bytes of the elements of `t` on this rank."""
-    if type(t) is torch.Tensor:
+    if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
         return t.numel() * t.element_size()
     return sum(part.numel() * part.element_size() for part in plain_tensors(t))
 

@@ -265,7 +265,7 @@ def test_the_fallback_runs_while_the_solver_corrects_a_slower_plan(monkeypatch):
     assert handle.plan.predicted.moved_bytes == 0
 
 
-def ran_smallest(monkeypatch, profile=None, step_s=0.05):
+def ran_smallest(monkeypatch, profile=None, step_s=0.05, tokens=1000, peak_bytes=int(1.39 * GIB)):
     """A controller that has run the recipes with the smallest peak, for whose budget no fallback is predicted to fit
     below the margin; the answer about a plan is to come."""
     answers = Answers(monkeypatch)
@@ -274,8 +274,8 @@ def ran_smallest(monkeypatch, profile=None, step_s=0.05):
     controller.step_begins(1000)
     answers.futures[-1].set_result(replace(remembered(replace(answers.questions[-1], limit_bytes=None)), plan=None))
     for _ in range(8):
-        handle.device.step_s, handle.device.peak_bytes = step_s, int(1.39 * GIB)
-        step(controller)
+        handle.device.step_s, handle.device.peak_bytes = step_s, peak_bytes
+        step(controller, tokens)
     return controller, handle, answers
 
 
@@ -320,6 +320,52 @@ def test_recipes_that_fit_are_no_error_though_none_were_predicted_to(monkeypatch
     step(controller)
     assert handle.plan.predicted is not None
     assert controller.phase is Phase.PLANNED
+
+
+@pytest.mark.parametrize("gib", [1.44, 2.5])
+def test_a_plan_that_is_waited_for_waits_for_no_step(monkeypatch, gib):
+    """As by `offload(profile=...)`: no step can run meanwhile."""
+    solve_at_once(monkeypatch)
+    controller, handle = controller_of(int(gib * GIB))
+    assert controller.phase is Phase.PLANNED
+    assert handle.plan.predicted is not None
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_batch_size_that_does_not_return_holds_no_other_up(monkeypatch, before):
+    solve_at_once(monkeypatch)
+    controller, handle = controller_of(int(1.44 * GIB), starts=False)
+    controller._plan_from(controller.profile)
+    for k in range(30):
+        if handle.plan.predicted is None:
+            handle.device.step_s, handle.device.peak_bytes = 0.3, int(1.2 * GIB)
+        step(controller, tokens=1000 if k < before else 500)
+    assert controller.phase is Phase.PLANNED
+    assert handle.plan.predicted is not None
+
+
+def solve_at_once(monkeypatch):
+    def ask(question):
+        future = Future()
+        try:
+            future.set_result(remembered(question))
+        except PlanError as error:
+            future.set_exception(error)
+        return future
+
+    monkeypatch.setenv("EBBTIDE_WAIT", "0")
+    monkeypatch.setattr("ebbtide._control.tuner.solve_elsewhere", ask)
+
+
+def test_small_batches_say_nothing_of_what_large_ones_need(monkeypatch):
+    controller, _ = controller_of(starts=False)
+    work = {"backward_work_bytes": 480_000_000, "recompute_work_bytes": 480_000_000}
+    profile = replace(controller.profile, regions=tuple(replace(r, **work) for r in controller.profile.regions))
+    peak_bytes = profile.base_bytes + int(0.92 * 480_000_000)
+    controller, _, answers = ran_smallest(monkeypatch, profile, 0.5, 920, peak_bytes)
+    answers.give()
+    step(controller)
+    assert controller.tuner.profile.regions[-1].recompute_work_bytes == pytest.approx(480_000_000, rel=1e-6)
 
 
 def test_a_budget_too_small_is_an_error_of_the_next_step_and_training_may_go_on(monkeypatch):
@@ -463,6 +509,22 @@ def test_a_plan_takes_turns_with_a_fallback_that_was_measured_on_a_busy_machine(
     assert turn <= sum(ran[: 5 * turn]) <= 3 * turn
     assert (handle.plan.regions == plan.regions) == is_plan_faster
     assert (handle.plan.regions == fallback.regions) == (not is_plan_faster)
+    assert controller.tuner._size.trial.is_frozen
+
+
+def test_a_fallback_above_the_budget_is_tried_once():
+    controller, handle = controller_of(BUDGET)
+    without_corrections(controller)
+    above = 0
+    for _ in range(200):
+        monitor = controller.step_begins(1000)
+        is_fallback = handle.plan.predicted.moved_bytes == 0
+        above += is_fallback
+        handle.device.step_s = 0.3  # more than is predicted of the fallback
+        handle.device.peak_bytes = int(1.02 * BUDGET) if is_fallback else handle.plan.predicted.peak_bytes
+        monitor.forward_ended()
+        monitor._end()
+    assert above == 1
     assert controller.tuner._size.trial.is_frozen
 
 

@@ -203,6 +203,7 @@ def test_the_parts_of_the_smallest_budget_add_up():
         workload_a(),
         workload_b(),
         profile(*layers(3, grad_bytes=7 * MB), outside=outside(peak_bytes=3 * MB)),
+        profile(region("a", after_bytes=600 * MB, grad_bytes=2000 * MB), *layers(3)),  # freed first
     ):
         grouping = Grouping(step, False)
         parts = budget_parts(step, grouping.options(leanest(grouping)))

@@ -15,6 +15,7 @@ PROFILES = {
     "small": SMALL,
     "two graphs": dataclasses.replace(SMALL, graphs=2),
     "last first": dataclasses.replace(SMALL, graphs=2, passes=(0, 1, 1, 0)),
+    "saved behind": profile(region("a", after_bytes=600_000_000, grad_bytes=2_000_000_000), *SMALL.regions[1:]),
     "a": workload_a(),
     "b": workload_b(),
 }

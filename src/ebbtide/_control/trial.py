@@ -73,6 +73,7 @@ class Trial:
         begun: forwards since the plan was put in force.
         steps: steps finished since the plan was put in force.
         turns: in force so far, beside other plans; the first trial counts.
+        least_share: the smallest batch so far, over the planned size.
         is_frozen: the verdict is given.
         agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
@@ -88,6 +89,7 @@ class Trial:
         self.begun = 0
         self.steps = 0
         self.turns = 1
+        self.least_share = 1.0
         self.is_frozen = False
         self.agreed: Observation | None = None
         self._timed = 0  # since the plan was put in force
@@ -117,9 +119,10 @@ class Trial:
         """Count a step whose duration says nothing."""
         self.steps += 1
 
-    def add_peak(self, nbytes: int) -> None:
-        """Record the peak of a step."""
+    def add_peak(self, nbytes: int, share: float = 1.0) -> None:
+        """Record the peak of a step with `share` of the planned batch size."""
         self._peaks.append(nbytes)
+        self.least_share = min(self.least_share, share)
 
     @property
     def own(self) -> Observation:

@@ -51,10 +51,11 @@ from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
+from ebbtide._planner.options import option_for
 from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import Answer, Question
 from ebbtide._planner.thresholds import THRESHOLDS
-from ebbtide._plans import Plan, Prediction
+from ebbtide._plans import Plan, Prediction, Recipe
 from ebbtide._profiling.profile import Profile
 from ebbtide._profiling.step_events import StepMonitor
 from ebbtide._profiling.timeline import History, Timeline
@@ -285,7 +286,7 @@ class PlanTuner:
         """Wait for the plan of the current batch size. Raises PlanError if no plan fits the budget."""
         while self._asked is not None and self._size.wanted:
             self._await_answer()
-            self._take_answer()
+            self._take_answer(at_once=True)
             self._ask_next()
 
     def _await_answer(self) -> None:
@@ -483,7 +484,9 @@ class PlanTuner:
                 best.plan, best.is_as_measured = _as_measured(best.plan, best), True
                 best.predicted = best.plan.predicted
             self._follow(size, best, f"frozen, {why}")
-        best.is_frozen = True
+        best.is_frozen, best.turns = True, 1
+        if not best.is_fallback and any(each.is_fallback for each in ran):
+            size.fallback = None  # has lost: no later look at the memory tries it again
         size.tried, size.compares = [], False
 
     def _fallback(self, size: BatchSize, plan: Plan) -> Trial:
@@ -516,9 +519,11 @@ class PlanTuner:
         size.profile, size.wanted, size.compares = self._profile, why, False
         if self._asked is not None and self._asked.size is size:
             self._asked.is_void = True
+        if stops_plan:
+            size.tried, size.fallback_s = [], math.inf  # earlier plans fitted other memory
         if stops_plan and size.trial is not None:
             size.trial.is_frozen = True
-            size.trial, size.tried, size.fallback_s = None, [], math.inf  # earlier plans fitted other memory
+            size.trial = None
             if size is self._size:
                 self._apply()
 
@@ -548,17 +553,24 @@ class PlanTuner:
         self._asked = _Asked(size, size.wanted, question, answer, is_due=self._waits or self._ranks is None)
         self._take_answer()
 
-    def _take_answer(self) -> None:
-        """Take the answer up, if there is one. Raises PlanError."""
+    def _take_answer(self, *, at_once: bool = False) -> None:
+        """Take the answer up, if there is one. Raises PlanError.
+
+        The recipes with the smallest peak are measured first, as long as they keep to the budget: their steps say
+        whether the answer is of use. `at_once`: no step can run meanwhile.
+        """
         asked = self._asked
-        if asked is None or not (asked.is_due and asked.answer.done()) or self._measures_first(asked.size):
+        if asked is None or not (asked.is_due and asked.answer.done()):
             return
-        self._asked, size = None, asked.size
+        size, first, limit_bytes = asked.size, self._first_trial(asked.size), self.limit_bytes
+        may_wait = first is not None and self._ranks is None and size is self._size and not (at_once or asked.is_void)
+        if may_wait and first is not None and not first.seen.is_complete:
+            return
+        self._asked = None
         if asked.is_void:
             return
-        first, limit_bytes = self._measured_first(size), self.limit_bytes
-        if first is not None and limit_bytes is not None and isinstance(asked.answer.exception(), PlanError):
-            self._learn_from_first(size, first, limit_bytes)  # they fit: less is needed than was predicted
+        if first is not None and first.is_measured(limit_bytes) and isinstance(asked.answer.exception(), PlanError):
+            self._learn_from_first(size, first)  # they fit: less is needed than was predicted
             self._want(size, "the recipes with the smallest peak fit")
             return
         answer = asked.answer.result()
@@ -570,12 +582,13 @@ class PlanTuner:
             self._take(size, asked.why, answer, answer.plan)
 
     def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
-        """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets, by which
-        the recipes with the smallest peak run on, and are measured."""
+        """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets: there the
+        recipes with the smallest peak run on, and are measured, if no plan of a larger size does instead."""
         size.asks_fallback = False
-        if size.trial is None:
-            plan = self._first if plan is None else plan
-            size.trial = Trial(self._first) if plan is self._first else self._fallback(size, plan)
+        if plan is None and not any(each.trial for each in self._sizes.values() if each.tokens > size.tokens):
+            plan = self._first
+        if plan is not None and size.trial is None:
+            size.trial = Trial(plan) if plan is self._first else self._fallback(size, plan)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
@@ -596,9 +609,9 @@ class PlanTuner:
         if fallback is not None and fallback.predicted is not None:
             # The fastest prediction so far: a refit may blame the machine for what the plan itself is slow by.
             size.fallback_s = min(size.fallback_s, fallback.predicted.step_s)
-        first = self._measured_first(size)
-        if first is not None and limit_bytes is not None:
-            self._learn_from_first(size, first, limit_bytes)
+        first = self._first_trial(size)
+        if first is not None and first.is_measured(limit_bytes):
+            self._learn_from_first(size, first)
             if plan.predicted is not None and plan.predicted.step_s > first.seen.typical_s:
                 size.corrections += 1
                 self._want(size, f"would be slower than {_took(first)}")
@@ -615,31 +628,27 @@ class PlanTuner:
                 self._apply()
         trial.is_frozen = is_too_large
 
-    def _measures_first(self, size: BatchSize) -> bool:
-        """Whether the recipes with the smallest peak are on trial, and within the budget so far: what they take says
-        whether the answer is of use."""
+    def _first_trial(self, size: BatchSize) -> Trial | None:
+        """The trial of the recipes with the smallest peak, if they run meanwhile and have kept to the budget so far."""
         trial, limit_bytes = size.trial, self.limit_bytes
-        if trial is None or limit_bytes is None or trial.plan is not self._first or self._ranks is not None:
-            return False
-        return not trial.seen.is_complete and trial.seen.peak_bytes <= limit_bytes
-
-    def _measured_first(self, size: BatchSize) -> Trial | None:
-        """The trial of the recipes with the smallest peak, if they have stayed within the budget."""
-        trial, limit_bytes = size.trial, self.limit_bytes
-        if trial is None or limit_bytes is None or trial.plan is not self._first or not trial.is_measured(limit_bytes):
+        if trial is None or limit_bytes is None or trial.plan is not self._first:
             return None
-        return trial
+        return trial if trial.seen.peak_bytes <= limit_bytes else None
 
-    def _learn_from_first(self, size: BatchSize, trial: Trial, limit_bytes: int) -> None:
+    def _learn_from_first(self, size: BatchSize, trial: Trial) -> None:
         """The recipes with the smallest peak have run while the first plan was solved: a plan like any other from now
-        on. Their peak tells what recomputation needs at most, and how much of the margin was unnecessary."""
-        seen = trial.seen
-        if size.tokens == self._measured_tokens:
-            self._profile = self._profile.recomputed_within(seen.peak_bytes)
-        moved_bytes = sum(each.nbytes for region in self._profile.regions for each in region.inputs)
-        trial.predicted = Prediction(seen.typical_s, 0.0, seen.stall_s, seen.peak_bytes, moved_bytes, moved_bytes)
+        on. Their peak tells what recomputation needs at most, and how far predictions are off."""
+        seen, profile, limit_bytes = trial.seen, self._profile.scaled(size.tokens), self.limit_bytes
+        assert limit_bytes is not None
+        options = [option_for(each, trial.plan.recipe_of(each.name) or Recipe("keep")) for each in profile.regions]
+        moved_bytes = sum(option.moved_bytes for option in options)
+        predicted_bytes = simulate.least_budget(profile, options)
+        trial.predicted = Prediction(seen.typical_s, 0.0, seen.stall_s, predicted_bytes, moved_bytes, moved_bytes)
         trial.plan, trial.is_as_measured = dataclasses.replace(trial.plan, predicted=trial.predicted), True
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
+        if size.tokens == self._measured_tokens and self._ranks is None:
+            most_bytes = (seen.peak_bytes - profile.base_bytes) / trial.least_share
+            self._profile = self._profile.recomputed_within(profile.base_bytes + math.ceil(most_bytes))
 
     def _fits(self, size: BatchSize, fallback: Plan | None) -> bool:
         """Whether everything may be kept: batches up to the measured size have shown it if no region recomputed."""
@@ -731,7 +740,7 @@ class PlanTuner:
             return
         may_shrink = size.smallest_bytes <= limit_bytes
         is_over = may_shrink and condition.peak_bytes > limit_bytes >= trial.seen.peak_bytes
-        is_due = self._ranks is not None or trial.begun % THRESHOLDS.look_every == 0
+        is_due = self._ranks is not None or (trial.begun > 0 and trial.begun % THRESHOLDS.look_every == 0)
         if is_over and is_due and trial.is_frozen and not size.wanted:
             trial.look_again()  # at the peak of steps alone: an evaluation may be the cause
 

@@ -75,7 +75,8 @@ def _at_the_peak(profile: Profile, options: Sequence[Option]) -> Mapping[str, in
 
 
 def _place(kept_bytes: int, name: str, work_bytes: int) -> dict[str, int]:
-    return {"activations that stay": kept_bytes, name: work_bytes}
+    # Negative work: backward has freed what was saved behind the region.
+    return {"activations that stay": kept_bytes + min(0, work_bytes), name: max(0, work_bytes)}
 
 
 def too_small(budget_bytes: int, least_bytes: int, parts: Mapping[str, int], device: str) -> str:

@@ -101,7 +101,9 @@ def _memory(
         kept = [fixed + own for own in accumulate(option.kept_bytes for option in choice)]
         if is_backward:
             backward = zip(kept[::-1], grads, choice[::-1], strict=True)
-            rows += [(own, grad_bytes, option.backward_work_bytes) for own, grad_bytes, option in backward]
+            # Negative work: backward has freed what was saved behind the region.
+            works = ((own, grad_bytes, option.backward_work_bytes) for own, grad_bytes, option in backward)
+            rows += [(own + min(0, work), grad_bytes, max(0, work)) for own, grad_bytes, work in works]
         else:
             rows += [(own, 0, option.forward_work_bytes) for own, option in zip(kept, choice, strict=True)]
             rows += [(fixed + all_kept, 0, point.peak_bytes) for point in profile.outside.post_region_points]

@@ -411,7 +411,7 @@ class Profile:
         return dataclasses.replace(self, regions=regions, outside=outside, tokens=tokens)
 
     def recomputed_within(self, peak_bytes: int) -> "Profile":
-        """The step, in view of steps that recomputed every region and had a peak of `peak_bytes`.
+        """The step, in view of others that recomputed every region that may be, and had a peak of `peak_bytes`.
 
         Where a pass was recorded with the lifetime of kept tensors alone, recomputation may need less. Whatever else
         is allocated meanwhile, the memory from before the step, from before the regions and from behind the earlier

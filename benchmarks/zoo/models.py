@@ -98,6 +98,11 @@ def _qwen3_moe(tiny: bool) -> ZooModel:
     return ZooModel(lambda: Qwen3MoeForCausalLM(config), inputs, ("model.layers.*",))
 
 
+def _images(batch: int, pixels: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+    images = torch.randn(batch, 3, pixels, pixels, device=device, dtype=dtype)
+    return {"pixel_values": images, "labels": torch.randint(10, (batch,), device=device)}
+
+
 def _vit(tiny: bool) -> ZooModel:
     """ViT-L/16, 128 images of 224 pixels."""
     from transformers import ViTConfig, ViTForImageClassification
@@ -113,12 +118,71 @@ def _vit(tiny: bool) -> ZooModel:
         num_labels=10,
         attn_implementation="sdpa",
     )
+    inputs = functools.partial(_images, batch, pixels)
+    return ZooModel(lambda: ViTForImageClassification(config), inputs, ("vit.encoder.layer.*", "vit.layers.*"))
+
+
+def _swin(tiny: bool) -> ZooModel:
+    """Swin-L, 96 images of 224 pixels: stages of two to eighteen blocks, downsampling between them, many small kernels."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    small = {"embed_dim": 8, "depths": [1, 1, 2, 1], "num_heads": [1, 1, 2, 2], "window_size": 2, "image_size": 64}
+    large = {"embed_dim": 192, "depths": [2, 2, 18, 2], "num_heads": [6, 12, 24, 48], "window_size": 7}
+    config = SwinConfig(**(small if tiny else large), num_labels=10)
+    inputs = functools.partial(_images, *((2, 64) if tiny else (96, 224)))
+    return ZooModel(lambda: SwinForImageClassification(config), inputs, ("swin.encoder.layers.*.blocks.*",))
+
+
+def _convnext(tiny: bool) -> ZooModel:
+    """ConvNeXt-L, 96 images of 224 pixels: convolutions, and stages of three to twenty-seven blocks."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    small = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}
+    large = {"hidden_sizes": [192, 384, 768, 1536], "depths": [3, 3, 27, 3]}
+    config = ConvNextConfig(**(small if tiny else large), num_labels=10)
+    inputs = functools.partial(_images, *((2, 64) if tiny else (96, 224)))
+    blocks = ("convnext.encoder.stages.*.layers.*",)
+    return ZooModel(lambda: ConvNextForImageClassification(config), inputs, blocks)
+
+
+def _resnet(tiny: bool) -> ZooModel:
+    """ResNet-152, 192 images of 224 pixels: batch norm, whose buffers each forward changes."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    small = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 2, 2, 1]}
+    config = ResNetConfig(**(small if tiny else {"depths": [3, 8, 36, 3]}), num_labels=10)
+    inputs = functools.partial(_images, *((2, 64) if tiny else (192, 224)))
+    return ZooModel(lambda: ResNetForImageClassification(config), inputs, ("resnet.encoder.stages.*.layers.*",))
+
+
+def _wav2vec2(tiny: bool) -> ZooModel:
+    """wav2vec 2.0 large, 16 clips of 10 seconds: one convolution holds most of the memory."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "conv_dim": (16,) * 7}
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    config = Wav2Vec2Config(
+        **(small if tiny else large),
+        num_attention_heads=4 if tiny else 16,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        conv_bias=True,
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        attn_implementation="sdpa",
+    )
+    batch, samples, labels = (2, 4000, 4) if tiny else (16, 160_000, 60)
 
     def inputs(device: torch.device, dtype: torch.dtype) -> Inputs:
-        images = torch.randn(batch, 3, pixels, pixels, device=device, dtype=dtype)
-        return {"pixel_values": images, "labels": torch.randint(10, (batch,), device=device)}
+        return {
+            "input_values": torch.randn(batch, samples, device=device, dtype=dtype),
+            "labels": torch.randint(1, 32, (batch, labels), device=device),
+        }
 
-    return ZooModel(lambda: ViTForImageClassification(config), inputs, ("vit.encoder.layer.*", "vit.layers.*"))
+    blocks = ("wav2vec2.feature_extractor.conv_layers.*", "wav2vec2.encoder.layers.*")
+    return ZooModel(lambda: Wav2Vec2ForCTC(config), inputs, blocks)
 
 
 def _whisper(tiny: bool) -> ZooModel:
@@ -314,6 +378,10 @@ ZOO: dict[str, Zoo] = {
     "Mixtral": _mixtral,
     "Qwen3-MoE": _qwen3_moe,
     "ViT-L": _vit,
+    "Swin-L": _swin,
+    "ConvNeXt-L": _convnext,
+    "ResNet-152": _resnet,
+    "wav2vec 2.0": _wav2vec2,
     "Whisper-large": _whisper,
     "T5-large": _t5,
     "Mamba2": _mamba2,

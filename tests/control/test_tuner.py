@@ -979,6 +979,23 @@ def test_a_slow_plan_gives_way_to_keeping_everything_while_a_correction_is_solve
     assert handle.plan.predicted.moved_bytes == 0
 
 
+@pytest.mark.parametrize(("costs", "stays"), [(1.0, True), (1.09, False)])
+def test_without_a_budget_a_plan_takes_turns_with_keeping_everything(monkeypatch, costs, stays):
+    """The machine was busy while everything was kept, and as fast as later in one step, or while the plan was tried."""
+    controller, handle, answers = solving(monkeypatch, budget_bytes=None)
+    plain_s = controller.profile.plain_s
+    for k in range(12):
+        run(controller, handle, kept_s=plain_s * (1.0 if k == 9 or stays else 1.1), moved_s=0.0, count=1)
+    answers.give()
+    busy = [1.1] * 5 if stays else []
+    for slower in (*busy, *[1.0] * 80):
+        run(controller, handle, kept_s=plain_s * slower, moved_s=costs * plain_s * slower, count=1)
+        if answers.questions and not answers.futures[-1].done():
+            answers.give()
+    assert (handle.plan.predicted.moved_bytes > 0) == stays
+    assert controller.tuner._size.trial.is_frozen
+
+
 def test_a_slow_plan_does_not_stay_because_the_machine_was_slow_during_the_comparison(monkeypatch):
     controller, handle, answers = solving(monkeypatch, budget_bytes=None)
     plain_s = controller.profile.plain_s

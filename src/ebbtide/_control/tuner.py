@@ -17,8 +17,8 @@ Note [PlanTuner]
 5. After two corrections, or earlier if nothing is left to correct, the plan is frozen. Within a budget all plans that
    ran take turns first, with the fallback, if a step of theirs was as fast as a typical step of the fastest: the speed
    of a machine changes within seconds, and a plan that keeps the host busy suffers more. The plan with the faster steps
-   in equal shares of the time is frozen, whatever was predicted. Without a budget the plan stays unless the steps are
-   too slow: the next plan moves less, and the last resort is keeping everything.
+   in all turns is frozen, whatever was predicted. Without a budget a plan whose steps look too slow takes turns with
+   keeping everything; the next plan moves less, and the last resort is keeping everything.
 6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
    optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
    runs no further step: the recipes with the smallest peak take over until the answer is there.
@@ -335,8 +335,6 @@ class PlanTuner:
         elif found is TrialVerdict.COMPARE and self._untried_s(size) < min([trial.seen.typical_s, *others_s]):
             assert size.fallback is not None
             self._follow(size, self._fallback(size, size.fallback), f"compared, {_took(trial)}")
-        elif found is TrialVerdict.STAY and limit_bytes is None and not trial.is_fallback:
-            self._freeze(size, trial)
         elif found is not TrialVerdict.WAIT:
             self._choose(size)
 
@@ -400,26 +398,30 @@ class PlanTuner:
             assert trial is not None
             self._compare_with_keeping(size, trial, may_correct)
             return
-        begins = not size.compares
-        if begins:
-            size.compares = True
-            if size.fallback is not None and not size.has_run(size.fallback):
-                size.tried.append(self._fallback(size, size.fallback))
-            for each in size.tried:  # may have run while the solver kept the machine busy
-                each.turns = 0
+        if not size.compares and size.fallback is not None and not size.has_run(size.fallback):
+            size.tried.append(self._fallback(size, size.fallback))
         ran = [each for each in (trial, *size.tried) if each is not None]
         measured = [each for each in ran if each.is_measured(limit_bytes)]
         best = min(measured, key=lambda each: each.seen.typical_s, default=trial)
         assert best is not None
         waiting = [each for each in ran if each is best or self._may_be_faster(size, each, best.seen.typical_s)]
-        following = min(waiting, key=lambda each: (each.turns, each is trial))
-        if len(waiting) > 1 and following.turns < THRESHOLDS.turns:
-            following.turns += 1
-            self._follow(size, following, f"compared, {_took(best)}" if begins else "")
+        if self._takes_turn(size, waiting, best):
             return
         if trial in measured and trial.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
             best = trial
         self._freeze(size, best, "recomputation alone was faster" if best.is_fallback else "an earlier plan was faster")
+
+    def _takes_turn(self, size: BatchSize, trials: Collection[Trial], best: Trial) -> bool:
+        """Put that one of `trials` in force which had the fewest turns. False if all have had theirs."""
+        begins, size.compares = not size.compares, True
+        for each in size.tried if begins else ():  # may have run while the solver kept the machine busy
+            each.turns = 0
+        following = min(trials, key=lambda each: (each.turns, each is size.trial))
+        if len(trials) < 2 or following.turns >= THRESHOLDS.turns:
+            return False
+        following.turns += 1
+        self._follow(size, following, f"compared, {_took(best)}" if begins else "")
+        return True
 
     def _may_be_faster(self, size: BatchSize, other: Trial, typical_s: float) -> bool:
         """Whether a step of another plan was faster than `typical_s`, or is expected to be before there was any."""
@@ -433,18 +435,21 @@ class PlanTuner:
 
     def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
         """Without a budget: the last plan stays if its steps are not much slower than with everything kept, as far as
-        the spread of the latter lets a difference be seen."""
+        the spread of the latter lets a difference be seen. A plan that looks slower takes turns with keeping first."""
         ran = (trial, *reversed(size.tried))
         kept = next((each for each in ran if each.is_fallback), None)
         slow = next((each for each in ran if not each.is_fallback), trial)
-        slowdown = 0.0
+        slowdown, may_be_fast = 0.0, False
         if kept is not None and kept.is_measured(None) and self._may_keep_all:
             own, other = slow.seen, kept.seen
             # Steps of some machines differ, whatever the plan. The fastest then tell whether the plan is a cause.
             unresolved = other.typical_s / other.fastest_s - 1
             slowdown = max(own.typical_s / other.typical_s - 1 - unresolved, own.fastest_s / other.fastest_s - 1)
+            may_be_fast = own.fastest_s <= other.typical_s * (1 + self._max_slowdown)
         if slowdown <= self._max_slowdown:
             self._freeze(size, slow, "no other was faster")
+        elif may_be_fast and kept is not None and self._takes_turn(size, (slow, kept), slow):
+            return
         elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
             self._refit(trial)

@@ -83,7 +83,8 @@ def profile_of(
     grad_bytes = _grad_bytes(timed.regions, inputs.grads)
     # Sampled memory is too inexact, and other graphs in flight have memory of their own.
     is_exact = details.device.tracks_peak and max(times.graphs, details.graphs) == 1
-    incoming = memory.incoming(records, recomputed, grad_bytes) if is_exact else [0] * len(records)
+    behind = [record.after_bytes for record in records]  # as if it were there until the region's backward has run
+    incoming = memory.incoming(records, recomputed, grad_bytes) if is_exact else behind
     builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, peaks, incoming)
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]

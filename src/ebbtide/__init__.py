@@ -4,6 +4,7 @@ No public name is imported before its first use, so that `ebbtide --help` and th
 """
 
 import importlib
+import importlib.metadata
 import typing
 
 if typing.TYPE_CHECKING:
@@ -87,6 +88,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in ("compat", "integrations", "pipeline", "types"):
         return importlib.import_module(f"ebbtide.{name}")
+    if name == "__version__":
+        return importlib.metadata.version("ebbtide")
     if name not in __all__:
         raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")
     module = next((module for module, names in _MODULES.items() if name in names), "ebbtide._errors")

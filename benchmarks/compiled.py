@@ -10,7 +10,6 @@ torch's memory budget (the fraction behind --budgets) or checkpointing. --tiny r
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,12 +25,13 @@ import ebbtide
 from benchmarks.facts import facts
 from benchmarks.measure import Step, one_step
 from benchmarks.modes import HOST_LIMIT
+from benchmarks.turns import tidy
 from benchmarks.zoo.models import ZOO, built
 from ebbtide._model.regions import find_regions
 from ebbtide._utils.sizes import GIB
 
 WARM_UP = 3  # steps: the first compiles
-FIRST = 30  # steps from `offload` on that compile, measure, plan, pin and correct
+MOST = 90  # steps from `offload` on that compile, measure, plan, compare and correct
 
 Loss = Callable[[], torch.Tensor]
 
@@ -73,9 +73,7 @@ def measure_model(rivals: "Rivals", budgets: Sequence[float]) -> dict[str, objec
         except BackendCompilerFailed as error:  # inductor's offloading on torch 2.11: record_stream lacks an argument
             found[name] = {"failed": str(error).splitlines()[0]}
             continue
-        # Steps without a device have no peaks: every budget fits.
-        limit = rival["base_bytes"] + int(rival["peak_gib"] * GIB) if rivals.device.type == "cuda" else 64 * GIB
-        found[name] = {**rival, "plan": rivals.planned(budget=limit)}
+        found[name] = {**rival, "plan": rivals.planned(rival["peak_gib"])}
     return found
 
 
@@ -107,11 +105,15 @@ class Rivals:
         with self._compiled(checkpoints) as (model, loss_of), config.patch(dict(settings or {})):
             return self._steps(model, loss_of, WARM_UP)
 
-    def planned(self, **goal: Any) -> dict[str, Any]:
-        """Steps from `offload` on, with the partitions that the plan gives to the blocks."""
+    def planned(self, peak_gib: float | None = None, **goal: Any) -> dict[str, Any]:
+        """Steps of the final plan, with the partitions that the plan gives to the blocks. `peak_gib`: the budget, above
+        the memory from before the step."""
         with self._compiled() as (model, loss_of):
+            if peak_gib is not None:  # steps without a device have no peaks: every budget fits
+                is_cuda = self.device.type == "cuda"
+                goal["budget"] = torch.cuda.memory_allocated() + int(peak_gib * GIB) if is_cuda else 64 * GIB
             handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **goal)
-            found = self._steps(model, loss_of, FIRST)
+            found = self._steps(model, loss_of, MOST, lambda: handle.is_plan_frozen)
             predicted, stats = handle.plan.predicted, handle._attachment.partitions
             found |= {
                 "predicted_ms": None if predicted is None else predicted.step_s * 1e3,
@@ -126,23 +128,22 @@ class Rivals:
 
     @contextlib.contextmanager
     def _compiled(self, checkpoints: bool = False) -> Generator[tuple[torch.nn.Module, Loss], None, None]:
-        torch._dynamo.reset()
+        torch._dynamo.reset()  # holds the model before
+        ebbtide.release_memory()
+        tidy()
         model, loss_of = built(self._name, self.device, tiny=self._tiny)
         for block in find_regions(model).values():
             if checkpoints:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
             block.compile(backend=self._backend)
-        try:
-            yield model, loss_of
-        finally:
-            del model, loss_of
-            ebbtide.release_memory()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        yield model, loss_of
 
-    def _steps(self, model: torch.nn.Module, loss_of: Loss, first: int) -> dict[str, Any]:
-        early = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(first)]
+    def _steps(
+        self, model: torch.nn.Module, loss_of: Loss, most: int, is_settled: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        early: list[Step] = []
+        while len(early) < most and not is_settled():
+            early.append(one_step(model, loss_of, contextlib.nullcontext))
         base_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(self._count)]
         typical_ms = statistics.median(step.step_ms for step in steps)
@@ -151,6 +152,7 @@ class Rivals:
             "peak_gib": _peak(steps) / GIB,
             "most_gib": _peak([*early, *steps]) / GIB,
             "base_bytes": base_bytes,
+            "first_steps": len(early),
             "first_steps_cost_s": sum(step.step_ms - typical_ms for step in early) / 1e3,
             "loss": steps[-1].loss,
         }

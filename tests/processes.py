@@ -8,11 +8,12 @@ import torch.multiprocessing as mp
 
 RANKS = 2
 LIMIT_S = 1800  # far above the time on any machine
+SLOW_IMPORTS = ["torch.distributed.fsdp", "torch.distributed.pipelining", "scipy.optimize", "ebbtide"]
 
 
 def spawn(work, *args, ranks=RANKS):
     """Call `work` in new processes, and fail if a process hangs. A server with the slow imports forks them all."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.pipelining"])
+    multiprocessing.set_forkserver_preload(SLOW_IMPORTS)
     context = mp.start_processes(work, args, nprocs=ranks, join=False, start_method="forkserver")
     try:
         assert any(context.join(timeout=LIMIT_S) for _ in range(ranks)), "ranks hang"

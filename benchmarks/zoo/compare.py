@@ -21,6 +21,7 @@ from ebbtide._devices.accelerator import AcceleratorDevice
 from ebbtide._utils.sizes import GIB
 
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
+MOST = 90  # steps until the plan is settled
 RIVAL_STEPS = 12
 
 Loss = Callable[[], torch.Tensor]
@@ -29,7 +30,7 @@ Loss = Callable[[], torch.Tensor]
 def measure_model(
     name: str, device: torch.device, shares: Sequence[float], count: int, *, tiny: bool = False
 ) -> dict[str, object]:
-    """Plain steps, checkpointed steps, and `count` steps from `offload` on within each budget and without a budget.
+    """Plain steps, checkpointed steps, and `count` steps of the final plan within each budget and without a budget.
 
     Args:
         shares: budgets, as shares of the way from checkpointing's peak to the plain peak.
@@ -129,12 +130,15 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
     handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **settings)
     try:
         with _pinning() as pinned:
-            steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(FIRST + count)]
-        predicted = handle.plan.predicted
+            steps: list[Step] = []
+            while len(steps) < FIRST or (len(steps) < MOST and not handle.is_plan_frozen):
+                steps.append(one_step(model, loss_of, contextlib.nullcontext))
+            steady = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(count)]
+        settled, predicted = len(steps), handle.plan.predicted
+        steps += steady
     finally:
         handle.remove()
         tidy()
-    steady = steps[FIRST:]
     typical_ms = _median(steady)
     return {
         "step_ms": typical_ms,
@@ -147,7 +151,8 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         "first_steps_cost_s": sum(step.step_ms - typical_ms for step in steps[:FIRST]) / 1e3,
         "pinning_s": sum(seconds for seconds, _ in pinned),
         "pinned_gib": sum(nbytes for _, nbytes in pinned) / GIB,
-        "slowest_later": max(step.step_ms for step in steady) / typical_ms,
+        "settled_after": settled,
+        "slowest_later": max(step.step_ms for step in steps[FIRST:]) / typical_ms,
         "steps_ms": [round(step.step_ms, 1) for step in steps],
         "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],
     }

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ from ebbtide._types import StoreFactory
 from ebbtide._utils import env
 from ebbtide._utils.torch_private import parameters_of
 
+_NO_HOOKS = contextlib.nullcontext()
+
 
 class OffloadActivations:
     """Context that offloads saved tensors during forward and brings them back before backward needs them.
@@ -42,29 +44,22 @@ class OffloadActivations:
         self._watch = SyncWatch(self._context.recorder) if env.watches_syncs() else None
 
     def __enter__(self) -> "OffloadActivations":
-        hooks: contextlib.AbstractContextManager[Any] | None = None
+        hooks: contextlib.AbstractContextManager[Any] = _NO_HOOKS
         if self._config.mode != "off" and not env.is_disabled():
             torch_checkpoint.install()
             megatron_checkpoint.install()
             self._context.forward_begins()
             hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
-            hooks.__enter__()
             if self._watch is not None:
-                stack = contextlib.ExitStack()
-                stack.push(hooks)
-                stack.enter_context(self._watch.watching())
-                hooks = stack
+                hooks = _nested(hooks, self._watch.watching())
         self._stack().append(hooks)
-        return self
+        return (hooks.__enter__(), self)[1]  # one line, here and on exit: an interrupt between two would leave hooks
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hooks = self._stack().pop()
-        if hooks is None:
-            return
-        hooks.__exit__(kind, error, trace)
-        if error is None and torch.is_grad_enabled():
+        (hooks := self._stack().pop()).__exit__(kind, error, trace)
+        if error is None and torch.is_grad_enabled() and hooks is not _NO_HOOKS:
             self._context.recorder.warn_if_nothing_moved("offload_activations()")
             self._context.recorder.warn_if_window_holds_all("offload_activations()")
 
@@ -95,8 +90,16 @@ class OffloadActivations:
         """
         return self._context.recorder.listeners.add(listener)
 
-    def _stack(self) -> list[contextlib.AbstractContextManager[Any] | None]:
+    def _stack(self) -> list[contextlib.AbstractContextManager[Any]]:
         return vars(self._entered).setdefault("stack", [])
+
+
+@contextlib.contextmanager
+def _nested(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Generator[None, None, None]:
+    with outer, inner:
+        yield
 
 
 def offload_activations(

@@ -153,6 +153,16 @@ class OffloadHandle:
         plan = self._attachment.plan
         return plan if self._planning is None else self._planning.describe(plan)
 
+    @property
+    def is_plan_frozen(self) -> bool:
+        """Whether the plan stays as it is until something changes, such as the batch size or the memory before a step.
+
+        False while a planner measures, compares and corrects: its steps, about 60, say little of the speed and the peak
+        of later ones. True for plans and recipes of the user.
+        """
+        controller = self._attachment.controller
+        return self._planning is None or (controller is not None and controller.is_plan_frozen)
+
     def set_plan(self, plan: Plan) -> None:
         """Follow `plan` from the next forward on; backward follows the plan of its forward. Planning ends.
 

@@ -74,7 +74,7 @@ def compiled_work(rank: int, folder: str, is_late: bool) -> None:
             bits(p.grad) == bits(q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
         )
     budgets = [[point.activation_memory_budget for point in region.points] for region in handle.profile.regions]
-    write_down(rank, folder, handle, is_equal and budgets == [[0.5, 0.2] if is_late else [0.5, 0.2, 0.0]] * 3)
+    write_down(rank, folder, handle, is_equal and budgets == [[0.75, 0.5] if is_late else [0.75, 0.5, 0.25, 0.0]] * 3)
 
 
 def work_that_joins_late(rank: int, folder: str, steps_before: int, has_file: bool) -> None:

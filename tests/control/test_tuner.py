@@ -667,6 +667,15 @@ def test_a_faster_plan_that_went_over_the_budget_does_not_return(monkeypatch):
     assert handle.plan.regions != first.regions
 
 
+@pytest.mark.parametrize("ratio", [0.8, 1.3])
+def test_a_plan_that_keeps_everything_is_asked_for_once_however_long_its_steps(ratio):
+    controller, handle = controller_of(50 * GIB)
+    steps(controller, handle, 40, ratio)
+    assert handle.plan.keeps_all
+    assert controller.tuner.is_plan_frozen
+    assert controller.tuner._size.corrections == 0
+
+
 def test_replan_plans_again_with_all_corrections():
     controller, handle = controller_of(BUDGET)
     steps(controller, handle, 60, ratio=1.0)

@@ -18,7 +18,8 @@ class Lines:
 
     Lines of finalisers do not count: Python drops what a finaliser raises. Neither do `with` and `try`: Python lets no
     interrupt come between a context's block and exit, or before the first line of `try`, and a function that traces
-    would. Nor do the doubles of tests: only simulated devices and stores break there.
+    would. Nor does the first line of `__exit__`, before which nothing of a context's manager runs, whoever wrote the
+    manager. Nor do the doubles of tests: only simulated devices and stores break there.
 
     Args:
         points: numbers of the lines to act before, from 0.
@@ -43,12 +44,18 @@ class Lines:
 
     def _line(self, frame, event, _arg):
         code, number = frame.f_code, frame.f_lineno
-        if event == "line" and not linecache.getline(code.co_filename, number).lstrip().startswith(_UNDIVIDED):
+        if event == "line" and not _is_undivided(code, number):
             self.count += 1
             if self.count - 1 in self._points:
                 self.place = f"{code.co_filename[len(_SOURCE) + 1 :]}:{number} {code.co_name}"
                 self._act()
         return self._line
+
+
+def _is_undivided(code, number) -> bool:
+    if linecache.getline(code.co_filename, number).lstrip().startswith(_UNDIVIDED):
+        return True
+    return code.co_name == "__exit__" and number == sorted({line for *_, line in code.co_lines() if line})[1]
 
 
 def _is_ours(frame) -> bool:

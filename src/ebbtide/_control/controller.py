@@ -237,6 +237,11 @@ class PlanController:
         return self.phase in _MEASURING
 
     @property
+    def is_plan_frozen(self) -> bool:
+        """Whether the recipes in force stay until something changes."""
+        return self.phase is Phase.GAVE_UP or (self.tuner is not None and self.tuner.is_plan_frozen)
+
+    @property
     def status(self) -> str:
         """Reason for a missing plan; "" with a plan."""
         if self.is_measuring:

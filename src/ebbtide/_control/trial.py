@@ -21,7 +21,6 @@ Note [Trials]
 """
 
 import enum
-import math
 import statistics
 from typing import NamedTuple
 
@@ -35,7 +34,6 @@ class TrialVerdict(enum.Enum):
     WAIT = "the trial goes on"
     OVER = "the peak is over the budget"
     CORRECT = "steps or peaks are other than predicted"
-    COMPARE = "another plan looks faster"
     STAY = "the plan stays"
 
 
@@ -144,6 +142,11 @@ class Trial:
         return self.own if self.agreed is None else self.agreed
 
     @property
+    def took(self) -> str:
+        """What the steps took, in words."""
+        return f"the last steps took {self.seen.typical_s * 1e3:.1f} ms"
+
+    @property
     def is_timed(self) -> bool:
         """Whether enough steps were timed to compare with the prediction."""
         return self.seen.timed >= THRESHOLDS.measured_steps
@@ -175,14 +178,7 @@ class Trial:
         return own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9)
 
 
-def verdict(
-    trial: Trial,
-    limit_bytes: int | None,
-    margin_bytes: int,
-    may_correct: bool,
-    known_s: float = math.inf,
-    slowdown: float = THRESHOLDS.slower,
-) -> TrialVerdict:
+def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool) -> TrialVerdict:
     """The verdict on a plan.
 
     Args:
@@ -190,8 +186,6 @@ def verdict(
         limit_bytes: the budget; None: none.
         margin_bytes: part of the budget that the plan left free on purpose.
         may_correct: whether corrections are left.
-        known_s: seconds of the fastest other plan: measured, or of the fallback as predicted; infinite if unknown.
-        slowdown: by how much, as a share, a step may be slower than `known_s`.
     """
     peak_bytes = trial.seen.peak_bytes
     if trial.is_frozen:
@@ -200,13 +194,12 @@ def verdict(
         return TrialVerdict.OVER
     if not trial.seen.is_complete or (limit_bytes is not None and peak_bytes == 0):
         return TrialVerdict.WAIT
-    is_to_correct = limit_bytes is not None and trial.is_off and may_correct
-    if trial.is_timed and trial.seen.typical_s > known_s * (1 + slowdown) and not is_to_correct:
-        return TrialVerdict.COMPARE
-    has_room = limit_bytes is not None and _gives_room(trial, limit_bytes, margin_bytes)
-    if may_correct and not trial.is_as_measured and (has_room or is_to_correct):
-        return TrialVerdict.CORRECT
-    return TrialVerdict.STAY
+    is_settled = trial.is_as_measured or trial.plan.keeps_all  # no plan is faster than keeping everything
+    if limit_bytes is None or not may_correct or is_settled:
+        return TrialVerdict.STAY
+    room_bytes = margin_bytes - margin_after(trial, limit_bytes, margin_bytes)
+    is_to_correct = trial.is_off or room_bytes > THRESHOLDS.room * limit_bytes
+    return TrialVerdict.CORRECT if is_to_correct else TrialVerdict.STAY
 
 
 def first_margin(limit_bytes: int, base_bytes: int) -> int:
@@ -228,12 +221,6 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int, sharing: int
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
     kept_share = 1 - (1 - THRESHOLDS.kept_margin) / sharing
     return needed_bytes + int(kept_share * max(0, margin_bytes - needed_bytes))
-
-
-def _gives_room(trial: Trial, limit_bytes: int, margin_bytes: int) -> bool:
-    if trial.plan.keeps_all:
-        return False  # a larger budget changes nothing
-    return margin_bytes - margin_after(trial, limit_bytes, margin_bytes) > THRESHOLDS.room * limit_bytes
 
 
 def bounded(ratio: float) -> float:

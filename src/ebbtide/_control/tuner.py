@@ -6,7 +6,7 @@ Note [PlanTuner]
    one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
    plan of a larger size or, within a budget, by the recipes with the smallest peak; without one by the plan before.
 2. A plan is on trial for its first steps (Note [Trials]). A verdict on the observed steps follows: keep, correct,
-   compare or freeze. A single rank judges its own steps before each step. Several ranks judge the worst of their
+   choose or freeze. A single rank judges its own steps before each step. Several ranks judge the worst of their
    observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose answers
    are awaited at the next meeting.
 3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
@@ -14,11 +14,7 @@ Note [PlanTuner]
 4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
    without a budget keeping everything. The fallback runs, and is measured, while the solver works. While a slow plan
    is corrected, the fastest earlier plan runs.
-5. After two corrections, or earlier if nothing is left to correct, the plan is frozen. Within a budget all plans that
-   ran take turns first, with the fallback, if a step of theirs was as fast as a typical step of the fastest: the speed
-   of a machine changes within seconds, and a plan that keeps the host busy suffers more. The plan with the faster steps
-   in all turns is frozen, whatever was predicted. Without a budget a plan whose steps look too slow takes turns with
-   keeping everything; the next plan moves less, and the last resort is keeping everything.
+5. After two corrections, or earlier if nothing is left to correct, one of the plans that ran is frozen (Note [Turns]).
 6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
    optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
    runs no further step: the recipes with the smallest peak take over until the answer is there.
@@ -33,7 +29,7 @@ from typing import Protocol
 
 import torch
 
-from ebbtide._control.batch_size import BatchSize, bucket_of, run_alike
+from ebbtide._control.batch_size import EARLIER, BatchSize, bucket_of, run_alike
 from ebbtide._control.link_rates import LinkRates, LinkRatios
 from ebbtide._control.observer import StepObserver
 from ebbtide._control.ranks import Condition, Ranks, Summary
@@ -172,6 +168,12 @@ class PlanTuner:
         return self._size.answer is not None and self._size.trial is None
 
     @property
+    def is_plan_frozen(self) -> bool:
+        """Whether the plan in force stays until something changes."""
+        trial = self._size.trial
+        return trial is not None and trial.is_frozen and not self._size.wanted
+
+    @property
     def profile(self) -> Profile:
         """Source of the plans, at the speed of the last steps of the current batch size (see Note [Trials], 5)."""
         size = self._size
@@ -276,9 +278,8 @@ class PlanTuner:
         if worst.condition.ran_out:
             self._plan_after_oom()
         self._decide([size], worst.condition)
-        trial = size.trial
-        is_settled = trial is not None and trial.is_frozen and not size.wanted
-        interval = max(THRESHOLDS.look_every, 2 * self._meeting_interval) if is_settled else THRESHOLDS.meet_every
+        least = THRESHOLDS.look_every
+        interval = max(least, 2 * self._meeting_interval) if self.is_plan_frozen else THRESHOLDS.meet_every
         self._meeting_interval = min(interval, THRESHOLDS.rarest)
         ranks.meet_after(self._meeting_interval)
 
@@ -321,62 +322,40 @@ class PlanTuner:
         trial, limit_bytes = size.trial, self.limit_bytes
         if trial is None:
             return
-        others_s = [each.seen.typical_s for each in self._others(size)]
-        # Within a budget `_choose` compares, when nothing is left to correct.
-        known_s = min([*others_s, self._untried_s(size)]) if limit_bytes is None else math.inf
         may_correct = size.corrections < THRESHOLDS.corrections and not size.compares
-        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct, known_s, self._max_slowdown)
-        if found is TrialVerdict.OVER:
-            self._leave_more_free(size, trial)
+        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct)
+        if found is TrialVerdict.OVER and limit_bytes is not None:
+            self._leave_more_free(size, trial, limit_bytes)
         elif size.wanted or size.answer is None:
             return
-        elif found is TrialVerdict.CORRECT:
-            self._correct(size, trial)
-        elif found is TrialVerdict.COMPARE and self._untried_s(size) < min([trial.seen.typical_s, *others_s]):
-            assert size.fallback is not None
-            self._follow(size, self._fallback(size, size.fallback), f"compared, {_took(trial)}")
-        elif found is not TrialVerdict.WAIT:
+        elif found is TrialVerdict.CORRECT and limit_bytes is not None:
+            self._correct(size, trial, limit_bytes)
+        elif found is TrialVerdict.STAY:
             self._choose(size)
 
-    def _others(self, size: BatchSize) -> list[Trial]:
-        """Earlier plans to compare with. Without a budget fast is no goal: keeping everything counts, if it fits."""
-        measured = size.measured(self.limit_bytes)
-        if self.limit_bytes is None:
-            return [each for each in measured if each.is_fallback and self._may_keep_all]
-        return measured
-
-    def _untried_s(self, size: BatchSize) -> float:
-        """Predicted seconds of the fallback; infinite if the fallback was measured, or there is none."""
-        assert size.trial is not None
-        was_tried = size.trial.is_fallback or any(each.is_fallback for each in self._others(size))
-        return math.inf if was_tried or size.fallback is None else size.fallback_s
-
-    def _correct(self, size: BatchSize, trial: Trial) -> None:
-        """Ask for a plan by what was measured: times, and the peak within a budget."""
+    def _correct(self, size: BatchSize, trial: Trial, limit_bytes: int) -> None:
+        """Ask for a plan by the measured times and peak."""
         size.corrections += 1
         reasons: list[str] = []
         if trial.is_off:
             self._refit(trial)
-            reasons.append(_took(trial))
-        limit_bytes = self.limit_bytes
-        if limit_bytes is not None:
-            margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-            if margin_bytes != size.margin_bytes:
-                reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
-            size.margin_bytes = margin_bytes
-        fastest = min((trial, *self._others(size)), key=lambda each: each.seen.typical_s)
+            reasons.append(trial.took)
+        margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
+        if margin_bytes != size.margin_bytes:
+            reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
+        size.margin_bytes = margin_bytes
+        fastest = min((trial, *size.measured(limit_bytes)), key=lambda each: each.seen.typical_s)
         if fastest is not trial and trial.is_timed:
-            self._follow(size, fastest, f"waits for a correction, {_took(trial)}")  # and is measured once more
+            self._follow(size, fastest, f"waits for a correction, {trial.took}")  # and is measured once more
         self._want(size, " and ".join(reasons))
 
-    def _leave_more_free(self, size: BatchSize, trial: Trial) -> None:
+    def _leave_more_free(self, size: BatchSize, trial: Trial, limit_bytes: int) -> None:
         """A peak over the budget. If no plan is smaller, the plan stays."""
-        limit_bytes, predicted, peak_bytes = self.limit_bytes, trial.plan.predicted, trial.seen.peak_bytes
-        assert limit_bytes is not None
+        predicted, peak_bytes = trial.plan.predicted, trial.seen.peak_bytes
         if trial.plan is self._first:
             return  # nothing smaller is known, and the answer is to come
         is_least = size.answer is not None and (predicted is None or predicted.peak_bytes <= size.smallest_bytes)
-        within = self._others(size)
+        within = size.measured(limit_bytes)
         if within and size.answer is not None and not size.wanted and (trial.is_fallback or is_least):
             self._choose(size)
             return
@@ -391,79 +370,30 @@ class PlanTuner:
         self._ask_next()
 
     def _choose(self, size: BatchSize, *, may_correct: bool = True) -> None:
-        """No plan is left to ask for. Within a budget the plans that may be the fastest take turns, the fallback among
-        them, and the fastest is frozen. Without a budget the plan is compared with keeping everything."""
+        """No plan is left to ask for: one of those that ran follows (Note [Turns])."""
         trial, limit_bytes = size.trial, self.limit_bytes
-        if limit_bytes is None:
+        if limit_bytes is not None:
+            choice = size.choose_within(limit_bytes)
+        else:
+            choice = size.choose_without_budget(
+                self._max_slowdown, may_keep_all=self._may_keep_all, may_correct=may_correct
+            )
+        if choice.is_final:
+            self._freeze(size, choice.trial, choice.why)
+        elif not choice.slowdown:
+            self._follow(size, choice.trial, choice.why)
+        else:
             assert trial is not None
-            self._compare_with_keeping(size, trial, may_correct)
-            return
-        if not size.compares and size.fallback is not None and not size.has_run(size.fallback):
-            size.tried.append(self._fallback(size, size.fallback))
-        ran = [each for each in (trial, *size.tried) if each is not None]
-        measured = [each for each in ran if each.is_measured(limit_bytes)]
-        best = min(measured, key=lambda each: each.seen.typical_s, default=trial)
-        assert best is not None
-        waiting = [each for each in ran if each is best or self._may_be_faster(size, each, best.seen.typical_s)]
-        if self._takes_turn(size, waiting, best):
-            return
-        if trial in measured and trial.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
-            best = trial
-        self._freeze(size, best, "recomputation alone was faster" if best.is_fallback else "an earlier plan was faster")
-
-    def _takes_turn(self, size: BatchSize, trials: Collection[Trial], best: Trial) -> bool:
-        """Put that one of `trials` in force which had the fewest turns. False if all have had theirs."""
-        begins, size.compares = not size.compares, True
-        for each in size.tried if begins else ():  # may have run while the solver kept the machine busy
-            each.turns = 0
-        following = min(trials, key=lambda each: (each.turns, each is size.trial))
-        if len(trials) < 2 or following.turns >= THRESHOLDS.turns:
-            return False
-        following.turns += 1
-        self._follow(size, following, f"compared, {_took(best)}" if begins else "")
-        return True
-
-    def _may_be_faster(self, size: BatchSize, other: Trial, typical_s: float) -> bool:
-        """Whether a step of another plan was faster than `typical_s`, or is expected to be before there was any."""
-        if other.seen.peak_bytes > (self.limit_bytes or math.inf):
-            return False
-        if other.seen.timed >= THRESHOLDS.baseline_steps:
-            return other.seen.fastest_s < typical_s
-        # Fallbacks for less memory recompute more, and an early prediction is of a fast machine.
-        earlier = (each.seen.fastest_s for each in size.tried if each.is_fallback and each.seen.timed)
-        return other.is_fallback and min([size.fallback_s, *earlier]) < typical_s
-
-    def _compare_with_keeping(self, size: BatchSize, trial: Trial, may_correct: bool) -> None:
-        """Without a budget: the last plan stays if its steps are not much slower than with everything kept, as far as
-        the spread of the latter lets a difference be seen. A plan that looks slower takes turns with keeping first."""
-        ran = (trial, *reversed(size.tried))
-        kept = next((each for each in ran if each.is_fallback), None)
-        slow = next((each for each in ran if not each.is_fallback), trial)
-        slowdown, may_be_fast = 0.0, False
-        if kept is not None and kept.is_measured(None) and self._may_keep_all:
-            own, other = slow.seen, kept.seen
-            # Steps of some machines differ, whatever the plan. The fastest then tell whether the plan is a cause.
-            unresolved = other.typical_s / other.fastest_s - 1
-            slowdown = max(own.typical_s / other.typical_s - 1 - unresolved, own.fastest_s / other.fastest_s - 1)
-            may_be_fast = own.fastest_s <= other.typical_s * (1 + self._max_slowdown)
-        if slowdown <= self._max_slowdown:
-            self._freeze(size, slow, "no other was faster")
-        elif may_be_fast and kept is not None and self._takes_turn(size, (slow, kept), slow):
-            return
-        elif may_correct and size.corrections < THRESHOLDS.corrections:
             size.corrections += 1
             self._refit(trial)
-            size.target *= THRESHOLDS.target * self._max_slowdown / slowdown
-            if kept is not None and kept is not trial:
-                self._follow(size, kept, f"waits for a correction, {_took(trial)}")  # and is measured once more
-            self._want(size, f"keeping everything was faster by {slowdown:.1%}")
-        else:
-            assert kept is not None
-            self._freeze(size, kept, "keeping everything was faster")
+            size.target *= THRESHOLDS.target * self._max_slowdown / choice.slowdown
+            if choice.trial is not trial:
+                self._follow(size, choice.trial, f"waits for a correction, {trial.took}")  # and is measured once more
+            self._want(size, choice.why)
 
-    def _freeze(self, size: BatchSize, best: Trial, why: str = "an earlier plan was faster") -> None:
+    def _freeze(self, size: BatchSize, best: Trial, why: str = EARLIER) -> None:
         """Have `best` run for good. A plan whose steps are other than predicted carries their time from now on."""
-        ran = [each for each in (size.trial, *size.tried) if each is not None]
+        ran = size.ran
         if self.limit_bytes is None and best.plan.keeps_all and not all(each.plan.keeps_all for each in ran):
             warnings.warn(
                 f"offload() moves nothing from now on: {why}. Within a budget, such as '40GiB', what has to leave "
@@ -493,9 +423,6 @@ class PlanTuner:
         if not best.is_fallback and any(each.is_fallback for each in ran):
             size.fallback = None  # has lost: no later look at the memory tries it again
         size.tried, size.compares = [], False
-
-    def _fallback(self, size: BatchSize, plan: Plan) -> Trial:
-        return Trial(plan, size.profile.plain_s, is_fallback=True)
 
     def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
         size.follow(trial)
@@ -593,7 +520,7 @@ class PlanTuner:
         if plan is None and not any(each.trial for each in self._sizes.values() if each.tokens > size.tokens):
             plan = self._first
         if plan is not None and size.trial is None:
-            size.trial = Trial(plan) if plan is self._first else self._fallback(size, plan)
+            size.trial = Trial(plan) if plan is self._first else size.new_fallback(plan)
             recomputed = sum(region.recipe.recomputes for region in plan.regions.values())
             _log.info("solving: meanwhile %d of %d regions recompute", recomputed, len(plan.regions))
             if size is self._size:
@@ -619,7 +546,7 @@ class PlanTuner:
             self._learn_from_first(size, first)
             if plan.predicted is not None and plan.predicted.step_s > first.seen.typical_s:
                 size.corrections += 1
-                self._want(size, f"would be slower than {_took(first)}")
+                self._want(size, f"would be slower than {first.took}")
                 return
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
@@ -818,10 +745,6 @@ def _as_measured(plan: Plan, trial: Trial) -> Plan:
     if plan.predicted is None or not trial.is_timed:
         return plan
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.seen.typical_s))
-
-
-def _took(trial: Trial) -> str:
-    return f"the last steps took {trial.seen.typical_s * 1e3:.1f} ms"
 
 
 def _at_speed(profile: Profile, ratio: float) -> Profile:

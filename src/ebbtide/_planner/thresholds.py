@@ -14,7 +14,7 @@ class Thresholds:
     alike_bytes: float = 0.02  # between regions of equal build
     alike_seconds: float = 0.2  # between regions of equal build: equal work, measured once
     derive_steps: int = 6  # recipes of a region that derive little to all
-    partitions: tuple[float, ...] = (0.5, 0.2, 0.0)  # budgets of compiled regions: dense where a byte costs most
+    partitions: tuple[float, ...] = (0.75, 0.5, 0.25, 0.0)  # budgets of compiled regions; alike ones mix two of them
     few: int = 4096  # simulated graphs: of so many assignments the search tries all
     budgets: int = 64  # of which the search asks the linear program, otherwise
     buckets: int = 8  # of batch sizes in an octave

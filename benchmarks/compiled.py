@@ -48,7 +48,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     for name in options.models:
-        command = f"python -m benchmarks.compiled --models {name!r} --steps {options.steps}"
+        budgets = " ".join(map(str, options.budgets))
+        command = f"python -m benchmarks.compiled --models {name!r} --budgets {budgets} --steps {options.steps}"
         about = facts(command, "CPU" if options.tiny else torch.cuda.get_device_name(), options.commit)
         rivals = Rivals(name, device, options.backend, options.steps, options.tiny)
         result = measure_model(rivals, options.budgets)

@@ -23,13 +23,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(ZOO), choices=list(ZOO))
     parser.add_argument("--shares", nargs="*", type=float, default=[0.0, 0.25, 0.5, 0.75])
-    parser.add_argument("--steps", type=int, default=60, help="steps from `offload` on, for each budget")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps of each final plan")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
     options = parser.parse_args()
     device = torch.device("cuda")
     for name in options.models:
-        command = f"python -m benchmarks.zoo --models {name!r} --steps {options.steps}"
+        shares = " ".join(map(str, options.shares))
+        command = f"python -m benchmarks.zoo --models {name!r} --shares {shares} --steps {options.steps}"
         about = facts(command, torch.cuda.get_device_name(), options.commit)
         result = measure_model(name, device, options.shares, options.steps)
         file = options.out / f"zoo-{name.replace(' ', '-')}.json"

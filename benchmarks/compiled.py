@@ -110,6 +110,7 @@ class Rivals:
         """Steps of the final plan, with the partitions that the plan gives to the blocks. `peak_gib`: the budget, above
         the memory from before the step."""
         with self._compiled() as (model, loss_of):
+            one_step(model, loss_of, contextlib.nullcontext)  # compiles, and allocates gradients
             if peak_gib is not None:  # steps without a device have no peaks: every budget fits
                 is_cuda = self.device.type == "cuda"
                 goal["budget"] = torch.cuda.memory_allocated() + int(peak_gib * GIB) if is_cuda else 64 * GIB

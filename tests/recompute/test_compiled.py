@@ -130,20 +130,25 @@ def test_numbered_calls_are_refused_in_a_compiled_block():
         model(tokens(CPU))
 
 
-@pytest.mark.parametrize("name", ["keep", "offload", "recompute", "selective", "at a budget"])
-def test_compiled_autograd_runs_backward(name):
-    def steps(model):
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-            return train(model)
+def steps_under_compiled_autograd(model):
+    compile_blocks(model, "aot_eager")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        return train(model)
 
-    plain, model = make(Tower, CPU), make(Tower, CPU)
-    compile_blocks(plain, "aot_eager")
-    expected = steps(plain)
+
+@pytest.fixture(scope="module")
+def plain_steps_under_compiled_autograd():
+    found = steps_under_compiled_autograd(make(Tower, CPU))
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] > 0
     torch._dynamo.reset()
-    compile_blocks(model, "aot_eager")
+    return found
+
+
+@pytest.mark.parametrize("name", ["keep", "offload", "recompute", "selective", "at a budget"])
+def test_compiled_autograd_runs_backward(name, plain_steps_under_compiled_autograd):
+    model = make(Tower, CPU)
     handle = offload(model, recipe=Recipe("offload", activation_memory_budget=0.5) if "budget" in name else name)
-    assert_equal(steps(model), expected)
+    assert_equal(steps_under_compiled_autograd(model), plain_steps_under_compiled_autograd)
     assert (handle.stats().recomputed.count > 0) == (name == "recompute")
 
 

@@ -68,11 +68,11 @@ def test_a_trial_without_timed_steps_ends():
     ("peaks", "margin_gib", "expected_gib"),
     [
         ((), 0.6, 0.6),  # unmeasured
-        ((9.0,), 0.6, 0.3),  # below the prediction: half stays
-        ((9.5,), 0.6, 0.3),
-        ((9.7,), 0.6, 0.3 + 0.15),  # the error and half of it again, and half of the rest
+        ((9.0,), 0.6, 0.15),  # below the prediction: a quarter stays
+        ((9.5,), 0.6, 0.15),
+        ((9.7,), 0.6, 0.3 + 0.3 / 4),  # the error and half of it again, and a quarter of the rest
         ((9.9,), 0.2, 0.6),  # an error larger than the margin
-        ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.2),  # peaks that differ
+        ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.4 / 4),  # peaks that differ
         ((10.4,), 0.6, 0.6 + 2 * 0.4),  # over by 0.4
         ((11.0,), 0.0, 1.5 * 1.5),  # an error of 1.5
     ],

@@ -5,7 +5,7 @@ Note [Trials]
 1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
    follows: the plan is corrected, or gives way to a faster one, or stays for good (law 13).
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
-   that is expected. Measured peaks take half of what they show to be unnecessary: another plan has another error, so a
+   that is expected. Measured peaks take most of what they show to be unnecessary: another plan has another error, so a
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster: a plan that keeps the host
    busy has slow steps more often, and its fastest step says nothing of them. Some machines are slow now and then,

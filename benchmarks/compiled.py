@@ -118,6 +118,7 @@ class Rivals:
             found = self._steps(model, loss_of, MOST, lambda: handle.is_plan_frozen)
             predicted, stats = handle.plan.predicted, handle._attachment.partitions
             found |= {
+                "is_frozen": handle.is_plan_frozen,
                 "predicted_ms": None if predicted is None else predicted.step_s * 1e3,
                 "predicted_peak_bytes": None if predicted is None else predicted.peak_bytes,
                 "moved_gib": 0.0 if predicted is None else predicted.moved_bytes / GIB,

@@ -1,5 +1,6 @@
 """`offload_activations`."""
 
+import contextlib
 import re
 import threading
 import warnings
@@ -10,8 +11,10 @@ from cases import Data, Transformer, finish, make, tokens
 from support import Rig, assert_equal
 
 import ebbtide
+from ebbtide._engine.hooks import SavedTensorHooks
 from ebbtide._stores.mock import MockStore
 from ebbtide._types import Reason
+from ebbtide._utils.torch_private import top_pack_hook
 
 CPU = torch.device("cpu")
 
@@ -133,6 +136,28 @@ def test_disable_must_be_readable(monkeypatch):
     monkeypatch.setenv("EBBTIDE_DISABLE", "perhaps")
     with pytest.raises(ebbtide.ConfigError, match="EBBTIDE_DISABLE='perhaps': write 1"), offloading():
         pass
+
+
+class Refusing(contextlib.nullcontext):
+    def __enter__(self):
+        raise RuntimeError("no hooks here")
+
+
+@pytest.mark.parametrize("watches", ["0", "1"])
+def test_a_context_that_cannot_be_entered_leaves_the_outer_one_as_it_is(watches, monkeypatch):
+    monkeypatch.setenv("EBBTIDE_SYNCS", watches)
+    context, model = offloading(), make(Transformer, CPU)
+    with context:
+        loss = model(tokens(CPU))
+        outer = top_pack_hook()
+        assert outer is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(SavedTensorHooks, "hooks", lambda self: Refusing())
+            with pytest.raises(RuntimeError, match="no hooks here"), context:
+                pass
+        assert top_pack_hook() == outer
+    assert top_pack_hook() is None
+    assert_equal(finish(loss, model), plain_step())
 
 
 def test_mode_off_does_nothing():

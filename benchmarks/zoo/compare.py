@@ -134,7 +134,7 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
             while len(steps) < FIRST or (len(steps) < MOST and not handle.is_plan_frozen):
                 steps.append(one_step(model, loss_of, contextlib.nullcontext))
             steady = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(count)]
-        settled, predicted = len(steps), handle.plan.predicted
+        early, is_frozen, predicted = len(steps), handle.is_plan_frozen, handle.plan.predicted
         steps += steady
     finally:
         handle.remove()
@@ -151,7 +151,8 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         "first_steps_cost_s": sum(step.step_ms - typical_ms for step in steps[:FIRST]) / 1e3,
         "pinning_s": sum(seconds for seconds, _ in pinned),
         "pinned_gib": sum(nbytes for _, nbytes in pinned) / GIB,
-        "settled_after": settled,
+        "frozen_after": early if is_frozen else None,
+        "cost_until_frozen_s": sum(step.step_ms - typical_ms for step in steps[:early]) / 1e3,
         "slowest_later": max(step.step_ms for step in steps[FIRST:]) / typical_ms,
         "steps_ms": [round(step.step_ms, 1) for step in steps],
         "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],

@@ -53,7 +53,11 @@ class OffloadActivations:
             if self._watch is not None:
                 hooks = _nested(hooks, self._watch.watching())
         self._stack().append(hooks)
-        return (hooks.__enter__(), self)[1]  # one line, here and on exit: an interrupt between two would leave hooks
+        try:
+            return (hooks.__enter__(), self)[1]  # one line, as on exit: an interrupt between two would leave hooks
+        except BaseException:
+            self._stack().remove(hooks)  # Python exits no context that could not be entered
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

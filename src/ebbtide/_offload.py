@@ -158,10 +158,12 @@ class OffloadHandle:
         """Whether the plan stays as it is until something changes, such as the batch size or the memory before a step.
 
         False while a planner measures, compares and corrects: its steps, about 60, say little of the speed and the peak
-        of later ones. True for plans and recipes of the user.
+        of later ones. True for plans and recipes of the user, after `remove`, and under `EBBTIDE_DISABLE=1`.
         """
         controller = self._attachment.controller
-        return self._planning is None or (controller is not None and controller.is_plan_frozen)
+        if self._planning is None or env.is_disabled() or not self._attachment.is_installed:
+            return True
+        return controller is not None and controller.is_plan_frozen
 
     def set_plan(self, plan: Plan) -> None:
         """Follow `plan` from the next forward on; backward follows the plan of its forward. Planning ends.

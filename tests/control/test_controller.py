@@ -251,6 +251,44 @@ def test_the_first_steps_are_measured_and_all_equal_the_twin(settings):
     assert handle.plan.predicted is not None
 
 
+def until_frozen(handle, model, most=100):
+    """Number of steps."""
+    for count in range(most):
+        if handle.is_plan_frozen:
+            return count
+        step(model, count)
+    return most
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "64GiB"}, {"max_slowdown": 0.5}])
+def test_a_plan_is_frozen_once_its_steps_were_measured(settings):
+    model = make()
+    handle = ebbtide.offload(model, **SETTINGS, **settings)
+    count = until_frozen(handle, model)
+    assert 3 + 2 + 4 <= count < 100  # measured; while the order is learned; timed
+    frozen = handle.plan
+    for k in range(3):
+        step(model, k)
+    assert handle.is_plan_frozen
+    assert handle.plan.regions == frozen.regions
+    handle.set_plan(frozen)
+    assert handle.is_plan_frozen
+
+
+@pytest.mark.parametrize("measured", [0, 2])
+def test_a_plan_that_never_comes_is_waited_for_by_nobody(measured, monkeypatch):
+    model = make()
+    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
+    for k in range(measured):
+        step(model, k)
+    assert not handle.is_plan_frozen
+    with monkeypatch.context() as patch:
+        patch.setenv("EBBTIDE_DISABLE", "1")
+        assert handle.is_plan_frozen
+    handle.remove()
+    assert handle.is_plan_frozen
+
+
 def test_only_the_timed_step_of_the_first_three_brings_inputs_back_early():
     """The two others compare, and hold recomputed tensors for longer: the budget has no room for more."""
     model, x = Stack(), torch.randn(ROWS, WIDTH, requires_grad=True)

@@ -674,6 +674,30 @@ def test_a_plan_that_keeps_everything_is_asked_for_once_however_long_its_steps(r
     assert handle.plan.keeps_all
     assert controller.tuner.is_plan_frozen
     assert controller.tuner._size.corrections == 0
+    for tokens in (2000, 1000):
+        controller.step_begins(tokens)
+    larger = controller.tuner.plans[2000].predicted
+    assert larger.step_s == pytest.approx(2 * handle.plan.predicted.step_s, rel=0.15)  # at the speed of this machine
+
+
+def test_a_plan_without_measured_peaks_is_frozen_too():
+    controller, handle = controller_of(BUDGET)
+    handle.device.step_s, handle.device.peak_bytes = handle.plan.predicted.step_s, 0
+    for k in range(THRESHOLDS.longest + 3):
+        assert not controller.tuner.is_plan_frozen or k > THRESHOLDS.longest
+        step(controller)
+    assert controller.tuner.is_plan_frozen
+
+
+def test_a_plan_asked_for_by_ranks_is_not_frozen_before_they_meet():
+    controller, handle = controller_of(50 * GIB, ranks=Ranks(None, "a plan"))
+    for _ in range(40):
+        handle.device.step_s = handle.plan.predicted.step_s
+        handle.has_stepped = True
+        step(controller)
+    assert controller.tuner.is_plan_frozen
+    controller.replan()
+    assert not controller.tuner.is_plan_frozen
 
 
 def test_replan_plans_again_with_all_corrections():

@@ -17,6 +17,7 @@ from ebbtide._planner import solve as solving
 from ebbtide._planner.explain import budget_parts
 from ebbtide._planner.groups import Grouping
 from ebbtide._planner.options import option_for, options_of
+from ebbtide._planner.relaxation import Relaxation
 from ebbtide._planner.search import leanest, placed
 from ebbtide._planner.simulate import least_budget, simulate, simulate_below, windows_within
 from ebbtide._planner.solve import Solver
@@ -611,3 +612,21 @@ def test_a_region_with_a_call_of_unknown_cost_is_not_recomputed():
     step = profile(region("layers.0"), region("layers.0", recompute_s=0.0))
     plan = Solver(step).solve(None, max_slowdown=0.4)
     assert not any(entry.recipe.recomputes for entry in plan.regions.values())
+
+
+# -- the row of budgets ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [workload_a(4), profile(*layers(6)), profile(*layers(3), graphs=4)])
+def test_budgets_that_are_not_solved_have_the_solution_of_their_neighbours(own, monkeypatch):
+    relaxation, solved = Relaxation(Grouping(own, only_moves=False)), []
+    low, high = relaxation.smallest_budget, 2 * least_budget(own, [option_for(r, Recipe("keep")) for r in own.regions])
+    budgets = [low + (high - low) * k // 64 for k in range(65)]
+    each = [counts for budget in budgets for counts in relaxation.solve([budget])]
+    solve = Relaxation._solved
+    monkeypatch.setattr(Relaxation, "_solved", lambda *args: solved.append(args) or solve(*args))
+    row = list(relaxation.solve(budgets))
+    assert [counts for k, counts in enumerate(each) if counts not in each[:k]] == [
+        counts for k, counts in enumerate(row) if counts not in row[:k]
+    ]
+    assert len(row) == len(solved) < len(budgets)

@@ -93,8 +93,8 @@ class BatchSize:
 
     @property
     def ran(self) -> list[Trial]:
-        """All plans since the last frozen plan: the plan in force, and before it the latest first."""
-        return [each for each in (self.trial, *reversed(self.tried)) if each is not None]
+        """All plans since the last frozen plan: the plan in force, then the others, the earliest first."""
+        return [each for each in (self.trial, *self.tried) if each is not None]
 
     def measured(self, limit_bytes: int) -> list[Trial]:
         """Earlier plans that a plan within the budget may be compared with."""
@@ -137,14 +137,16 @@ class BatchSize:
     def choose_without_budget(self, max_slowdown: float, *, may_keep_all: bool, may_correct: bool) -> Choice:
         """The last plan, if its steps are not much slower than with everything kept, as far as the spread of the latter
         lets a difference be seen (Note [Turns], 2)."""
-        kept = next((each for each in self.ran if each.is_fallback), None)
-        slow = next((each for each in self.ran if not each.is_fallback), self.trial)
-        assert slow is not None
+        assert self.trial is not None
+        latest_first = [self.trial, *reversed(self.tried)]
+        kept = next((each for each in latest_first if each.is_fallback), None)
+        slow = next((each for each in latest_first if not each.is_fallback), self.trial)
         own = slow.seen
         if not may_keep_all:
             return Choice(slow, NONE_FASTER, is_final=True)
         if kept is None or not kept.is_measured(None):
-            if self.fallback is None or kept is self.trial or own.typical_s <= self.fallback_s * (1 + max_slowdown):
+            looks_slow = slow.is_timed and own.typical_s > self.fallback_s * (1 + max_slowdown)
+            if self.fallback is None or kept is self.trial or not (may_correct and looks_slow):
                 return Choice(slow, NONE_FASTER, is_final=True)
             return Choice(self.new_fallback(self.fallback), f"compared, {slow.took}")
         other = kept.seen

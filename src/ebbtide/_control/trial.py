@@ -192,7 +192,8 @@ def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correc
         return TrialVerdict.WAIT
     if limit_bytes is not None and peak_bytes > limit_bytes:
         return TrialVerdict.OVER
-    if not trial.seen.is_complete or (limit_bytes is not None and peak_bytes == 0):
+    waits_for_peak = limit_bytes is not None and peak_bytes == 0 and trial.begun <= THRESHOLDS.longest
+    if not trial.seen.is_complete or waits_for_peak:
         return TrialVerdict.WAIT
     is_settled = trial.is_as_measured or trial.plan.keeps_all  # no plan is faster than keeping everything
     if limit_bytes is None or not may_correct or is_settled:

@@ -171,7 +171,8 @@ class PlanTuner:
     def is_plan_frozen(self) -> bool:
         """Whether the plan in force stays until something changes."""
         trial = self._size.trial
-        return trial is not None and trial.is_frozen and not self._size.wanted
+        is_asked = self._is_asked or self._ran_out or bool(self._size.wanted)
+        return trial is not None and trial.is_frozen and not is_asked
 
     @property
     def profile(self) -> Profile:
@@ -394,6 +395,8 @@ class PlanTuner:
     def _freeze(self, size: BatchSize, best: Trial, why: str = EARLIER) -> None:
         """Have `best` run for good. A plan whose steps are other than predicted carries their time from now on."""
         ran = size.ran
+        if best.plan.keeps_all and best.is_off and self.limit_bytes is not None:
+            self._refit(best)  # no plan is faster, but other batch sizes may need one
         if self.limit_bytes is None and best.plan.keeps_all and not all(each.plan.keeps_all for each in ran):
             warnings.warn(
                 f"offload() moves nothing from now on: {why}. Within a budget, such as '40GiB', what has to leave "

@@ -183,15 +183,16 @@ class _Sizes:
         return [self._row(size, size in measured) for size in sorted(powers | measured | {kept, largest}) if size > 0]
 
     def _largest(self) -> int:
-        if self._least(1) > self.budget_bytes:
+        # Between measured sizes memory may fall, by noise: that of a CPU is sampled.
+        sizes = [1, *(profile.tokens // self._item for profile in self._profiles)]
+        low = max((size for size in sizes if self._least(size) <= self.budget_bytes), default=0)
+        if low == 0:
             raise PlanError(
                 f"budget {format_bytes(self.budget_bytes)}: no batch fits, and the smallest budget of a batch of 1 is "
                 f"{format_bytes(self._least(1))}. Write budget={as_budget(self._least(1))!r} or more"
             )
-        low, measured = 1, self._profiles[-1].tokens // self._item
         while self._least(2 * low) <= self.budget_bytes:
-            # Between measured sizes a difference may be noise: memory of a CPU is sampled.
-            if low >= measured and self._least(2 * low) <= self._least(low):
+            if low >= sizes[-1] and self._least(2 * low) <= self._least(low):
                 raise PlanError(
                     f"a batch of {2 * low} takes no more memory than a batch of {low}, by these profiles: no batch is "
                     "the largest. Measure batches that differ more"

@@ -9,7 +9,7 @@ the simulator. Measured and rejected: an integer program (5 times as slow; more 
 depth with a backlog each (twice as slow, no better).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from statistics import fmean
 from typing import Any, cast
@@ -60,10 +60,21 @@ class Relaxation:
         )
         self._totals = [len(group) for group in grouping.groups]
 
-    def solve(self, budget_bytes: int) -> list[Counts] | None:
-        """Counts per group, or None if nothing fits."""
-        values = self._solved(self._cost, budget_bytes / GIB)
-        return None if values is None else self._rounded(values)
+    def solve(self, budgets: Sequence[int]) -> Iterator[list[Counts]]:
+        """Counts per group at each of the ascending `budgets` in bytes that something fits.
+
+        What is best at two budgets is best between them: a larger budget allows whatever a smaller one does.
+        """
+        last = len(budgets) - 1
+        found = {at: self._solved(self._cost, budgets[at] / GIB) for at in (0, last)}
+        spans = [(0, last)]
+        while spans:
+            low, high = spans.pop()
+            if high - low > 1 and not _is_same(found[low], found[high]):
+                middle = (low + high) // 2
+                found[middle] = self._solved(self._cost, budgets[middle] / GIB)
+                spans += [(low, middle), (middle, high)]
+        yield from (self._rounded(values) for _, values in sorted(found.items()) if values is not None)
 
     @cached_property
     def smallest_budget(self) -> int:
@@ -149,6 +160,11 @@ class Relaxation:
         for (group, choice), value in zip(self._columns, values[_OTHERS:], strict=True):
             counts[group][choice] = float(value)
         return [_whole(counts[group], len(group)) for group in self._grouping.groups]
+
+
+def _is_same(one: _Row | None, other: _Row | None) -> bool:
+    """Whether two solutions differ in the budget alone."""
+    return one is not None and other is not None and np.allclose(one[_BUDGET + 1 :], other[_BUDGET + 1 :], 0, 1e-9)
 
 
 def _added_s(host: Host, unit: Unit, choice: int) -> float:

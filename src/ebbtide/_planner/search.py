@@ -63,23 +63,11 @@ def _likely_choices(grouping: Grouping) -> Iterator[Choices]:
     # Between graphs in flight the link has more time than within one, and less than in all passes together.
     for shares in dict.fromkeys([(0.0, 0.0), shares_between(grouping.profile.order)]):
         relaxation = Relaxation(grouping, shares)
-        for counts in _row(relaxation, relaxation.smallest_budget, high):
+        low = relaxation.smallest_budget
+        steps = range(THRESHOLDS.budgets + 1)
+        budgets = [low + int((high - low) * (k / THRESHOLDS.budgets) ** 1.5) for k in steps]  # denser near `low`
+        for counts in relaxation.solve(budgets):
             yield from placed(grouping, counts)
-
-
-def _row(relaxation: Relaxation, low: int, high: int) -> Iterator[list[Counts]]:
-    """Solutions for the row of budgets. Between two budgets with one solution there is no other."""
-    count = THRESHOLDS.budgets
-    budgets = [low + int((high - low) * (step / count) ** 1.5) for step in range(count + 1)]  # denser near `low`
-    solved = {step: relaxation.solve(budgets[step]) for step in (0, count)}
-    spans = [(0, count)]
-    while spans:
-        first, last = spans.pop()
-        if last - first > 1 and solved[first] != solved[last]:
-            middle = (first + last) // 2
-            solved[middle] = relaxation.solve(budgets[middle])
-            spans += [(first, middle), (middle, last)]
-    yield from (counts for _, counts in sorted(solved.items()) if counts is not None)
 
 
 # -- the smallest budget ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Buckets of batch sizes: plans that run alike, and plans that may return."""
+"""Buckets of batch sizes: plans that run alike, plans that may return, and the choice among plans that ran: tables."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ from planner.workloads import GIB, layers, profile
 from ebbtide import Plan, Prediction, RegionPlan
 from ebbtide._control.batch_size import BatchSize, run_alike
 from ebbtide._control.trial import Trial
+from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Cost, ReleasePoint
 
 REGION = RegionPlan("offload", release=(ReleasePoint(0, 7),), prefetch_bytes=9)
@@ -48,3 +49,91 @@ def test_an_earlier_plan_returns_with_its_steps():
     assert size.measured(GIB - 1) == []
     size.follow(first)
     assert (size.trial, size.tried) == (first, [second])
+
+
+# -- the choice among plans that ran -----------------------------------------------------------------------------------
+
+OWN, FALLBACK = PLAN, Plan({"a": RegionPlan("recompute")}, outside=RegionPlan("keep"))
+
+
+def ran(plan, times, peak_bytes=GIB):
+    """A trial with so many timed steps."""
+    found = Trial(plan, 1.0, is_fallback=plan is FALLBACK)
+    for seconds in (9.0,) * THRESHOLDS.learning_steps + tuple(times):
+        found.add_step(seconds)
+        found.add_peak(peak_bytes)
+    return found
+
+
+def size_of(own, kept=None, **settings):
+    """The plan is in force, and the fallback has run before it, if it has."""
+    found = BatchSize(1000, profile(*layers(1)), fallback=FALLBACK, **settings)
+    found.tried = [] if kept is None else [kept]
+    found.trial = own
+    return found
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "winner", "turns"),
+    [
+        ([1.0] * 4, [1.2] * 4, OWN, 0),  # no step of the fallback was as fast
+        ([1.0] * 4, [0.9] * 4, FALLBACK, 0),  # nor a step of the plan
+        ([1.0] * 4, [0.995] * 4, OWN, 0),  # a trifle changes nothing
+        ([0.9, 1.1, 1.1, 1.1], [1.0] * 4, FALLBACK, 3),
+        ([0.9, 1.1, 1.0, 1.0], [0.9, 1.1, 1.1, 1.1], OWN, 3),
+    ],
+)
+def test_within_a_budget_plans_take_turns_that_may_be_faster(own, other, winner, turns):
+    size = size_of(ran(OWN, own), ran(FALLBACK, other))
+    choice, count = size.choose_within(2 * GIB), 0
+    while not choice.is_final:
+        size.follow(choice.trial)
+        for seconds in (9.0,) * THRESHOLDS.learning_steps + tuple(own if choice.trial.plan is OWN else other):
+            size.trial.add_step(seconds)
+        choice, count = size.choose_within(2 * GIB), count + 1
+    assert choice.trial.plan is winner
+    assert count == turns
+
+
+@pytest.mark.parametrize(("predicted_s", "is_final"), [(0.9, False), (1.1, True)])
+def test_a_fallback_without_steps_has_a_turn_if_it_is_expected_to_be_faster(predicted_s, is_final):
+    size = size_of(ran(OWN, [1.0] * 4), fallback_s=predicted_s)
+    choice = size.choose_within(2 * GIB)
+    assert choice.is_final == is_final
+    assert choice.trial.plan is (OWN if is_final else FALLBACK)
+
+
+def test_a_fallback_over_the_budget_has_no_turn():
+    size = size_of(ran(OWN, [1.0] * 4), ran(FALLBACK, [0.5] * 4, peak_bytes=3 * GIB))
+    choice = size.choose_within(2 * GIB)
+    assert choice.is_final
+    assert choice.trial.plan is OWN
+
+
+@pytest.mark.parametrize(
+    ("own", "kept", "settings", "expected"),
+    [
+        ([1.005] * 4, [1.0] * 4, {}, (OWN, True)),
+        ([1.2] * 4, [1.0] * 4, {}, (FALLBACK, False)),  # and a plan that moves less is asked for
+        ([1.2] * 4, [1.0] * 4, {"may_correct": False}, (FALLBACK, True)),
+        ([1.2] * 4, [1.0] * 4, {"may_keep_all": False}, (OWN, True)),
+        ([1.4] * 4, [1.0, 1.3, 1.3, 1.3], {}, (FALLBACK, False)),  # the fastest steps tell
+        ([1.0, 1.2, 1.2, 1.2], [1.0, 1.2, 1.2, 1.2], {}, (OWN, True)),  # a machine that is slow now and then
+        ([1.2] * 4, None, {}, (FALLBACK, False)),  # is measured first
+        ([1.2] * 4, None, {"may_correct": False}, (OWN, True)),
+        ([1.2] * 3, None, {}, (OWN, True)),  # too few steps
+        ([1.0] * 4, None, {}, (OWN, True)),
+    ],
+)
+def test_without_a_budget_a_plan_is_compared_with_keeping_everything(own, kept, settings, expected):
+    size = size_of(ran(OWN, own), None if kept is None else ran(FALLBACK, kept), fallback_s=1.0)
+    choice = size.choose_without_budget(0.01, **{"may_keep_all": True, "may_correct": True, **settings})
+    assert (choice.trial.plan, choice.is_final) == expected
+    assert (choice.slowdown > 0) == (expected == (FALLBACK, False) and kept is not None)
+
+
+def test_a_plan_that_may_be_fast_takes_turns_with_keeping_everything():
+    size = size_of(ran(OWN, [1.2] * 4), ran(FALLBACK, [1.0, 1.3, 1.3, 1.3]))
+    choice = size.choose_without_budget(0.01, may_keep_all=True, may_correct=True)
+    assert (choice.trial.plan, choice.is_final, choice.slowdown) == (FALLBACK, False, 0.0)
+    assert size.compares

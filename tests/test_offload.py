@@ -376,7 +376,7 @@ def test_warning_when_nothing_moved_names_the_reasons_once():
 def test_a_handle_has_few_public_names():
     names = {name for name in dir(offload(make(Transformer, CPU))) if not name.startswith("_")}
     others = {"stats", "report", "plan", "set_plan", "profile", "recipes", "set_recipe", "regions", "subscribe"}
-    assert names == {*others, "replan", "remove", "save"}
+    assert names == {*others, "is_plan_frozen", "replan", "remove", "save"}
 
 
 def test_a_handle_is_a_context_manager():

@@ -22,6 +22,7 @@ def place(tmp_path, monkeypatch):
     return soak.Place(torch.device("cpu"), tmp_path)
 
 
+@pytest.mark.long
 def test_steps_equal_their_twins_and_leave_nothing(tmp_path, request):
     """In a process of its own, where nothing is left of other tests."""
     steps, path = "400" if request.config.getoption("--all") else "40", tmp_path / "soak.json"

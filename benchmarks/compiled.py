@@ -142,10 +142,10 @@ class Rivals:
         yield model, loss_of
 
     def _steps(
-        self, model: torch.nn.Module, loss_of: Loss, most: int, is_settled: Callable[[], bool] = lambda: False
+        self, model: torch.nn.Module, loss_of: Loss, most: int, is_frozen: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
         early: list[Step] = []
-        while len(early) < most and not is_settled():
+        while len(early) < most and not is_frozen():
             early.append(one_step(model, loss_of, contextlib.nullcontext))
         base_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(self._count)]

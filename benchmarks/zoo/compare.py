@@ -21,7 +21,7 @@ from ebbtide._devices.accelerator import AcceleratorDevice
 from ebbtide._utils.sizes import GIB
 
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
-MOST = 90  # steps until the plan is settled
+MOST = 90  # steps from `offload` on, if no plan is frozen before
 RIVAL_STEPS = 12
 
 Loss = Callable[[], torch.Tensor]

@@ -157,8 +157,9 @@ class OffloadHandle:
     def is_plan_frozen(self) -> bool:
         """Whether the plan stays as it is until something changes, such as the batch size or the memory before a step.
 
-        False while a planner measures, compares and corrects: its steps, about 60, say little of the speed and the peak
-        of later ones. True for plans and recipes of the user, after `remove`, and under `EBBTIDE_DISABLE=1`.
+        False while a planner measures, compares and corrects: those steps, 20 to 90 as a rule, say little of the speed
+        and the peak of later ones. True for plans and recipes of the user, after `remove`, and under
+        `EBBTIDE_DISABLE=1`.
         """
         controller = self._attachment.controller
         if self._planning is None or env.is_disabled() or not self._attachment.is_installed:

@@ -7,11 +7,8 @@ Note [Trials]
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
    that is expected. Measured peaks take most of what they show to be unnecessary: another plan has another error, so a
    part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
-3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster: a plan that keeps the host
-   busy has slow steps more often, and its fastest step says nothing of them. Some machines are slow now and then,
-   whatever the plan. So within a budget plans take turns, and medians are of all turns. Where a plan is
-   compared with keeping everything, median over fastest step of the latter is a difference that says nothing, and a
-   plan whose fastest step is slower is slow whatever the medians say.
+3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster (Note [Turns]): a plan that
+   keeps the host busy has slow steps more often, and its fastest step says nothing of them.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 5. Later steps run at another speed than the few measured steps: clocks of a device rise and fall with temperature and
    power, and a CPU core is half as fast while another thread shares the core. The share of each in a slow step cannot

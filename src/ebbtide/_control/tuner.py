@@ -5,10 +5,10 @@ Note [PlanTuner]
 1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
    one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
    plan of a larger size or, within a budget, by the recipes with the smallest peak; without one by the plan before.
-2. A plan is on trial for its first steps (Note [Trials]). A verdict on the observed steps follows: keep, correct,
-   choose or freeze. A single rank judges its own steps before each step. Several ranks judge the worst of their
-   observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose answers
-   are awaited at the next meeting.
+2. A plan is on trial for its first steps (Note [Trials]). A verdict on the observed steps follows: wait, correct, or
+   choose among the plans that ran. A single rank judges its own steps before each step. Several ranks judge the worst
+   of their observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose
+   answers are awaited at the next meeting.
 3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
    without stalls (Note [Trials], 5).
 4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and

@@ -60,34 +60,46 @@ def _eager(result: dict[str, Any]) -> Iterator[Bar]:
     yield Bar("E6", freed / ours["one_step"]["out_bytes"], 0.99, "freed / moved", is_floor=True)
 
 
-_IN_FLIGHT, _MICROBATCHES = (5, 3), 8  # of Interleaved1F1B by rank, two stages each
-"""Graphs at once, and microbatches of each stage."""
-
-
 def _pipelines(result: dict[str, Any]) -> Iterator[Bar]:
     for name, modes in result.items():
-        if not name.startswith("Interleaved1F1B"):
+        if ", rank " not in name:
             continue
-        rank, plain = name[-1], modes["plain"]["step_ms"]
+        rank, is_interleaved = name[-1], name.startswith("Interleaved1F1B")
+        plain_ms = statistics.mean(modes[mode]["step_ms"] for mode in ("plain", "plain again"))
         by_hand = modes["attention's core and qkv"]
-        yield Bar(f"M1-rank{rank}", by_hand["step_ms"] / plain, 1.003, "x plain step, core attention and qkv moved")
-        graphs = _IN_FLIGHT[int(rank)]
-        left_gib = by_hand["out_gib"] / (2 * _MICROBATCHES) * graphs
-        freed_gib = modes["plain"]["peak_gib"] - by_hand["peak_gib"]
-        yield Bar(f"M1-drop-rank{rank}", freed_gib / left_gib, 0.99, "of what has left at the peak", is_floor=True)
-        yield Bar(f"M3-rank{rank}", modes["no budget"]["step_ms"] / plain, 1.01, "x plain step, no budget")
+        bar, most = (f"M1-rank{rank}", 1.003) if is_interleaved else (f"M2-{name[:-8]}-rank{rank}", 1.01)
+        yield Bar(bar, by_hand["step_ms"] / plain_ms, most, "x plain step, core attention and qkv moved")
+        if not is_interleaved:
+            continue
+        drop = (modes["plain"]["peak_gib"] - by_hand["peak_gib"]) / by_hand["away_gib"]
+        yield Bar(f"M1-drop-rank{rank}", drop, 0.99, "of what is in host memory at most", is_floor=True)
+        yield Bar(f"M3-rank{rank}", modes["no budget"]["step_ms"] / plain_ms, 1.01, "x plain step, no budget")
         off = by_hand["peak_gib"] - modes["no budget"]["peak_gib"]
         yield Bar(f"M3-off-rank{rank}", off, 0.0, "GiB more off the peak than by hand", is_floor=True)
 
 
-def _fsdp2(result: dict[str, Any]) -> Iterator[Bar]:
+_SHARDS = {"fsdp2": ("M4", "FSDP2"), "tp": ("M5", "tensor and sequence parallelism")}
+
+
+def _shards(result: dict[str, Any]) -> Iterator[Bar]:
     for name, ranks in result.items():
-        if name.endswith("32768 tokens"):
-            pairs = [(each["a plan at checkpointing's peak"], each["checkpoint"]) for each in ranks]
-            slowest = max(plan["step_ms"] / theirs["step_ms"] for plan, theirs in pairs)
-            yield Bar(f"M4-{len(ranks)}", slowest, 0.87, "x FSDP2 with checkpointing, at its peak")
-            over = max(max(plan["peaks_gib"]) - theirs["peak_gib"] for plan, theirs in pairs)
-            yield Bar(f"M8-peak-{len(ranks)}", over, 0.0, "GiB above the budget, the worst step of any rank")
+        layout = name.partition(",")[0]
+        if layout not in _SHARDS:
+            continue
+        tokens = int(name.split()[-2])
+        bar, words = _SHARDS[layout]
+        if "no budget" in ranks[0]:
+            slowest = max(
+                2 * r["no budget"]["step_ms"] / (r["plain"]["step_ms"] + r["plain again"]["step_ms"]) for r in ranks
+            )
+            yield Bar(f"{bar}-{len(ranks)}-no-budget", slowest, 1.01, f"x plain {words}, {tokens} tokens")
+        pairs = [(each["a plan at checkpointing's peak"], each["checkpoint"]) for each in ranks]
+        slowest = max(plan["step_ms"] / theirs["step_ms"] for plan, theirs in pairs)
+        if tokens == 32768:
+            yield Bar(f"{bar}-{len(ranks)}", slowest, 0.87, f"x {words} with checkpointing, at its peak")
+        over = max(max(plan["peaks_gib"]) - theirs["peak_gib"] for plan, theirs in pairs)
+        unit = "GiB above the budget, the worst step of any rank"
+        yield Bar(f"M8-{layout}-{len(ranks)}-{tokens}", over, 0.0, unit)
 
 
 def _compiled_points(result: dict[str, Any]) -> Iterator[Bar]:
@@ -303,7 +315,7 @@ def _over_bound(result: dict[str, Any]) -> float:
 _JUDGES = {
     "A": _eager,
     "pipelines": _pipelines,
-    "fsdp2": _fsdp2,
+    "shards": _shards,
     "compiled-Llama-A": _compiled_points,
     "A-compiled": _compiled,
     "A-recipes": _recipes,

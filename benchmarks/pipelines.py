@@ -38,7 +38,7 @@ _CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
 # A budget is a share of what activations take at the peak of the plain step.
 MODES: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "attention's core and qkv": {"include": _CORE_AND_QKV},
+    "attention's core and qkv": {"include": _CORE_AND_QKV, "prefetch": "128MiB"},  # of a layer, not of a graph
     "everything": {"mode": "all"},
     "everything, 2 GiB either way": {"mode": "all", "window": "2GiB", "prefetch": "2GiB"},
     "no budget": {},
@@ -167,19 +167,34 @@ def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
         torch.cuda.synchronize()
         times_ms.append((time.perf_counter() - began_s) * 1e3)
         peaks.append(torch.cuda.max_memory_allocated() - base)
+    checksum = own.checksum()
     pairs = [(handle.stats(), each) for handle, each in zip(handles, before, strict=True)]
     moved: dict[str, Any] = {
         f"{name}_gib": sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs) / STEPS / GIB
         for name in ("out", "inbound", "misses")
     }
+    moved["away_gib"] = _most_away(own, handles) / GIB
     predicted = [plan.predicted for plan in (handle.plan for handle in handles) if plan.predicted is not None]
     if predicted:
         moved["predicted_graph_ms"] = [each.step_s * 1e3 for each in predicted]
         moved["predicted_peak_gib"] = [(each.peak_bytes - base) / GIB for each in predicted]
         moved["recipes"] = [_recipes(handle) for handle in handles]
     return {
-        "step_ms": statistics.median(times_ms), "peak_gib": max(peaks) / GIB, "checksum": own.checksum(), **moved,
+        "step_ms": statistics.median(times_ms), "peak_gib": max(peaks) / GIB, "checksum": checksum, **moved,
     }  # fmt: skip
+
+
+def _most_away(own: Rank, handles: list[ebbtide.OffloadHandle]) -> int:
+    """Bytes in host memory at the end of a forward, the most in one more step: what has left, or is on its way."""
+    away = [0]
+    hooks = [
+        module.register_forward_hook(lambda *_, handle=handle: away.append(handle.stats().host_bytes))
+        for module, handle in zip(own.modules, handles, strict=False)
+    ]
+    own.step()
+    for hook in hooks:
+        hook.remove()
+    return max(away)
 
 
 def _is_alone() -> bool:
@@ -221,6 +236,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     command = f"python -m benchmarks.pipelines --layers {options.layers}"
+    if not _is_alone():
+        command = command.replace("python", f"torchrun --nproc-per-node {RANKS}", 1)
     result: dict[str, Any] = facts(command, torch.cuda.get_device_name(), options.commit)
     result["kind"] = "a rank alone" if _is_alone() else f"{RANKS} ranks on {RANKS} devices"
     with _group(rank, device):

@@ -132,7 +132,8 @@ def saved_tensors_of(**settings):
     assert_equal(finish(loss, model), finish(twin(tokens(CPU)), twin))
     stats = handle.stats()
     kept = {reason: tally.count for reason, tally in stats.kept.items()}
-    return stats.parcels.count + stats.shared.count, kept.get(Reason.OUTSIDE, 0), kept.get(Reason.KEEP_LAST, 0)
+    unnamed = kept.get(Reason.OUTSIDE, 0) + kept.get(Reason.EXCLUDED, 0)
+    return stats.parcels.count + stats.shared.count, unnamed, kept.get(Reason.KEEP_LAST, 0)
 
 
 @pytest.mark.parametrize("names", ["layers.*.mlp", ["layers.0.mlp", "layers.[12].mlp"], "mlp", ["mlp", "*.mlp.1"]])
@@ -163,6 +164,34 @@ def test_of_nested_choices_the_innermost_decides():
     assert saved_tensors_of(exclude="layers.*.mlp", include=["layers.*.mlp.2"])[0] == gelu
     assert saved_tensors_of(include=["layers.*", "layers.*.mlp.2"], exclude="layers.*.mlp")[0] == blocks - mlp + gelu
     assert blocks < total
+
+
+class Gate(nn.Module):
+    """Sigmoid saves its output, and the linear layer behind saves the same as its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.out = nn.Sigmoid(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(self.gate(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("names", "shared", "excluded"),
+    [({"include": "gate"}, 1, 0), ({"exclude": "out"}, 0, 1), ({"exclude": "gate"}, 0, 1)],
+)
+def test_what_an_included_module_moves_is_held_by_no_other(names, shared, excluded):
+    """Memory is free once nobody holds it. What an excluded module saves stays all the same."""
+    model, twin = make(Gate, CPU), make(Gate, CPU)
+    x = torch.randn(256, 64, requires_grad=True)
+    handle = offload(model, **names)
+    for _ in range(4):
+        assert_equal(finish(model(x), model), finish(twin(x), twin))
+    stats = handle.stats()
+    assert stats.shared.count == 4 * shared
+    assert (Reason.EXCLUDED in stats.kept) == bool(excluded)
+    assert shared == 0 or stats.freed_nothing.count == 0
 
 
 def test_keep_last_keeps_the_last_blocks():

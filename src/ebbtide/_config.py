@@ -63,7 +63,8 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "include": Setting(
         _MODULES,
-        'Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these move.',
+        'Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these move, also '
+        "where a later module saves the same memory.",
         default=(),
     ),
     "exclude": Setting(

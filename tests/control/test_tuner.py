@@ -185,10 +185,10 @@ class Answers:
             future.set_exception(error)
 
 
-def solving(monkeypatch, budget_bytes=BUDGET):
+def solving(monkeypatch, budget_bytes=BUDGET, **settings):
     """A controller whose first plan has been asked for, as after the measured steps."""
     answers = Answers(monkeypatch)
-    controller, handle = controller_of(budget_bytes, starts=False)
+    controller, handle = controller_of(budget_bytes, starts=False, **settings)
     controller._plan_from(controller.profile)
     return controller, handle, answers
 
@@ -210,6 +210,21 @@ def test_training_goes_on_by_the_smallest_recipes_then_by_the_fallback_until_the
     assert (controller.phase, controller.status) == (Phase.PLANNED, "")
     assert handle.plan.predicted.moved_bytes > 0
     assert len(answers.questions) == 2
+
+
+@pytest.mark.parametrize(("device_gib", "keeps_all"), [(40, True), (2, False)])
+def test_with_a_largest_slowdown_everything_stays_until_there_is_a_plan_if_the_device_has_room(
+    monkeypatch, device_gib, keeps_all
+):
+    controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=device_gib * GIB)
+    answers.give()
+    step(controller)
+    assert [plan.keeps_all for plan in handle.plans] == ([True] if keeps_all else [])
+    assert controller.status == "no plan yet: solving"
+    answers.give()
+    step(controller)
+    assert (controller.phase, controller.status) == (Phase.PLANNED, "")
+    assert not handle.plan.keeps_all
 
 
 def test_a_fallback_above_the_budget_gives_way_to_the_smallest_recipes_and_to_a_smaller_fallback(monkeypatch):
@@ -1085,7 +1100,7 @@ def test_each_of_many_batch_sizes_offloads_on_a_slow_machine():
     """Comparisons are limited over all sizes: later sizes follow the verdict of earlier ones."""
     controller, handle = controller_of()
     for _ in range(60):
-        for tokens in [round(1000 * 2 ** (-k / 8)) for k in range(12)]:
+        for tokens in [round(1000 * 2 ** (-k / 8)) for k in range(8)]:
             monitor = controller.step_begins(tokens)
             size = controller.tuner.tokens
             handle.device.step_s = 1.04 * handle.plan.predicted.step_s * tokens / size

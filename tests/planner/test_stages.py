@@ -1,6 +1,8 @@
 """Stages of one rank that share a budget."""
 
 import dataclasses
+import itertools
+import random
 
 import pytest
 from planner.workloads import MS, layers, outside, profile
@@ -8,6 +10,8 @@ from planner.workloads import MS, layers, outside, profile
 from ebbtide import PlanError
 from ebbtide._planner.options import option_for
 from ebbtide._planner.solve import Question, Solver, answer
+from ebbtide._planner.stages import _Choice as Choice
+from ebbtide._planner.stages import _shared_out as shared_out
 from ebbtide._planner.stages import answer_for_stage
 
 MB = 1_000_000
@@ -57,6 +61,26 @@ def test_more_goes_to_the_stage_that_gains_more():
     least = answers(stages, 10**12)[0].smallest_bytes
     first, second = (each.plan for each in answers(stages, least + 1500 * MB))
     assert held_bytes(stages[0], first) < held_bytes(stages[1], second)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_choice_takes_less_time(seed):
+    numbers = random.Random(seed)
+    rows = []
+    for _ in range(3):
+        held = sorted(numbers.randint(0, 40_000 * MB) for _ in range(6))
+        seconds = sorted((numbers.uniform(0.1, 1.0) for _ in held), reverse=True)
+        rows.append([Choice(0, each + numbers.randint(0, 5000 * MB), each, s) for each, s in zip(held, seconds)])
+
+    def fits(choices):
+        held = sum(choice.held_bytes for choice in choices)
+        return max(held - choice.held_bytes + choice.peak_bytes for choice in choices) <= room_bytes
+
+    room_bytes = int(sum(row[0].peak_bytes for row in rows) + numbers.uniform(0, 60_000 * MB))
+    fastest = min(sum(choice.step_s for choice in each) for each in itertools.product(*rows) if fits(each))
+    chosen = [row[at] for row, at in zip(rows, shared_out(rows, room_bytes), strict=True)]
+    assert fits(chosen)
+    assert sum(choice.step_s for choice in chosen) == pytest.approx(fastest)
 
 
 def test_memory_measured_beside_other_stages_counts_once():

@@ -11,9 +11,9 @@ Note [PlanTuner]
    answers are awaited at the next meeting.
 3. A correction refits the profile: the link gets the rates of measured copies, compute and CPU the speed of a step
    without stalls (Note [Trials], 5).
-4. The fallback comes first: within a budget recomputation of the fewest regions that fit, found in a moment, and
-   without a budget keeping everything. The fallback runs, and is measured, while the solver works. While a slow plan
-   is corrected, the fastest earlier plan runs.
+4. The fallback comes first, found in a moment: within a budget recomputation of the fewest regions that fit, and
+   without a budget keeping everything, if the device has room. The fallback runs, and is measured, while the solver
+   works. While a slow plan is corrected, the fastest earlier plan runs.
 5. After two corrections, or earlier if nothing is left to correct, one of the plans that ran is frozen (Note [Turns]).
 6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
    optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
@@ -365,7 +365,7 @@ class PlanTuner:
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-        size.asks_fallback = size.answer is None  # for less: another one
+        size.asks_fallback = self._needs_fallback(size)  # for less: another one
         self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
         size.tried = within  # other than where memory has grown
         self._ask_next()
@@ -439,11 +439,17 @@ class PlanTuner:
     def _new_size(self, tokens: int) -> BatchSize:
         size = self._sizes[tokens] = BatchSize(tokens, self._profile, wanted="first")
         limit_bytes = self.limit_bytes
+        size.asks_fallback = self._needs_fallback(size)
         if limit_bytes is not None:
-            size.asks_fallback = not self._waits
             known = [each.margin_bytes for each in self._sizes.values()]
             size.margin_bytes = max(first_margin(limit_bytes, self._profile.base_bytes), *known)
         return size
+
+    def _needs_fallback(self, size: BatchSize) -> bool:
+        """Whether a fallback is to run until there is a plan. Sharing a budget out among stages takes as long as a
+        plan; and keeping everything, where plans only move, is what runs already."""
+        has_goal = self.limit_bytes is not None or not self._only_moves
+        return has_goal and size.answer is None and not self._waits and self._sharing == 1
 
     def _want(self, size: BatchSize, why: str) -> None:
         self._mark(size, why, stops_plan=False)
@@ -520,7 +526,9 @@ class PlanTuner:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets: there the
         recipes with the smallest peak run on, and are measured, if no plan of a larger size does instead."""
         size.asks_fallback = False
-        if plan is None and not any(each.trial for each in self._sizes.values() if each.tokens > size.tokens):
+        if self.limit_bytes is None:
+            plan = plan if self._fits(size, plan) else None
+        elif plan is None and not any(each.trial for each in self._sizes.values() if each.tokens > size.tokens):
             plan = self._first
         if plan is not None and size.trial is None:
             size.trial = Trial(plan) if plan is self._first else size.new_fallback(plan)
@@ -645,7 +653,7 @@ class PlanTuner:
         self._profile = dataclasses.replace(self._profile, regions=tuple(regions))
         for size in self._sizes.values():
             size.tried, size.fallback_s = [], math.inf  # may recompute them
-            size.asks_fallback = not self._waits and self.limit_bytes is not None and size.answer is None
+            size.asks_fallback = self._needs_fallback(size)
             self._mark(size, f"{', '.join(names)} cannot recompute", stops_plan=False)
         self._ask_next()
 

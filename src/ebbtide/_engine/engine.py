@@ -95,17 +95,36 @@ class Engine:
                 return Reason.HELD
             span = span_of(t, storage.nbytes())
             counter = version_alias(t)
-            token = self._find(t, storage, span)
+            token = self._joined(t, storage, span, region_call)
             if token is None:
                 span = span_of_part(t, span, storage.nbytes())
                 made = self._make(t, storage, span, counter, region_call, region_call.site(index))
                 if isinstance(made, Reason):
                     return made
                 token = made
-            else:
-                token.parcel.stands_by &= region_call.stands_by
-                region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, token.parcel.nbytes))
             return Ticket(token, geometry_of(t, token.parcel.span), counter, t._version, region_call.limits)
+
+    def join(self, t: torch.Tensor, region_call: RegionCall) -> Ticket | None:
+        """A ticket for `t`, which need not leave, if the bytes of `t` leave for another saved tensor: the parcel frees
+        no memory as long as anything holds the storage. `select` has accepted `t`."""
+        with self.lock:
+            storage = t.untyped_storage()
+            if storage._cdata not in self._by_storage:
+                return None
+            token = self._joined(t, storage, span_of(t, storage.nbytes()), region_call)
+            if token is None:
+                return None
+            return Ticket(token, geometry_of(t, token.parcel.span), version_alias(t), t._version, region_call.limits)
+
+    def _joined(
+        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, region_call: RegionCall
+    ) -> LifetimeToken | None:
+        """As `_find`; one more saved tensor shares the parcel."""
+        token = self._find(t, storage, span)
+        if token is not None:
+            token.parcel.stands_by &= region_call.stands_by
+            region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, token.parcel.nbytes))
+        return token
 
     def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> LifetimeToken | None:
         """A live parcel with the bytes of `t`, from the unchanged storage. `span`: from `span_of`."""

@@ -240,6 +240,10 @@ class SavedTensorHooks:
                 return packed
             reason = packed
             self.lacks_room |= reason is not Reason.HELD
+        elif reason is Reason.OUTSIDE:
+            joined = self._join(t, call)
+            if joined is not None:
+                return joined
         return self._keep(t, reason, index)
 
     def _take_number(self, t: torch.Tensor) -> int:
@@ -270,6 +274,14 @@ class SavedTensorHooks:
             with without_dispatch():
                 return engine.pack(t, call, index)
         return engine.pack(t, call, index)
+
+    def _join(self, t: torch.Tensor, call: RegionCall) -> Ticket | None:
+        """A ticket for `t` if a parcel has the bytes; None: `t` stays."""
+        engine = self._engines.on(t.device)
+        if isinstance(engine, Reason):
+            return None
+        with without_dispatch():
+            return engine.join(t, call)
 
     def _derive(self, t: torch.Tensor, call: RegionCall, index: int) -> DerivedTicket | None:
         """A ticket without memory for `t`; None if no operator known to us can make `t` again."""

@@ -97,7 +97,7 @@ class Attachment:
         config = self.config
         choices: dict[torch.nn.Module, Reason | bool] = dict.fromkeys(self.regions.values(), False)
         choices.update(dict.fromkeys(find_named(self.module, config.include, "include"), True))
-        choices.update(dict.fromkeys(find_named(self.module, config.exclude, "exclude"), Reason.OUTSIDE))
+        choices.update(dict.fromkeys(find_named(self.module, config.exclude, "exclude"), Reason.EXCLUDED))
         if config.keep_last > len(self.regions):
             raise ModuleError(
                 f"keep_last={config.keep_last}, but only {len(self.regions)} repeated blocks were found: "

@@ -48,7 +48,7 @@ class Question:
         profile: the step.
         budget_bytes: limit of the predicted peak; None: the least peak for a step hardly slower.
         max_slowdown: without a budget, as of `Solver.solve`.
-        only_fallback: within a budget, answer with the fallback as the plan, after a moment; no plan if none fits.
+        only_fallback: answer with the fallback as the plan, after a moment; no plan if none fits.
         beside: profiles of the other pipeline stages of the rank, which share the budget: those before this stage, and
             those behind.
         limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
@@ -70,7 +70,7 @@ class Answer:
 
     Attributes:
         plan: the plan; None if the question was for the fallback only, and none fits.
-        fallback: within a budget, as of `Solver.fewest_recomputed`; otherwise everything kept. None if nothing fits.
+        fallback: as of `Solver.fallback`.
         smallest_bytes: the smallest budget.
         seconds: that solving took.
     """
@@ -85,15 +85,14 @@ def answer(question: Question) -> Answer:
     """Solve. Raises PlanError if no plan fits `limit_bytes`."""
     start = time.perf_counter()
     solver, budget_bytes = Solver(question.profile), question.budget_bytes
-    if question.only_fallback and budget_bytes is not None:
-        return Answer(solver.fewest_recomputed(budget_bytes), None, 0, time.perf_counter() - start)
+    if question.only_fallback:
+        return Answer(solver.fallback(budget_bytes), None, 0, time.perf_counter() - start)
     smallest_bytes = solver.smallest_budget(only_moves=budget_bytes is None)
     if budget_bytes is not None and budget_bytes < smallest_bytes:
         limit_bytes = question.limit_bytes
         budget_bytes = smallest_bytes if limit_bytes is None else min(limit_bytes, smallest_bytes)
     plan = solver.solve(budget_bytes, max_slowdown=question.max_slowdown, only_moves=question.only_moves)
-    fallback = solver.keeping_all() if budget_bytes is None else solver.fewest_recomputed(budget_bytes)
-    return Answer(plan, fallback, smallest_bytes, time.perf_counter() - start)
+    return Answer(plan, solver.fallback(budget_bytes), smallest_bytes, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,10 @@ class Solver:
     def keeping_all(self) -> Plan:
         """The plan that moves nothing and recomputes nothing."""
         return _plan(self.profile, self._space(True).all_kept, None)
+
+    def fallback(self, budget_bytes: int | None) -> Plan | None:
+        """Within a budget, `fewest_recomputed`, or None if nothing fits; otherwise `keeping_all`."""
+        return self.keeping_all() if budget_bytes is None else self.fewest_recomputed(budget_bytes)
 
     def fewest_recomputed(self, budget_bytes: int) -> Plan | None:
         """Recomputation of the fewest regions that fit `budget_bytes`, evenly spread, with their inputs kept; or of all

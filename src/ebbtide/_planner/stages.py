@@ -5,8 +5,8 @@ Note [Several stages]
 Stages of a rank take turns. While a stage runs, other stages hold tensors of graphs in flight. Every stage has a plan
 of its own; the budget is shared out before planning.
 1. For a row of budgets the fastest plans of every stage are known, with the bytes that graphs in flight hold.
-2. All stages begin with the smallest plan. Repeatedly the stage gets more whose step gains the most time per byte, as
-   long as the peak of every stage fits beside the bytes held by other stages.
+2. Of each stage one of these plans is chosen, for the least time of all stages together, as long as the peak of every
+   stage fits beside the bytes held by other stages.
 3. A stage plans as if bytes held by other stages were in use from before the step. All stages draw one conclusion from
    equal profiles.
 Stages share the lanes by taking turns as well: a stage counts on the lanes while passes of the stage run. Parcels on
@@ -14,11 +14,15 @@ the way out and parcels back early have one limit for all stages, and count for 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from ebbtide._planner.solve import Answer, Question, Solver, answer
 from ebbtide._profiling.profile import Profile
+from ebbtide._utils.sizes import GIB
 
 _OTHERS = "other stages"
 
@@ -73,23 +77,36 @@ def _choices(profile: Profile) -> list[_Choice]:
 
 
 def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]:
-    """Per stage the number of a choice."""
+    """Per stage the number of a choice: the least seconds of all together, by an integer program. A stage gains most
+    by a jump over several choices, so no sequence of small gains finds the best."""
     everything = [len(row) - 1 for row in rows]
     if _fits(rows, everything, room_bytes):
         return everything  # as a stage alone: nothing moves for nothing
-    chosen = [0] * len(rows)
-    while True:
-        best, most = None, 0.0
-        for stage, row in enumerate(rows):
-            now = row[chosen[stage]]
-            for at in range(chosen[stage] + 1, len(row)):
-                further = [*chosen[:stage], at, *chosen[stage + 1 :]]
-                gained = (now.step_s - row[at].step_s) / max(1, row[at].peak_bytes - now.peak_bytes)
-                if gained > most and _fits(rows, further, room_bytes):
-                    best, most = further, gained
-        if best is None:
-            return chosen
-        chosen = best
+    from scipy import optimize
+
+    program = cast(Any, optimize)
+    choices = [choice for row in rows for choice in row]
+    of_stage = np.array([[float(own is row) for own in rows for _ in own] for row in rows])
+    held = np.array([choice.held_bytes for choice in choices]) / GIB
+    more = np.array([choice.peak_bytes for choice in choices]) / GIB - held  # while the stage itself runs
+    # The last column is the largest of `more` of all stages.
+    seconds = np.array([*(choice.step_s for choice in choices), 0.0])
+    found = program.milp(
+        seconds / seconds.max(),
+        integrality=np.array([1] * len(choices) + [0]),
+        bounds=program.Bounds(0.0, np.array([1.0] * len(choices) + [np.inf])),
+        constraints=[
+            program.LinearConstraint(np.column_stack([of_stage, np.zeros(len(rows))]), 1.0, 1.0),
+            program.LinearConstraint(np.column_stack([of_stage * more, -np.ones(len(rows))]), -np.inf, 0.0),
+            program.LinearConstraint(np.array([*held, 1.0]), -np.inf, room_bytes / GIB),
+        ],
+        options={"mip_rel_gap": 0.0},
+    ).x
+    if found is None:
+        return [0] * len(rows)
+    ends = np.cumsum([0, *map(len, rows)])
+    chosen = [int(np.argmax(found[start:end])) for start, end in itertools.pairwise(ends)]
+    return chosen if _fits(rows, chosen, room_bytes) else [0] * len(rows)
 
 
 def _fits(rows: Sequence[Sequence[_Choice]], chosen: Sequence[int], room_bytes: int) -> bool:

@@ -70,7 +70,8 @@ def test_no_other_choice_takes_less_time(seed):
     for _ in range(3):
         held = sorted(numbers.randint(0, 40_000 * MB) for _ in range(6))
         seconds = sorted((numbers.uniform(0.1, 1.0) for _ in held), reverse=True)
-        rows.append([Choice(0, each + numbers.randint(0, 5000 * MB), each, s) for each, s in zip(held, seconds)])
+        pairs = zip(held, seconds, strict=True)
+        rows.append([Choice(0, each + numbers.randint(0, 5000 * MB), each, s) for each, s in pairs])
 
     def fits(choices):
         held = sum(choice.held_bytes for choice in choices)

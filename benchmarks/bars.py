@@ -83,8 +83,9 @@ _SHARDS = {"fsdp2": ("M4", "FSDP2"), "tp": ("M5", "tensor and sequence paralleli
 
 def _shards(result: dict[str, Any]) -> Iterator[Bar]:
     for name, ranks in result.items():
-        layout = name.partition(",")[0]
-        if layout not in _SHARDS:
+        parts = name.split(", ")
+        layout = parts[0] if len(parts) == 3 else "fsdp2"  # the only one in earlier files
+        if layout not in _SHARDS or not name.endswith("tokens"):
             continue
         tokens = int(name.split()[-2])
         bar, words = _SHARDS[layout]
@@ -315,6 +316,7 @@ def _over_bound(result: dict[str, Any]) -> float:
 _JUDGES = {
     "A": _eager,
     "pipelines": _pipelines,
+    "fsdp2": _shards,
     "shards": _shards,
     "compiled-Llama-A": _compiled_points,
     "A-compiled": _compiled,

@@ -62,7 +62,7 @@ def _eager(result: dict[str, Any]) -> Iterator[Bar]:
 
 def _pipelines(result: dict[str, Any]) -> Iterator[Bar]:
     for name, modes in result.items():
-        if ", rank " not in name:
+        if ", rank " not in name or "plain again" not in modes:
             continue
         rank, is_interleaved = name[-1], name.startswith("Interleaved1F1B")
         plain_ms = statistics.mean(modes[mode]["step_ms"] for mode in ("plain", "plain again"))
@@ -93,7 +93,7 @@ def _shards(result: dict[str, Any]) -> Iterator[Bar]:
             slowest = max(
                 2 * r["no budget"]["step_ms"] / (r["plain"]["step_ms"] + r["plain again"]["step_ms"]) for r in ranks
             )
-            yield Bar(f"{bar}-{len(ranks)}-no-budget", slowest, 1.01, f"x plain {words}, {tokens} tokens")
+            yield Bar(f"{bar}-{len(ranks)}-no-budget-{tokens}", slowest, 1.01, f"x plain {words}, {tokens} tokens")
         pairs = [(each["a plan at checkpointing's peak"], each["checkpoint"]) for each in ranks]
         slowest = max(plan["step_ms"] / theirs["step_ms"] for plan, theirs in pairs)
         if tokens == 32768:
@@ -317,7 +317,8 @@ _JUDGES = {
     "A": _eager,
     "pipelines": _pipelines,
     "fsdp2": _shards,
-    "shards": _shards,
+    "shards-2": _shards,
+    "shards-4": _shards,
     "compiled-Llama-A": _compiled_points,
     "A-compiled": _compiled,
     "A-recipes": _recipes,

@@ -5,8 +5,7 @@
     python -m benchmarks.pipelines [--rank 0] ...
 
 8 microbatches of 4096 tokens, in each stage a few layers of a Llama 8B. Without torchrun one rank runs alone: a fake
-process group stands for the other, nothing is sent, and receive buffers hold random numbers. Results of an earlier call
-stay in the file.
+process group stands for the other, nothing is sent, and receive buffers hold random numbers.
 """
 
 import argparse
@@ -243,8 +242,7 @@ def main() -> None:
     command = f"python -m benchmarks.pipelines --layers {options.layers}"
     if not _is_alone():
         command = command.replace("python", f"torchrun --nproc-per-node {RANKS}", 1)
-    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    result |= facts(command, torch.cuda.get_device_name(), options.commit)
+    result: dict[str, Any] = facts(command, torch.cuda.get_device_name(), options.commit)
     result["kind"] = "a rank alone" if _is_alone() else f"{RANKS} ranks on {RANKS} devices"
     with _group(rank, device):
         for name in options.schedules:

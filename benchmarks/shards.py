@@ -2,11 +2,11 @@
 the link of each device carries while others copy too.
 
     torchrun --nproc-per-node 2 -m benchmarks.shards [--layouts link fsdp2 tp] [--tokens 16384 32768] [--steps 6]
-        [--tiny] [--out FILE] [--commit HASH]
+        [--tiny] [--out FOLDER] [--commit HASH]
 
 With FSDP2 each rank has one sequence; with tensor and sequence parallelism (tp) all ranks share one. Plain steps are
 measured of the shorter sequences. With checkpointing's peak as the budget every rank reports its largest peak of the
-planned steps, beside the budget. Results of an earlier call stay in the file.
+planned steps, beside the budget. One file per count of devices: shards-2.json.
 """
 
 import argparse
@@ -132,6 +132,7 @@ def _timed(
         "peak_gib": max(each.act_peak_bytes for each in rows[warm_up:]) / GIB,
         "steps_ms": [round(each.step_ms, 1) for each in rows],
         "peaks_gib": [each.act_peak_bytes / GIB for each in rows],
+        "is_frozen": _all_frozen(handle),
     }
 
 
@@ -142,12 +143,14 @@ def _all_frozen(handle: ebbtide.OffloadHandle | None) -> bool:
 
 
 def link(device: torch.device) -> dict[str, Any]:
-    """GB/s of this rank's copies, while so many ranks copy at once: one way, and both ways."""
+    """GB/s each way of this rank's copies, while so many ranks copy at once: one way, and both ways."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = GIB if device.type == "cuda" else 2**20
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) if device.type == "cuda" else contextlib.nullcontext() for _ in range(2)]
+    for lane in (0, 1):  # the first copy takes longer
+        there[lane].copy_(host[lane])
     ways = {"out": (0,), "back": (1,), "both": (0, 1)}
     found: dict[str, Any] = {}
     for active in [count for count in (1, 2, 4, 8) if count <= ranks]:
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[16384, 32768])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="a trial without accelerators")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shards.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")
     options = parser.parse_args()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -188,8 +191,7 @@ def main() -> None:
     ranks = dist.get_world_size()
     command = f"torchrun --nproc-per-node {ranks} -m benchmarks.shards"
     name = "CPU" if options.tiny else torch.cuda.get_device_name()
-    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    result |= facts(command, name, options.commit)
+    result: dict[str, Any] = facts(command, name, options.commit)
 
     def gathered(title: str, own: dict[str, Any]) -> None:
         found: list[Any] = [None] * ranks
@@ -197,7 +199,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             result[title] = found
             print(title, json.dumps(found, indent=1), flush=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / f"shards-{ranks}.json").write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()
         torch.cuda.empty_cache()
 

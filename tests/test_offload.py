@@ -2,19 +2,23 @@
 
 import contextlib
 import copy
+import functools
 import threading
 import warnings
 
 import pytest
 import torch
 from cases import Block, Data, Transformer, finish, gradients, make, tokens
-from support import assert_equal
+from support import HandleRig, assert_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide._config import OffloadConfig
+from ebbtide._devices.sim import SimDevice
 from ebbtide._dry_run import measure
-from ebbtide._offload import handle_of
+from ebbtide._engine.context import HookContext
+from ebbtide._offload import OffloadHandle, handle_of
 from ebbtide._types import Reason
 
 CPU = torch.device("cpu")
@@ -192,6 +196,37 @@ def test_what_an_included_module_moves_is_held_by_no_other(names, shared, exclud
     assert stats.shared.count == 4 * shared
     assert (Reason.EXCLUDED in stats.kept) == bool(excluded)
     assert shared == 0 or stats.freed_nothing.count == 0
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+class Aside(nn.Module):
+    """Sigmoid saves its output, and the sine behind saves the same as its input, perhaps on another stream."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.gate, self.sine, self.stream = nn.Sigmoid(), Sine(), stream
+
+    def forward(self, x):
+        y = self.gate(x + 1.0)
+        with self.stream():
+            return self.sine(y)
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_nothing_is_shared_with_another_stream(is_aside):
+    """The memory is freed in the order of the stream that saved first, which knows nothing of the other's kernels."""
+    rig = HandleRig(SimDevice(0, "late"))
+    model = Aside(functools.partial(rig.device.compute_on, "side") if is_aside else contextlib.nullcontext)
+    context = HookContext(rig.hook_context.limits, lambda _: True)
+    handle = OffloadHandle(model, OffloadConfig(include=("gate",)), rig.engines, context)
+    handle._install()
+    model(torch.randn(64, 64, requires_grad=True)).sum()
+    assert handle.stats().parcels.count == 1
+    assert handle.stats().shared.count == (not is_aside)
 
 
 def test_keep_last_keeps_the_last_blocks():

@@ -304,7 +304,7 @@ def offload(
         max_slowdown: Largest slowdown of a step as a share, 0.05 for 5 %: the planner keeps, moves and recomputes for
             the smallest peak. Default: 0.01, by moving alone; not beside a budget.
         include: Names, patterns ("layers.*.mlp") or classes of modules: only tensors saved in the forward of these
-            move. Of nested modules the innermost decides.
+            move, also where a later module saves the same memory. Of nested modules the innermost decides.
         exclude: Names, patterns or classes of modules: tensors saved in the forward of these stay.
         keep_last: Number of last blocks whose saved tensors stay: backward needs these at once.
         regions: Names, patterns or classes of the modules to plan for. Default: the repeated blocks and the norm

@@ -156,6 +156,10 @@ class Device(Protocol):
         """Memory of the device, allocated or not."""
         ...
 
+    def available_bytes(self) -> int:
+        """Memory that this process has, or could get beside other processes now."""
+        ...
+
     def failed_allocations(self) -> int:
         """Count of out-of-memory failures so far; 0 where unknown."""
         ...

@@ -42,6 +42,7 @@ class ScriptedDevice:
         self.peak_bytes = 0
         self.peak_resets = 0
         self.failures = 0
+        self.others_bytes = 0  # of other processes
 
     def current_stream(self):
         return None
@@ -69,6 +70,9 @@ class ScriptedDevice:
 
     def total_bytes(self):
         return 100 * GIB
+
+    def available_bytes(self):
+        return self.total_bytes() - self.others_bytes
 
 
 class ScriptedHandle:

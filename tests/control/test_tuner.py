@@ -219,12 +219,67 @@ def test_with_a_largest_slowdown_everything_stays_until_there_is_a_plan_if_the_d
     controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=device_gib * GIB)
     answers.give()
     step(controller)
-    assert [plan.keeps_all for plan in handle.plans] == ([True] if keeps_all else [])
+    assert [plan.keeps_all for plan in handle.plans] == [False, True][: 1 + keeps_all]
     assert controller.status == "no plan yet: solving"
     answers.give()
     step(controller)
     assert (controller.phase, controller.status) == (Phase.PLANNED, "")
     assert not handle.plan.keeps_all
+
+
+def test_a_larger_batch_does_not_keep_everything_because_a_smaller_one_may(monkeypatch):
+    controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=int(3.5 * GIB))
+    answers.give()
+    step(controller)
+    assert handle.plan.keeps_all
+    for _ in range(2):
+        controller.step_begins(3000)
+        assert not handle.plan.keeps_all
+        answers.give()
+    controller.step_begins(3000)
+    assert not handle.plan.keeps_all
+    assert [question.only_fallback for question in answers.questions] == [True, False, False]
+
+
+def test_everything_stays_only_beside_other_processes(monkeypatch):
+    controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=40 * GIB)
+    handle.device.others_bytes = 98 * GIB  # of 100
+    answers.give()
+    step(controller)
+    assert not handle.plan.keeps_all
+
+
+def test_stages_do_not_keep_everything_at_once(monkeypatch):
+    stages = {"stages": lambda: [None, None]}
+    _, _, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=40 * GIB, **stages)
+    assert not answers.questions[-1].only_fallback
+
+
+def test_steps_beside_the_solver_prove_no_plan_fast(monkeypatch):
+    """The solver took a part of the machine, and everything was kept meanwhile."""
+    controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.05, device_bytes=40 * GIB)
+    plain_s = controller.profile.plain_s
+    answers.give()
+    run(controller, handle, kept_s=1.3 * plain_s, moved_s=1.5 * plain_s, count=12)
+    for _ in range(60):
+        if not answers.futures[-1].done():
+            answers.give()
+        run(controller, handle, kept_s=plain_s, moved_s=1.25 * plain_s, count=1)
+    assert controller.is_plan_frozen
+    assert handle.plan.keeps_all
+
+
+def test_out_of_memory_with_everything_kept_waits_for_the_answer_under_way(monkeypatch):
+    controller, handle, answers = solving(monkeypatch, None, max_slowdown=0.5, device_bytes=40 * GIB)
+    answers.give()
+    step(controller)
+    controller.step_begins(1000)
+    answers.give()
+    handle.device.failures += 1
+    with pytest.warns(EbbtideWarning, match="without a budget"):
+        controller.step_begins(1000)
+    assert not handle.plan.keeps_all
+    assert len(answers.questions) == 2
 
 
 def test_a_fallback_above_the_budget_gives_way_to_the_smallest_recipes_and_to_a_smaller_fallback(monkeypatch):
@@ -335,6 +390,19 @@ def test_recipes_that_fit_are_no_error_though_none_were_predicted_to(monkeypatch
     step(controller)
     assert handle.plan.predicted is not None
     assert controller.phase is Phase.PLANNED
+
+
+def test_the_recipes_of_a_stage_that_fit_are_no_error_though_none_were_predicted_to(monkeypatch):
+    answers = Answers(monkeypatch)
+    controller, handle = controller_of(int(1.44 * GIB), starts=False, stages=lambda: [None, None])
+    controller._plan_from(controller.profile)
+    assert not answers.questions[-1].only_fallback
+    answers.futures[-1].set_exception(PlanError("no plan fits"))
+    for _ in range(8):
+        handle.device.step_s, handle.device.peak_bytes = 0.5, int(1.39 * GIB)
+        step(controller)
+    assert len(answers.questions) == 2
+    assert controller.phase is Phase.SOLVING
 
 
 @pytest.mark.parametrize("gib", [1.44, 2.5])

@@ -84,6 +84,26 @@ def test_no_other_choice_takes_less_time(seed):
     assert sum(choice.step_s for choice in chosen) == pytest.approx(fastest)
 
 
+@pytest.mark.parametrize("missing_bytes", [1, 1000, 50_000])
+def test_room_that_a_better_choice_misses_by_little_is_used_all_the_same(missing_bytes):
+    """The tolerance of the solver is larger."""
+    rows = [
+        [Choice(0, k * 1000 * MB, k * 1000 * MB, 1.0 - 0.1 * k - 0.001 * k * k) for k in range(5)] for _ in range(3)
+    ]
+    chosen = shared_out(rows, 6000 * MB - missing_bytes)
+    assert sum(chosen) == 5
+
+
+def test_a_share_is_for_good():
+    stages = [stage(), stage(3, 2, backward_s=40 * MS)]
+    least = answers(stages, 10**12)[0].smallest_bytes
+    question = Question(stages[0], least + 1500 * MB, beside=((), (stages[1],)))
+    share = answer_for_stage(question).share
+    again = answer_for_stage(dataclasses.replace(question, budget_bytes=least + 1600 * MB, share=share))
+    assert again.share == share
+    assert again.plan.predicted.peak_bytes <= least + 1600 * MB - share.spared_bytes
+
+
 def test_memory_measured_beside_other_stages_counts_once():
     """The second stage was measured while graphs of the first were in flight."""
     first = stage()

@@ -154,6 +154,8 @@ class BatchSize:
         unresolved = other.typical_s / other.fastest_s - 1
         slowdown = max(own.typical_s / other.typical_s - 1 - unresolved, own.fastest_s / other.fastest_s - 1)
         if slowdown <= max_slowdown:
+            if kept.ran_beside_solver:  # perhaps slower than alone
+                return Choice(kept, f"compared, {slow.took}")
             return Choice(slow, NONE_FASTER, is_final=True)
         may_be_fast = own.fastest_s <= other.typical_s * (1 + max_slowdown)
         turn = self._next_turn((slow, kept), slow) if may_be_fast else None

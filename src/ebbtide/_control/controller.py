@@ -403,7 +403,8 @@ class PlanController:
     def _warn_of_capture(self) -> None:
         if not self._has_warned_of_capture:
             self._has_warned_of_capture = True
-            does = "recomputes every region" if self.recomputes else "moves nothing"
+            keeps_all = self.tuner is not None and any(plan.keeps_all for plan in self.tuner.plans.values())
+            does = "recomputes every region" if self.recomputes and not keeps_all else "moves nothing"
             warnings.warn(
                 f"a graph is captured before there is a plan, and {does} in every replay. Capture when handle.profile "
                 "is no longer None, or give offload() the profile of an earlier run (profile=)",

@@ -70,6 +70,7 @@ class Trial:
         turns: in force so far, beside other plans; the first trial counts.
         least_share: the smallest batch so far, over the planned size.
         is_frozen: the verdict is given.
+        ran_beside_solver: all steps so far ran while the solver kept the machine busy.
         agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
 
@@ -86,6 +87,7 @@ class Trial:
         self.turns = 1
         self.least_share = 1.0
         self.is_frozen = False
+        self.ran_beside_solver = False
         self.agreed: Observation | None = None
         self._timed = 0  # since the plan was put in force
         self._times: list[float] = []
@@ -102,7 +104,7 @@ class Trial:
 
     def begin_turn(self) -> None:
         """The plan is in force again after another: the engine learns the order anew, and further steps are timed."""
-        self.is_frozen = False
+        self.is_frozen = self.ran_beside_solver = False
         self.begun = self.steps = self._timed = 0
 
     def look_again(self) -> None:

@@ -49,7 +49,7 @@ from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
 from ebbtide._planner.options import option_for
 from ebbtide._planner.process import solve_elsewhere, solve_here
-from ebbtide._planner.solve import Answer, Question
+from ebbtide._planner.solve import Answer, Question, Share
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Plan, Prediction, Recipe
 from ebbtide._profiling.profile import Profile
@@ -133,7 +133,8 @@ class PlanTuner:
         self._own_tokens = own_tokens
         self._beside = beside
         self._sharing = 1 + sum(map(len, beside))
-        self._is_stage = is_stage
+        self._share: Share | None = None  # of the budget, beside other stages
+        self._is_stage = is_stage or self._sharing > 1
         self._meeting_interval = 0
         self._ran_out = False  # since the last meeting
         self._is_asked = False  # the same, by the user
@@ -143,8 +144,8 @@ class PlanTuner:
         self._has_warned_of_peak = False
         self._link_rates = LinkRates(recorder)
         self.history = History()
-        device = None if engine is None else engine.device
-        self._observer = StepObserver(self._link_rates, recorder, self.history, device, is_stage)
+        self._device = None if engine is None else engine.device
+        self._observer = StepObserver(self._link_rates, recorder, self.history, self._device, is_stage)
         self._agreed_link = LinkRatios()  # of all ranks, as of the last meeting
         self._measured_tokens = profile.tokens
         self._sizes: dict[int, BatchSize] = {}
@@ -304,7 +305,7 @@ class PlanTuner:
             self._is_asked = True
 
     def _replan(self) -> None:
-        self._profile = self.profile
+        self._profile, self._share = self.profile, None
         for size in self._sizes.values():
             size.corrections, size.tried = 0, []
             self._mark(size, "asked for", stops_plan=False)
@@ -446,10 +447,14 @@ class PlanTuner:
         return size
 
     def _needs_fallback(self, size: BatchSize) -> bool:
-        """Whether a fallback is to run until there is a plan. Sharing a budget out among stages takes as long as a
-        plan; and keeping everything, where plans only move, is what runs already."""
-        has_goal = self.limit_bytes is not None or not self._only_moves
-        return has_goal and size.answer is None and not self._waits and self._sharing == 1
+        """Whether a fallback is to run until there is a plan. For a stage the budget has to be shared out, which takes
+        as long as a plan; and several stages that keep everything may not fit together."""
+        if self._waits or self._is_stage or size.answer is not None:
+            return False
+        if self.limit_bytes is not None:
+            return True
+        # Where plans only move, everything is kept already. How much a larger batch takes is unknown.
+        return not self._only_moves and size.tokens == self._measured_tokens
 
     def _want(self, size: BatchSize, why: str) -> None:
         self._mark(size, why, stops_plan=False)
@@ -489,6 +494,7 @@ class PlanTuner:
             only_moves=self._only_moves and limit_bytes is None,
             only_fallback=size.asks_fallback,
             beside=self._beside,
+            share=self._share,
         )
         answer = solve_here(question) if self._waits else solve_elsewhere(question)
         self._asked = _Asked(size, size.wanted, question, answer, is_due=self._waits or self._ranks is None)
@@ -507,6 +513,10 @@ class PlanTuner:
         may_wait = first is not None and self._ranks is None and size is self._size and not (at_once or asked.is_void)
         if may_wait and first is not None and not first.seen.is_complete:
             return
+        is_refused = isinstance(asked.answer.exception(), PlanError) and not (asked.is_void or at_once or self._waits)
+        if is_refused and size.trial is None and limit_bytes is not None:
+            size.trial = Trial(self._first)  # of a stage, which has no fallback: the recipes may fit all the same
+            return
         self._asked = None
         if asked.is_void:
             return
@@ -519,7 +529,7 @@ class PlanTuner:
             self._take_fallback(size, answer.plan)
         else:
             assert answer.plan is not None
-            size.wanted = ""
+            size.wanted, self._share = "", answer.share
             self._take(size, asked.why, answer, answer.plan)
 
     def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
@@ -546,6 +556,8 @@ class PlanTuner:
             self._warn_too_large(size, limit_bytes)
         if limit_bytes is None and not self._fits(size, fallback):
             fallback = None
+        if limit_bytes is None and was_first and size.trial is not None:
+            size.trial.ran_beside_solver = True
         if limit_bytes is None and fallback is not None and size.trial is not None and size.trial.plan is self._first:
             size.trial.plan = fallback  # the same, with a prediction
         size.fallback = None if fallback is None or run_alike(fallback, plan) else fallback
@@ -599,7 +611,10 @@ class PlanTuner:
             return False
         if self._only_moves:
             return size.tokens <= self._measured_tokens
-        return fallback.predicted.peak_bytes <= THRESHOLDS.device * (self._profile.device_bytes or 0)
+        room_bytes = self._profile.device_bytes or 0
+        if self._device is not None and self._ranks is None:  # ranks decide as one
+            room_bytes = min(room_bytes, self._device.available_bytes())
+        return fallback.predicted.peak_bytes <= THRESHOLDS.device * room_bytes
 
     def _apply(self) -> None:
         """Follow the plan of the current size. Without one: of the next larger size, or the smallest recipes."""
@@ -607,10 +622,11 @@ class PlanTuner:
         larger = [each for each in self._sizes.values() if each.trial is not None and each.tokens >= size.tokens]
         found = min(larger, key=lambda each: each.tokens).trial if larger else None
         if found is None and self.limit_bytes is None:
-            # Keeping everything may run while a correction is solved, and may not fit a larger batch.
+            # Keeping everything may run while a plan is solved, and may not fit a larger batch.
             ran = (trial for each in self._sizes.values() for trial in (each.trial, *reversed(each.tried)))
             found = next((trial for trial in ran if trial is not None and not trial.plan.keeps_all), None)
-        plan = found.plan if found is not None else self._first if self.limit_bytes is not None else None
+        may_move = self.limit_bytes is None and self._only_moves
+        plan = found.plan if found is not None else None if may_move else self._first
         if plan is not None:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)
@@ -728,7 +744,8 @@ class PlanTuner:
             if trial.is_fallback and any(not each.is_fallback for each in size.tried):
                 self._choose(size)
             elif trial.plan.keeps_all:
-                self._want(size, "keeping everything ran out of memory")
+                if not size.wanted:
+                    self._want(size, "keeping everything ran out of memory")
                 self.wait()
         elif self._replans_on_oom:
             budget_bytes = limit_bytes - size.margin_bytes

@@ -155,6 +155,11 @@ class AcceleratorDevice:
     def total_bytes(self) -> int:
         return torch.accelerator.memory.get_memory_info(self._index)[1]
 
+    def available_bytes(self) -> int:
+        free_bytes, total_bytes = torch.accelerator.memory.get_memory_info(self._index)
+        reserved = device_stats(self._index)["reserved_bytes"]["all"]["current"] if allocator_is_ready() else 0
+        return min(total_bytes, free_bytes + reserved)
+
     def failed_allocations(self) -> int:
         return device_stats(self._index)["num_ooms"] if allocator_is_ready() else 0
 

@@ -216,6 +216,9 @@ class CpuDevice(HostDevice):
     def total_bytes(self) -> int:
         return psutil.virtual_memory().total
 
+    def available_bytes(self) -> int:
+        return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
     def reset_peak_stats(self) -> None:
         self._peak_bytes = 0
 

@@ -151,6 +151,9 @@ class SimDevice(HostDevice):
     def total_bytes(self) -> int:
         return 0
 
+    def available_bytes(self) -> int:
+        return 0
+
     def reset_peak_stats(self) -> None:
         pass
 

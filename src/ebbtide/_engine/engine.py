@@ -95,36 +95,34 @@ class Engine:
                 return Reason.HELD
             span = span_of(t, storage.nbytes())
             counter = version_alias(t)
-            token = self._joined(t, storage, span, region_call)
+            token = self._find(t, storage, span)
             if token is None:
                 span = span_of_part(t, span, storage.nbytes())
                 made = self._make(t, storage, span, counter, region_call, region_call.site(index))
                 if isinstance(made, Reason):
                     return made
                 token = made
+            else:
+                _share(token.parcel, span, region_call)
             return Ticket(token, geometry_of(t, token.parcel.span), counter, t._version, region_call.limits)
 
     def join(self, t: torch.Tensor, region_call: RegionCall) -> Ticket | None:
         """A ticket for `t`, which need not leave, if the bytes of `t` leave for another saved tensor: the parcel frees
-        no memory as long as anything holds the storage. `select` has accepted `t`."""
-        with self.lock:
-            storage = t.untyped_storage()
-            if storage._cdata not in self._by_storage:
-                return None
-            token = self._joined(t, storage, span_of(t, storage.nbytes()), region_call)
-            if token is None:
-                return None
-            return Ticket(token, geometry_of(t, token.parcel.span), version_alias(t), t._version, region_call.limits)
+        no memory as long as anything holds the storage. `select` has accepted `t`.
 
-    def _joined(
-        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, region_call: RegionCall
-    ) -> LifetimeToken | None:
-        """As `_find`; one more saved tensor shares the parcel."""
-        token = self._find(t, storage, span)
-        if token is not None:
-            token.parcel.stands_by &= region_call.stands_by
-            region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, token.parcel.nbytes))
-        return token
+        None on another stream than the parcel's: the memory is freed in the order of the owner stream, which knows
+        nothing of kernels that read the storage here.
+        """
+        storage = t.untyped_storage()
+        if storage._cdata not in self._by_storage:
+            return None
+        with self.lock:
+            span = span_of(t, storage.nbytes())
+            token = self._find(t, storage, span)
+            if token is None or token.parcel.owner_stream != self.device.current_stream():
+                return None
+            _share(token.parcel, span, region_call)
+            return Ticket(token, geometry_of(t, token.parcel.span), version_alias(t), t._version, region_call.limits)
 
     def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> LifetimeToken | None:
         """A live parcel with the bytes of `t`, from the unchanged storage. `span`: from `span_of`."""
@@ -565,6 +563,12 @@ def _ended(ref: "weakref.ref[LifetimeToken]") -> None:
 
 def _is_of(token: LifetimeToken | None, storage: torch.UntypedStorage) -> bool:
     return token is not None and token.parcel.source_ref() is storage
+
+
+def _share(parcel: Parcel, span: Span, region_call: RegionCall) -> None:
+    """One more saved tensor, with the bytes of `span`, shares the parcel."""
+    parcel.stands_by &= region_call.stands_by
+    region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, parcel.nbytes))
 
 
 def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:

@@ -277,11 +277,15 @@ class SavedTensorHooks:
 
     def _join(self, t: torch.Tensor, call: RegionCall) -> Ticket | None:
         """A ticket for `t` if a parcel has the bytes; None: `t` stays."""
+        if not self.has_moved:
+            return None
         engine = self._engines.on(t.device)
         if isinstance(engine, Reason):
             return None
-        with without_dispatch():
-            return engine.join(t, call)
+        if dispatch_modes():
+            with without_dispatch():
+                return engine.join(t, call)
+        return engine.join(t, call)
 
     def _derive(self, t: torch.Tensor, call: RegionCall, index: int) -> DerivedTicket | None:
         """A ticket without memory for `t`; None if no operator known to us can make `t` again."""

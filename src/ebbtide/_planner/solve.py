@@ -41,6 +41,21 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A pipeline stage's share of the budget of a rank.
+
+    Attributes:
+        base_bytes: memory from before the step, and of the graphs of other stages in flight.
+        spared_bytes: of the budget, left to other stages.
+        smallest_bytes: the smallest budget of all stages together.
+    """
+
+    base_bytes: int
+    spared_bytes: int
+    smallest_bytes: int
+
+
+@dataclass(frozen=True)
 class Question:
     """What a plan is wanted for.
 
@@ -51,6 +66,7 @@ class Question:
         only_fallback: answer with the fallback as the plan, after a moment; no plan if none fits.
         beside: profiles of the other pipeline stages of the rank, which share the budget: those before this stage, and
             those behind.
+        share: the share as of an earlier answer; None: the budget is to be shared out.
         limit_bytes: if nothing fits `budget_bytes`, the smallest plan may take up to so many bytes. None: no error,
             whatever the smallest plan takes.
     """
@@ -62,6 +78,7 @@ class Question:
     only_moves: bool | None = None
     only_fallback: bool = False
     beside: tuple[tuple[Profile, ...], tuple[Profile, ...]] = ((), ())
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +90,14 @@ class Answer:
         fallback: as of `Solver.fallback`.
         smallest_bytes: the smallest budget.
         seconds: that solving took.
+        share: of a pipeline stage beside others.
     """
 
     plan: Plan | None
     fallback: Plan | None
     smallest_bytes: int
     seconds: float
+    share: Share | None = None
 
 
 def answer(question: Question) -> Answer:

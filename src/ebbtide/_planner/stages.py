@@ -8,7 +8,7 @@ of its own; the budget is shared out before planning.
 2. Of each stage one of these plans is chosen, for the least time of all stages together, as long as the peak of every
    stage fits beside the bytes held by other stages.
 3. A stage plans as if bytes held by other stages were in use from before the step. All stages draw one conclusion from
-   equal profiles.
+   equal profiles, and a share is for good: a stage that plans again gets no bytes on which another plan counts.
 Stages share the lanes by taking turns as well: a stage counts on the lanes while passes of the stage run. Parcels on
 the way out and parcels back early have one limit for all stages, and count for the running stage.
 """
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ebbtide._planner.solve import Answer, Question, Solver, answer
+from ebbtide._planner.solve import Answer, Question, Share, Solver, answer
 from ebbtide._profiling.profile import Profile
-from ebbtide._utils.sizes import GIB
+from ebbtide._utils.sizes import GIB, MIB
 
 _OTHERS = "other stages"
+_TOLERANCE_BYTES = MIB  # more than the solver's tolerance, a millionth of what a choice takes
 
 
 class _Choice(NamedTuple):
@@ -39,21 +40,28 @@ class _Choice(NamedTuple):
 
 def answer_for_stage(question: Question) -> Answer:
     """`answer`, if need be for one of several stages. Raises PlanError."""
-    (before, behind), budget_bytes = question.beside, question.budget_bytes
-    stages, own = (*before, question.profile, *behind), len(before)
-    if budget_bytes is None or len(stages) == 1:
+    budget_bytes = question.budget_bytes
+    if budget_bytes is None or not any(question.beside):
         return answer(question)
+    share = question.share or _share_of(question, budget_bytes)
+    profile = _with_base(question.profile, share.base_bytes)
+    found = answer(dataclasses.replace(question, profile=profile, budget_bytes=budget_bytes - share.spared_bytes))
+    return dataclasses.replace(found, smallest_bytes=share.smallest_bytes, share=share)
+
+
+def _share_of(question: Question, budget_bytes: int) -> Share:
+    before, behind = question.beside
+    stages, own = (*before, question.profile, *behind), len(before)
     base_bytes = min(profile.base_bytes for profile in stages)  # graphs in flight may have been measured as well
     based = [_with_base(profile, base_bytes) for profile in stages]
     rows = [_choices(profile) for profile in based]
     chosen = _shared_out(rows, budget_bytes - base_bytes)
     others_bytes = sum(row[at].held_bytes for k, (row, at) in enumerate(zip(rows, chosen, strict=True)) if k != own)
-    profile = _with_base(based[own], base_bytes + others_bytes)
-    share_bytes = rows[own][chosen[own]].budget_bytes + others_bytes
+    spared_bytes = budget_bytes - rows[own][chosen[own]].budget_bytes - others_bytes
     if not _fits(rows, chosen, budget_bytes - base_bytes):
-        share_bytes = budget_bytes  # the smallest plan of some stage does not fit; the question of the stage tells
-    found = answer(dataclasses.replace(question, profile=profile, budget_bytes=min(share_bytes, budget_bytes)))
-    return dataclasses.replace(found, smallest_bytes=base_bytes + _needed_bytes([row[0] for row in rows]))
+        spared_bytes = 0  # the smallest plan of some stage does not fit; the question of the stage tells
+    smallest_bytes = base_bytes + _needed_bytes([row[0] for row in rows])
+    return Share(base_bytes + others_bytes, max(0, spared_bytes), smallest_bytes)
 
 
 def _with_base(profile: Profile, base_bytes: int) -> Profile:
@@ -82,6 +90,7 @@ def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]
     everything = [len(row) - 1 for row in rows]
     if _fits(rows, everything, room_bytes):
         return everything  # as a stage alone: nothing moves for nothing
+    smallest = [0] * len(rows)
     from scipy import optimize
 
     program = cast(Any, optimize)
@@ -92,21 +101,21 @@ def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]
     # The last column is the largest of `more` of all stages.
     seconds = np.array([*(choice.step_s for choice in choices), 0.0])
     found = program.milp(
-        seconds / seconds.max(),
+        seconds / (seconds.max() or 1.0),
         integrality=np.array([1] * len(choices) + [0]),
         bounds=program.Bounds(0.0, np.array([1.0] * len(choices) + [np.inf])),
         constraints=[
             program.LinearConstraint(np.column_stack([of_stage, np.zeros(len(rows))]), 1.0, 1.0),
             program.LinearConstraint(np.column_stack([of_stage * more, -np.ones(len(rows))]), -np.inf, 0.0),
-            program.LinearConstraint(np.array([*held, 1.0]), -np.inf, room_bytes / GIB),
+            program.LinearConstraint(np.array([*held, 1.0]), -np.inf, (room_bytes - _TOLERANCE_BYTES) / GIB),
         ],
         options={"mip_rel_gap": 0.0},
     ).x
     if found is None:
-        return [0] * len(rows)
+        return smallest
     ends = np.cumsum([0, *map(len, rows)])
     chosen = [int(np.argmax(found[start:end])) for start, end in itertools.pairwise(ends)]
-    return chosen if _fits(rows, chosen, room_bytes) else [0] * len(rows)
+    return chosen if _fits(rows, chosen, room_bytes) else smallest
 
 
 def _fits(rows: Sequence[Sequence[_Choice]], chosen: Sequence[int], room_bytes: int) -> bool:

@@ -1,5 +1,5 @@
-"""Models sharded over the devices of a host: plain, checkpointed, and offloaded, for an 8B Llama of 16 layers; and what
-the link of each device carries while others copy too.
+"""Models sharded over the devices of a host: plain, checkpointed, and offloaded, for an 8B Llama of 16 layers; and the
+link rate of each device while further devices copy.
 
     torchrun --nproc-per-node 2 -m benchmarks.shards [--layouts link fsdp2 tp] [--tokens 16384 32768] [--steps 6]
         [--tiny] [--out FOLDER] [--commit HASH]
@@ -57,7 +57,7 @@ def _fsdp2(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, L
 
 
 def _tp(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Loss]:
-    """Between the layers the sequence is sharded, inside of them heads and features are."""
+    """Between the layers the sequence is sharded, inside of the layers heads and features are."""
     model, _ = build(workload, device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sharded, whole = Shard(1), Replicate()
@@ -80,7 +80,7 @@ def _tp(workload: Workload, device: torch.device) -> tuple[torch.nn.Module, Loss
     parallelize_module(model, mesh, plan)
     torch.manual_seed(0)
     ids = torch.randint(workload.vocab, (workload.batch, workload.tokens), device=device)
-    positions = torch.arange(workload.tokens, device=device)[None]  # a rank cannot tell them from its own tokens
+    positions = torch.arange(workload.tokens, device=device)[None]  # a rank's tokens do not tell
     return model, lambda: model(input_ids=ids, labels=ids, position_ids=positions).loss
 
 
@@ -149,7 +149,7 @@ def link(device: torch.device) -> dict[str, Any]:
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) if device.type == "cuda" else contextlib.nullcontext() for _ in range(2)]
-    for lane in (0, 1):  # the first copy takes longer
+    for lane in (0, 1):  # the first copy takes long
         there[lane].copy_(host[lane])
     ways = {"out": (0,), "back": (1,), "both": (0, 1)}
     found: dict[str, Any] = {}

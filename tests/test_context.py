@@ -91,7 +91,8 @@ def test_host_memory_frees_nothing_for_a_model_on_the_cpu():
 def test_warning_when_nothing_moved_comes_once_and_says_why():
     model = make(Transformer, CPU)
     small = offloading(min_bytes="1GiB")
-    with warnings.catch_warnings(record=True, action="always") as seen:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         for _ in range(2):
             with small:
                 model(tokens(CPU))

@@ -413,7 +413,8 @@ def test_warning_once_if_all_that_should_move_fits_into_the_window(entry_point, 
         with context:
             return model(batch)
 
-    with warnings.catch_warnings(record=True, action="always") as seen:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         for _ in range(2):
             three_steps(model, call)
     texts = [str(each.message) for each in seen]

@@ -1195,6 +1195,7 @@ def test_the_profile_is_not_scaled_by_steps_of_a_comparison():
     assert controller.profile.plain_s == pytest.approx(1.5 * plain_s)
 
 
+@pytest.mark.filterwarnings("ignore:ebbtide. without a budget")  # Python 3.10 has no notes
 @pytest.mark.parametrize("steps_after", [1, 40], ids=["compared", "for good"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_keeping_everything_ends_if_the_device_runs_out_of_memory(steps_after, in_backward):

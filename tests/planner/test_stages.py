@@ -10,8 +10,8 @@ from planner.workloads import MS, layers, outside, profile
 from ebbtide import PlanError
 from ebbtide._planner.options import option_for
 from ebbtide._planner.solve import Question, Solver, answer
-from ebbtide._planner.stages import _Choice as Choice
 from ebbtide._planner.stages import _shared_out as shared_out
+from ebbtide._planner.stages import _StagePlan as StagePlan
 from ebbtide._planner.stages import answer_for_stage
 
 MB = 1_000_000
@@ -71,7 +71,7 @@ def test_no_other_choice_takes_less_time(seed):
         held = sorted(numbers.randint(0, 40_000 * MB) for _ in range(6))
         seconds = sorted((numbers.uniform(0.1, 1.0) for _ in held), reverse=True)
         pairs = zip(held, seconds, strict=True)
-        rows.append([Choice(0, each + numbers.randint(0, 5000 * MB), each, s) for each, s in pairs])
+        rows.append([StagePlan(0, each + numbers.randint(0, 5000 * MB), each, s) for each, s in pairs])
 
     def fits(choices):
         held = sum(choice.held_bytes for choice in choices)
@@ -88,7 +88,7 @@ def test_no_other_choice_takes_less_time(seed):
 def test_room_that_a_better_choice_misses_by_little_is_used_all_the_same(missing_bytes):
     """The tolerance of the solver is larger."""
     rows = [
-        [Choice(0, k * 1000 * MB, k * 1000 * MB, 1.0 - 0.1 * k - 0.001 * k * k) for k in range(5)] for _ in range(3)
+        [StagePlan(0, k * 1000 * MB, k * 1000 * MB, 1.0 - 0.1 * k - 0.001 * k * k) for k in range(5)] for _ in range(3)
     ]
     chosen = shared_out(rows, 6000 * MB - missing_bytes)
     assert sum(chosen) == 5

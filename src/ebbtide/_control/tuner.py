@@ -2,10 +2,11 @@
 
 Note [PlanTuner]
 ~~~~~~~~~~~~~~~~
-1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A question goes to the solver,
-   one at a time, and the answer is taken up before a later forward. Until then the size runs by its fallback, by the
-   plan of a larger size or, within a budget, by the recipes with the smallest peak; without one by the plan before.
-2. A plan is on trial for its first steps (Note [Trials]). A verdict on the observed steps follows: wait, correct, or
+1. Each bucket of batch sizes has a plan of its own, from the profile scaled to the size. A single question at a
+   time goes to the solver, and the answer is taken up before a later forward. Until the answer the size runs by the
+   fallback, by the plan of a larger size or by the recipes with the smallest peak; where plans only move, by the plan
+   before.
+2. A plan is on trial for the first steps (Note [Trials]). A verdict on the observed steps follows: wait, correct, or
    choose among the plans that ran. A single rank judges its own steps before each step. Several ranks judge the worst
    of their observations when they meet, and change plans at no other time (Note [Ranks]): a single batch size, whose
    answers are awaited at the next meeting.
@@ -17,7 +18,7 @@ Note [PlanTuner]
 5. After two corrections, or earlier if nothing is left to correct, one of the plans that ran is frozen (Note [Turns]).
 6. A frozen plan wakes up after a peak over the budget, after growth of the memory from before the step (the state of an
    optimizer, gradients that accumulate), out of memory, for another batch size, and by `replan`. A plan over the budget
-   runs no further step: the recipes with the smallest peak take over until the answer is there.
+   runs no further step: the recipes with the smallest peak take over until the answer arrives.
 """
 
 import dataclasses
@@ -72,8 +73,8 @@ class _Asked:
     """A question to the solver, and the answer to come.
 
     Attributes:
-        is_due: the answer is taken up as soon as it is there. Among several ranks only after all of them have waited
-            for theirs: some have it early.
+        is_due: the answer is taken up on arrival. Among several ranks only after all ranks have waited for their
+            answers: some arrive early.
         is_void: something else is wanted by now.
     """
 
@@ -160,7 +161,7 @@ class PlanTuner:
 
     @property
     def has_plan(self) -> bool:
-        """Whether the first answer is there."""
+        """Whether the first answer has arrived."""
         return any(size.answer is not None for size in self._sizes.values())
 
     @property
@@ -201,7 +202,7 @@ class PlanTuner:
 
     @property
     def timeline(self) -> Timeline | None:
-        """A measured step of the active plan, if there is one."""
+        """A measured step of the active plan, if any."""
         return self._observer.timeline_of(self._size.trial)
 
     @property
@@ -266,7 +267,7 @@ class PlanTuner:
         self._look_at_memory(condition)
 
     def _meet(self, ranks: Ranks, engine: Engine) -> None:
-        """Decide as all ranks do, by the worst of their observations. An answer is awaited, whoever has it already."""
+        """Decide as all ranks do, by the worst of their observations. An answer is awaited, whichever ranks have theirs."""
         size, trial = self._size, self._size.trial
         own = Observation() if trial is None else trial.own
         worst = ranks.worst(Summary(own, self._condition(engine), self._link_rates.ratios(self._profile.link)))
@@ -366,13 +367,13 @@ class PlanTuner:
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-        size.asks_fallback = self._needs_fallback(size)  # for less: another one
+        size.asks_fallback = self._needs_fallback(size)  # for less memory
         self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
-        size.tried = within  # other than where memory has grown
+        size.tried = within  # unlike where memory has grown
         self._ask_next()
 
     def _choose(self, size: BatchSize, *, may_correct: bool = True) -> None:
-        """No plan is left to ask for: one of those that ran follows (Note [Turns])."""
+        """No plan is left to ask for: a plan that ran follows (Note [Turns])."""
         trial, limit_bytes = size.trial, self.limit_bytes
         if limit_bytes is not None:
             choice = size.choose_within(limit_bytes)
@@ -425,7 +426,7 @@ class PlanTuner:
             self._follow(size, best, f"frozen, {why}")
         best.is_frozen, best.turns = True, 1
         if not best.is_fallback and any(each.is_fallback for each in ran):
-            size.fallback = None  # has lost: no later look at the memory tries it again
+            size.fallback = None  # has lost: no later look at the memory tries the fallback again
         size.tried, size.compares = [], False
 
     def _follow(self, size: BatchSize, trial: Trial, what: str, solving_s: float = 0.0) -> None:
@@ -474,7 +475,7 @@ class PlanTuner:
                 self._apply()
 
     def _ask_next(self) -> None:
-        """Send the next question: for the current size first, one at a time."""
+        """Send the next question, for the current size first, unless an answer is to come."""
         wanting = [size for size in (self._size, *self._sizes.values()) if size.wanted]
         if self._asked is not None or not wanting:
             return

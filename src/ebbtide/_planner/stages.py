@@ -28,7 +28,7 @@ _OTHERS = "other stages"
 _TOLERANCE_BYTES = MIB  # more than the solver's tolerance, a millionth of what a choice takes
 
 
-class _Choice(NamedTuple):
+class _StagePlan(NamedTuple):
     """A plan of a stage. `peak_bytes` come on top of the memory from before the step, and include `held_bytes`, which
     stay while other stages run."""
 
@@ -70,11 +70,11 @@ def _with_base(profile: Profile, base_bytes: int) -> Profile:
     return dataclasses.replace(profile, base_bytes=base_bytes, base=base)
 
 
-def _choices(profile: Profile) -> list[_Choice]:
+def _choices(profile: Profile) -> list[_StagePlan]:
     """The fastest plans of a stage, smallest first."""
     outside = profile.outside.kept_bytes + profile.outside.held_bytes
     return [
-        _Choice(
+        _StagePlan(
             point.budget_bytes,
             point.outcome.peak_bytes - profile.base_bytes,
             profile.graphs * (point.kept_bytes + outside),
@@ -84,7 +84,7 @@ def _choices(profile: Profile) -> list[_Choice]:
     ]
 
 
-def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]:
+def _shared_out(rows: Sequence[Sequence[_StagePlan]], room_bytes: int) -> list[int]:
     """Per stage the number of a choice: the least seconds of all together, by an integer program. A stage gains most
     by a jump over several choices, so no sequence of small gains finds the best."""
     everything = [len(row) - 1 for row in rows]
@@ -118,11 +118,11 @@ def _shared_out(rows: Sequence[Sequence[_Choice]], room_bytes: int) -> list[int]
     return chosen if _fits(rows, chosen, room_bytes) else smallest
 
 
-def _fits(rows: Sequence[Sequence[_Choice]], chosen: Sequence[int], room_bytes: int) -> bool:
+def _fits(rows: Sequence[Sequence[_StagePlan]], chosen: Sequence[int], room_bytes: int) -> bool:
     return _needed_bytes([row[at] for row, at in zip(rows, chosen, strict=True)]) <= room_bytes
 
 
-def _needed_bytes(choices: Sequence[_Choice]) -> int:
+def _needed_bytes(choices: Sequence[_StagePlan]) -> int:
     """The peak of the rank by `choices`, beside the memory from before the step."""
     held_bytes = sum(choice.held_bytes for choice in choices)
     return max(held_bytes - choice.held_bytes + choice.peak_bytes for choice in choices)

@@ -267,7 +267,7 @@ class PlanTuner:
         self._look_at_memory(condition)
 
     def _meet(self, ranks: Ranks, engine: Engine) -> None:
-        """Decide as all ranks do, by the worst of their observations. An answer is awaited, whichever ranks have theirs."""
+        """Decide as all ranks do, by the worst of their observations. All ranks await an answer, early or not."""
         size, trial = self._size, self._size.trial
         own = Observation() if trial is None else trial.own
         worst = ranks.worst(Summary(own, self._condition(engine), self._link_rates.ratios(self._profile.link)))

@@ -32,7 +32,7 @@ from ebbtide._utils.sizes import GIB
 
 RANKS, MICROBATCHES, STEPS = 2, 8, 6
 WARM_UP_STEPS = 8  # the clocks of a cool GPU fall by a percent
-PLANNED_STEPS = 20  # until plans are made and corrected
+MOST_PLANNED = 60  # steps until plans are made, corrected and frozen
 TOKENS, HIDDEN, HEADS, KV_HEADS, FFN = 4096, 4096, 32, 8, 14336
 
 _CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
@@ -147,8 +147,11 @@ def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequ
             handles = [undo.enter_context(ebbtide.offload(m, **settings)) for m in own.modules if settings is not None]
             if handles:
                 undo.callback(ebbtide.pipeline.attach(own.schedule).remove)
-            for _ in range(PLANNED_STEPS if settings is not None and not settings.keys() - {"budget"} else 3):
+            is_planned = settings is not None and not settings.keys() - {"budget"}
+            for k in range(MOST_PLANNED):
                 own.step()
+                if k >= 2 and (not is_planned or _all_frozen(handles)):
+                    break
             found[mode] = _timed(own, handles)
             if settings is not None and "budget" in settings:
                 found[mode]["budget_gib"] = (settings["budget"] - before) / GIB
@@ -156,6 +159,14 @@ def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequ
         ebbtide.release_memory()
     found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
     return found
+
+
+def _all_frozen(handles: list[ebbtide.OffloadHandle]) -> bool:
+    frozen: list[Any] = [all(handle.is_plan_frozen for handle in handles)]
+    if not _is_alone():
+        frozen *= RANKS
+        dist.all_gather_object(frozen, frozen[0])
+    return all(frozen)
 
 
 def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:

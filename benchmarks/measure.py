@@ -1,12 +1,16 @@
 """Times and peaks of steps: medians and quartiles of one mode on one model."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import ebbtide
 from benchmarks.modes import Context
 
 WARM_UP_STEPS = 2
@@ -50,6 +54,15 @@ class Measured:
             "loss": self.steps[-1].loss,
             "grad_checksum": self.grad_checksum,
         }
+
+
+def all_frozen(handles: Sequence[ebbtide.OffloadHandle]) -> bool:
+    """Whether the plans of `handles` are frozen, on all ranks if there are several."""
+    frozen: list[Any] = [all(handle.is_plan_frozen for handle in handles)]
+    if "WORLD_SIZE" in os.environ:
+        frozen *= dist.get_world_size()
+        dist.all_gather_object(frozen, frozen[0])
+    return all(frozen)
 
 
 def merged(parts: Sequence[Measured]) -> Measured:

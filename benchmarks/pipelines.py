@@ -28,6 +28,7 @@ from torch.nn import functional
 
 import ebbtide
 from benchmarks.facts import facts
+from benchmarks.measure import all_frozen
 from ebbtide._utils.sizes import GIB
 
 RANKS, MICROBATCHES, STEPS = 2, 8, 6
@@ -150,7 +151,7 @@ def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequ
             is_planned = settings is not None and not settings.keys() - {"budget"}
             for k in range(MOST_PLANNED):
                 own.step()
-                if k >= 2 and (not is_planned or _all_frozen(handles)):
+                if k >= 2 and (not is_planned or all_frozen(handles)):
                     break
             found[mode] = _timed(own, handles)
             if settings is not None and "budget" in settings:
@@ -159,14 +160,6 @@ def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequ
         ebbtide.release_memory()
     found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
     return found
-
-
-def _all_frozen(handles: list[ebbtide.OffloadHandle]) -> bool:
-    frozen: list[Any] = [all(handle.is_plan_frozen for handle in handles)]
-    if not _is_alone():
-        frozen *= RANKS
-        dist.all_gather_object(frozen, frozen[0])
-    return all(frozen)
 
 
 def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 import ebbtide
 from benchmarks.facts import facts
-from benchmarks.measure import one_step
+from benchmarks.measure import all_frozen, one_step
 from benchmarks.modes import HOST_LIMIT
 from benchmarks.workloads import B_LONG, TINY, Workload, build
 from ebbtide._utils.sizes import GIB
@@ -115,13 +115,11 @@ def _planned(model: torch.nn.Module, loss_of: Loss, steps: int, act_bytes: float
     return found
 
 
-def _timed(
-    model: torch.nn.Module, loss_of: Loss, steps: int, handle: ebbtide.OffloadHandle | None = None
-) -> dict[str, Any]:
+def _timed(model: torch.nn.Module, loss_of: Loss, steps: int, *handles: ebbtide.OffloadHandle) -> dict[str, Any]:
     """`steps` of the model. With a handle once all ranks have a frozen plan."""
     rows: list[Any] = []
-    fewest, most = (3, 3) if handle is None else (FEWEST_PLANNED, MOST_PLANNED)
-    while len(rows) < fewest or (len(rows) < most and not _all_frozen(handle)):
+    fewest = FEWEST_PLANNED if handles else 3
+    while len(rows) < fewest or (len(rows) < MOST_PLANNED and not all_frozen(handles)):
         rows.append(one_step(model, loss_of, torch.enable_grad))
     warm_up = len(rows)
     for _ in range(steps):
@@ -132,14 +130,8 @@ def _timed(
         "peak_gib": max(each.act_peak_bytes for each in rows[warm_up:]) / GIB,
         "steps_ms": [round(each.step_ms, 1) for each in rows],
         "peaks_gib": [each.act_peak_bytes / GIB for each in rows],
-        "is_frozen": _all_frozen(handle),
+        "is_frozen": all_frozen(handles),
     }
-
-
-def _all_frozen(handle: ebbtide.OffloadHandle | None) -> bool:
-    frozen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(frozen, handle is None or handle.is_plan_frozen)
-    return all(frozen)
 
 
 def link(device: torch.device) -> dict[str, Any]:

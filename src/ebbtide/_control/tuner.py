@@ -514,14 +514,14 @@ class PlanTuner:
         may_wait = first is not None and self._ranks is None and size is self._size and not (at_once or asked.is_void)
         if may_wait and first is not None and not first.seen.is_complete:
             return
-        is_refused = isinstance(asked.answer.exception(), PlanError) and not (asked.is_void or at_once or self._waits)
-        if is_refused and size.trial is None and limit_bytes is not None:
+        is_refused, may_run = isinstance(asked.answer.exception(), PlanError), not (at_once or self._waits)
+        if is_refused and may_run and not asked.is_void and size.trial is None and limit_bytes is not None:
             size.trial = Trial(self._first)  # of a stage, which has no fallback: the recipes may fit all the same
             return
         self._asked = None
         if asked.is_void:
             return
-        if first is not None and first.is_measured(limit_bytes) and isinstance(asked.answer.exception(), PlanError):
+        if is_refused and first is not None and first.is_measured(limit_bytes):
             self._learn_from_first(size, first)  # they fit: less is needed than was predicted
             self._want(size, "the recipes with the smallest peak fit")
             return
@@ -626,8 +626,9 @@ class PlanTuner:
             # Keeping everything may run while a plan is solved, and may not fit a larger batch.
             ran = (trial for each in self._sizes.values() for trial in (each.trial, *reversed(each.tried)))
             found = next((trial for trial in ran if trial is not None and not trial.plan.keeps_all), None)
-        may_move = self.limit_bytes is None and self._only_moves
-        plan = found.plan if found is not None else None if may_move else self._first
+        plan = None if found is None else found.plan
+        if plan is None and (self.limit_bytes is not None or not self._only_moves):
+            plan = self._first
         if plan is not None:
             is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)

@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -18,6 +19,7 @@ from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
 from benchmarks.zoo.models import ZOO, built
 from ebbtide._devices.accelerator import AcceleratorDevice
+from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.sizes import GIB
 
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
@@ -131,15 +133,21 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
     try:
         with _pinning() as pinned:
             steps: list[Step] = []
-            while len(steps) < FIRST or (len(steps) < MOST and not handle.is_plan_frozen):
+            collecting_s = [full_collections()[1]]  # of Python's garbage collector, by the end of each step
+            early = None
+            while early is None or len(steps) < early + count:
                 steps.append(one_step(model, loss_of, contextlib.nullcontext))
-            steady = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(count)]
-        early, is_frozen, predicted = len(steps), handle.is_plan_frozen, handle.plan.predicted
-        steps += steady
+                collecting_s.append(full_collections()[1])
+                if early is None and len(steps) >= FIRST and (len(steps) == MOST or handle.is_plan_frozen):
+                    early = len(steps)
+        is_frozen, predicted = handle.is_plan_frozen, handle.plan.predicted
     finally:
         handle.remove()
         tidy()
+    steady = steps[early:]
     typical_ms = _median(steady)
+    collecting_ms = [(after_s - before_s) * 1e3 for before_s, after_s in itertools.pairwise(collecting_s)]
+    later_ms = [(step.step_ms, step.step_ms - ms) for step, ms in zip(steps, collecting_ms, strict=True)][FIRST:]
     return {
         "step_ms": typical_ms,
         "peak_gib": _peak(steady) / GIB,
@@ -153,7 +161,8 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         "pinned_gib": sum(nbytes for _, nbytes in pinned) / GIB,
         "frozen_after": early if is_frozen else None,
         "cost_until_frozen_s": sum(step.step_ms - typical_ms for step in steps[:early]) / 1e3,
-        "slowest_later": max(step.step_ms for step in steps[FIRST:]) / typical_ms,
+        "slowest_later": max(ms for ms, _ in later_ms) / typical_ms,
+        "slowest_later_without_collections": max(ms for _, ms in later_ms) / typical_ms,
         "steps_ms": [round(step.step_ms, 1) for step in steps],
         "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],
     }

@@ -28,6 +28,18 @@ def answers(stages, budget_bytes):
     ]
 
 
+def smallest_budget(stages):
+    """Of all together, which the answer for any of them tells."""
+    return answer_for_stage(Question(stages[0], 10**12, beside=((), tuple(stages[1:])))).smallest_bytes
+
+
+@pytest.fixture(scope="module")
+def three():
+    """Stages, and the smallest budget for them."""
+    stages = [stage(), stage(3, 2, backward_s=40 * MS), stage(2, 1)]
+    return stages, smallest_budget(stages)
+
+
 def held_bytes(step, plan):
     """Of all graphs in flight, while another stage runs."""
     kept = sum(option_for(each, plan.regions[each.name].recipe).kept_bytes for each in step.regions)
@@ -42,9 +54,8 @@ def test_a_stage_alone_gets_the_whole_budget():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-def test_stages_fit_the_budget_together(share):
-    stages = [stage(), stage(3, 2, backward_s=40 * MS), stage(2, 1)]
-    least = answers(stages, 10**12)[0].smallest_bytes
+def test_stages_fit_the_budget_together(share, three):
+    stages, least = three
     most = 2000 * MB + sum(each.graphs * len(each.regions) * 300 * MB for each in stages)
     budget_bytes = int(least + share * (most - least))
     plans = [each.plan for each in answers(stages, budget_bytes)]
@@ -58,7 +69,7 @@ def test_more_goes_to_the_stage_that_gains_more():
     stages = [stage(), stage(recompute_s=40 * MS)]
     link = dataclasses.replace(stages[0].link, out=1e8, back=1e8)  # nothing to be won by moves
     stages = [dataclasses.replace(each, link=link) for each in stages]
-    least = answers(stages, 10**12)[0].smallest_bytes
+    least = smallest_budget(stages)
     first, second = (each.plan for each in answers(stages, least + 1500 * MB))
     assert held_bytes(stages[0], first) < held_bytes(stages[1], second)
 
@@ -96,7 +107,7 @@ def test_room_that_a_better_choice_misses_by_little_is_used_all_the_same(missing
 
 def test_a_share_is_for_good():
     stages = [stage(), stage(3, 2, backward_s=40 * MS)]
-    least = answers(stages, 10**12)[0].smallest_bytes
+    least = smallest_budget(stages)
     question = Question(stages[0], least + 1500 * MB, beside=((), (stages[1],)))
     share = answer_for_stage(question).share
     again = answer_for_stage(dataclasses.replace(question, budget_bytes=least + 1600 * MB, share=share))
@@ -116,7 +127,7 @@ def test_memory_measured_beside_other_stages_counts_once():
 def test_a_budget_too_small_for_all_together_names_the_others():
     step = dataclasses.replace(stage(), outside=outside(kept_bytes=200 * MB))
     alone = Solver(step).smallest_budget()
-    assert answers([step, step], 10**12)[0].smallest_bytes == alone + 3 * 200 * MB
+    assert smallest_budget([step, step]) == alone + 3 * 200 * MB
     with pytest.raises(PlanError, match="other stages"):
         answers([step, step], alone)
 

@@ -232,7 +232,7 @@ V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPip
 ALL = {**SCHEDULES, **LOOPED, **V_SHAPED}
 NEWEST_BYTES = 8192  # of a block, the tensor saved last
 GRAPH_BYTES = 60 * 1024  # hardly more than a microbatch saves in a stage of three blocks
-STEPS = 12  # plans within a budget change until the twentieth
+STEPS = 20
 BATCHES = 4  # weights stay, hence steps of equal batches have equal gradients
 
 
@@ -327,9 +327,8 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attach
         expected = [twin.step(k) for k in range(BATCHES)]
         pipeline = Pipeline(name, rank, ranks, **(settings or half_the_room(name, rank, ranks)))
         attached = ebbtide.pipeline.attach(pipeline.schedule, keeps_split=keeps_split) if is_attached else None
-        steps = 20 if settings is None else STEPS
         is_equal, counts, alive, held, on_demand = True, [], [], [], []
-        for k in range(steps):
+        for k in range(STEPS):
             before = pipeline.totals()  # and reads timings: those not read stay, up to a limit
             gc.collect()
             counts.append(count(is_ours))
@@ -343,7 +342,7 @@ def by_every_schedule(rank, folder, ranks, settings, names=tuple(ALL), is_attach
         gc.collect()
         counts.append(count(is_ours))
         # Plans that change, and times that are measured, take objects in some steps; a leak takes them in all.
-        far = BATCHES if settings is None else steps - BATCHES
+        far = BATCHES if settings is None else STEPS - BATCHES
         grown = min(later - before for before, later in zip(counts[BATCHES:], counts[BATCHES + far :], strict=False))
         stats = [handle.stats() for handle in pipeline.handles]
         moves = [each.out.count + each.recomputed.count > 0 for each in stats]

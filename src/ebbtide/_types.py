@@ -66,7 +66,6 @@ class Wait(enum.Enum):
 
     READY = "outbound waits for compute to have written the source"
     LANDED = "compute waits for the copy out before the source may be freed"
-    READ = "compute waits for operators of other compute streams that saved the source, before it may be freed"
     ROOM = "inbound waits for compute to be done with the block it is given"
     ARRIVED = "compute waits for the copy in before it reads"
     WRITTEN = "inbound waits for the copy out, when it fetches for a stream that has not waited for it"

@@ -17,6 +17,7 @@ from ebbtide._devices.sim import SimDevice
 from ebbtide._engine import engine as engine_module
 from ebbtide._engine import pack_bits
 from ebbtide._engine.geometry import geometry_of, make_dense, span_of
+from ebbtide._engine.lane import Outbound
 from ebbtide._stores.mock import MockStore
 from ebbtide._types import Reason
 
@@ -364,30 +365,74 @@ def test_a_mask_changed_between_two_uses_is_two_parcels(rig):
 # -- several compute streams -------------------------------------------------------------------------------------------
 
 
+def _has_waited(save_of):
+    """Whether the possibly allocating stream waits until another stream has packed or gathered a saved tensor."""
+    device = SimDevice()
+    rig = Rig(device)
+    keep_home, _, _ = save(rig.context, torch.ones(5))
+    outer = device.current_stream()
+    with device.compute_on("left") as left:
+        before = left.tick()
+        loss, _, _ = save(rig.context, save_of())
+        has_waited = outer.clock.get("left", 0) > before
+    del keep_home, loss
+    return has_waited
+
+
 SAVES = {"mask": lambda: mask_of(40, 80), "column": lambda: Data(CPU).tensor(64, 128)[:, 5]}
 
 
-@pytest.mark.parametrize("kind", SAVES)
-def test_beside_a_second_compute_stream_memory_travels_as_it_is(kind):
-    """Packed or gathered, nothing would hold it until the operator has read it: another stream may have allocated it.
+def _window_stays_open(monkeypatch):
+    """No release makes the streams wait for each other."""
+    monkeypatch.setattr(Outbound, "make_room", lambda self, window, spared: [])
 
-    Autograd would have held it until backward.
-    """
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_other_compute_streams_wait_until_a_saved_tensor_was_read(kind, monkeypatch):
+    """Autograd would have held the tensor until backward; now the owner stream may reuse the memory at once."""
+    _window_stays_open(monkeypatch)
+    assert _has_waited(SAVES[kind])
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_the_missing_wait_is_seen(kind, monkeypatch):
+    _window_stays_open(monkeypatch)
+    monkeypatch.setattr(Outbound, "was_read", lambda self, owner_stream: None)
+    assert not _has_waited(SAVES[kind])
+
+
+def test_bits_are_shared_within_a_stream_only():
     device = SimDevice()
-    rig = Rig(device, window=10**6)
-    t = SAVES[kind]()
-    small = 400 if kind == "mask" else 256
-    first, *_ = save(rig.context, t)
-    assert sent_and_shared(rig.stats) == (small, 0)
+    rig = Rig(device)
+    mask = mask_of(40, 80)
+    first, *_ = save(rig.context, mask)
     with device.compute_on("left"):
-        second, seen, _ = save(rig.context, t)
-        third, *_ = save(rig.context, t)
-    # `third` shares the parcel of `second`, and the two saved results of each exp share a parcel.
-    assert rig.stats.parcels.nbytes == small + t.untyped_storage().nbytes() + 3 * PUSHED_BY_NBYTES
-    assert rig.stats.shared.count == 1 + 3
+        second, seen, _ = save(rig.context, mask)
+        assert rig.stats.packed.count == 2
+        third, *_ = save(rig.context, mask)
+        assert rig.stats.packed.count == 2
     for loss in (first, second, third):
         loss.backward()
-    assert torch.equal(seen[0], t)
+    assert torch.equal(seen[0], mask)
+    del first, second, third, loss
+    rig.check_at_rest()
+    assert device.faults == []
+
+
+def test_a_gathered_view_is_shared_within_a_stream_only():
+    device = SimDevice()
+    rig = Rig(device)
+    column = Data(CPU).tensor(64, 128)[:, 5]
+    first, *_ = save(rig.context, column)
+    assert sent_and_shared(rig.stats) == (256, 0)
+    with device.compute_on("left"):
+        second, seen, _ = save(rig.context, column)
+        third, *_ = save(rig.context, column)
+    # The two `left` tensors share a parcel, and the two saved results of each exp share a parcel.
+    assert (rig.stats.parcels.count, rig.stats.shared.count) == (2 + 3, 1 + 3)
+    for loss in (first, second, third):
+        loss.backward()
+    assert torch.equal(seen[0], column)
     del first, second, third, loss
     rig.check_at_rest()
     assert device.faults == []

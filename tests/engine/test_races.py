@@ -87,14 +87,6 @@ def other_compute_streams_do_not_wait(patch):
     patch(Outbound, "join", mutant)
 
 
-def operators_end_when_they_save(patch):
-    patch(Outbound, "_is_running", lambda self, operator: False)
-
-
-def other_compute_streams_are_unknown(patch):
-    patch(Outbound, "has_others", lambda self, stream: False)
-
-
 def block_given_back_when_released(patch):
     release = Outbound._release
 
@@ -168,8 +160,6 @@ MUTATIONS = [
     source_dropped_at_death,
     arrival_dropped_at_death,
     other_compute_streams_do_not_wait,
-    operators_end_when_they_save,
-    other_compute_streams_are_unknown,
     block_given_back_when_released,
     last_reader_forgotten,
     other_streams_share_the_owners_copy,

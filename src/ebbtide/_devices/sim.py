@@ -202,11 +202,6 @@ class SimDevice(HostDevice):
             self._compute.pop()
             self.wait(outer, self.record(stream), Wait.READY)
 
-    def reads(self, t: torch.Tensor) -> None:
-        """Compute on the current stream reads `t`, and has written `t` if nothing else has touched it so far."""
-        stream = self.current_stream()
-        self._check(self._bytes_of(t, stream), stream, stream.tick(), is_write=False, what="compute reads")
-
     def finish(self) -> None:
         """Run all queued tasks, like a synchronisation at the end of a step."""
         while any(self._run_head(lane) for lane in self._lanes):

@@ -93,32 +93,35 @@ class Engine:
             storage = t.untyped_storage()
             if self._has_held and storage in self._held:
                 return Reason.HELD
-            span = self._held_span(span_of(t, storage.nbytes()), storage)
+            span = span_of(t, storage.nbytes())
             counter = version_alias(t)
             token = self._find(t, storage, span)
             if token is None:
-                span = self._held_span(span_of_part(t, span, storage.nbytes()), storage)
+                span = span_of_part(t, span, storage.nbytes())
                 made = self._make(t, storage, span, counter, region_call, region_call.site(index))
                 if isinstance(made, Reason):
                     return made
                 token = made
             else:
-                self._share(token.parcel, span, region_call)
+                _share(token.parcel, span, region_call)
             return Ticket(token, geometry_of(t, token.parcel.span), counter, t._version, region_call.limits)
 
     def join(self, t: torch.Tensor, region_call: RegionCall) -> Ticket | None:
         """A ticket for `t`, which need not leave, if the bytes of `t` leave for another saved tensor: the parcel frees
         no memory as long as anything holds the storage. `select` has accepted `t`.
+
+        None on another stream than the parcel's: the memory is freed in the order of the owner stream, which knows
+        nothing of kernels that read the storage here.
         """
         storage = t.untyped_storage()
         if storage._cdata not in self._by_storage:
             return None
         with self.lock:
-            span = self._held_span(span_of(t, storage.nbytes()), storage)
+            span = span_of(t, storage.nbytes())
             token = self._find(t, storage, span)
-            if token is None:
+            if token is None or token.parcel.owner_stream != self.device.current_stream():
                 return None
-            self._share(token.parcel, span, region_call)
+            _share(token.parcel, span, region_call)
             return Ticket(token, geometry_of(t, token.parcel.span), version_alias(t), t._version, region_call.limits)
 
     def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> LifetimeToken | None:
@@ -129,6 +132,7 @@ class Engine:
             if token is None:
                 continue
             parcel = token.parcel
+            held = parcel.span
             if (
                 parcel.source_ref() is storage
                 # Two checks: `t` may have another version counter than the parcel's first saved tensor (x and x.data).
@@ -138,19 +142,13 @@ class Engine:
                     or all(c._version == read for c, read in parcel.extra_version_checks)
                 )
                 and _has_bytes_of(parcel, t, span)
-                # Once released, gathered or packed, the storage may be freed before another stream has read it.
-                and (parcel.source is storage or not self._outbound.has_others(self.device.current_stream()))
+                # The owner stream gathered or packed the bytes, and no second compute stream waited.
+                and (not (held.is_gathered or held.is_bits) or parcel.owner_stream == self.device.current_stream())
                 # Equal versions of two counters prove nothing: unsafe_chunk() gives each part a new counter.
                 and (version == 0 or share_version_counter(parcel.counter, t))
             ):
                 return token
         return None
-
-    def _share(self, parcel: Parcel, span: Span, region_call: RegionCall) -> None:
-        """One more saved tensor, with the bytes of `span`, shares the parcel."""
-        parcel.stands_by &= region_call.stands_by
-        region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, parcel.nbytes))
-        self._outbound.saved_on(self.device.current_stream(), parcel)
 
     def _make(
         self,
@@ -168,7 +166,7 @@ class Engine:
         source = storage
         owner_stream = self.device.current_stream()
         if span.is_gathered or span.is_bits:
-            source, span = self._make_dense(t, storage, span)
+            source, span = self._make_dense(t, storage, span, owner_stream)
         parcel = Parcel(self, region_call, site, storage, source, span, counter, owner_stream)
         token = LifetimeToken(parcel)
         parcel.ref = ref = TokenRef(token, _ended)
@@ -214,23 +212,16 @@ class Engine:
             parcel.recorder.stats.failed.add(parcel.nbytes)
             parcel.tell(EventKind.NOT_MOVABLE)
 
-    def _held_span(self, span: Span, storage: torch.UntypedStorage) -> Span:
-        """The whole storage instead of gathered or packed bytes, if another compute stream may have allocated it.
-
-        Nothing would hold the storage until the operator that saves it has read it.
-        """
-        if (span.is_gathered or span.is_bits) and self._outbound.has_others(self.device.current_stream()):
-            return Span(0, storage.nbytes(), False, False)
-        return span
-
     def _make_dense(
-        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span
+        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, owner_stream: Stream
     ) -> tuple[torch.UntypedStorage, Span]:
         """Dense memory instead of `storage`; the whole storage if the device has no room for the dense memory."""
         try:
-            return make_dense(t, span), span
+            source = make_dense(t, span)
         except torch.OutOfMemoryError:
             return storage, Span(0, storage.nbytes(), False, False)
+        self._outbound.was_read(owner_stream)
+        return source, span
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -572,6 +563,12 @@ def _ended(ref: "weakref.ref[LifetimeToken]") -> None:
 
 def _is_of(token: LifetimeToken | None, storage: torch.UntypedStorage) -> bool:
     return token is not None and token.parcel.source_ref() is storage
+
+
+def _share(parcel: Parcel, span: Span, region_call: RegionCall) -> None:
+    """One more saved tensor, with the bytes of `span`, shares the parcel."""
+    parcel.stands_by &= region_call.stands_by
+    region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, parcel.nbytes))
 
 
 def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:

@@ -7,9 +7,7 @@ stream.
 1. Owner stream: a parcel remembers the compute stream of the save. Device memory of the parcel, before and after the
    journey, is allocated and freed in the order of the owner stream.
 2. Release: the owner stream waits for `landed`, and ebbtide's reference is dropped. Reuse of the memory runs after the
-   copy. All compute streams in use wait: the saving stream may not be the allocating stream. For the same reason they
-   wait for the operators of other streams that saved the memory: autograd would have held it until backward. (Later
-   operators are the user's to order, as without ebbtide.)
+   copy. All compute streams in use wait: the saving stream may not be the allocating stream.
 3. Fetch: the block is allocated on the owner stream, and inbound waits for the owner stream's present point. Earlier
    work on the memory is done when the copy writes.
 4. Arrival: the reading stream waits for `arrived`. A reader other than the owner gets a private block: the owner could
@@ -26,16 +24,14 @@ Captures (captures.py) have no times: all waits are made, and no event is querie
 import weakref
 from collections import deque
 from collections.abc import Container, Sequence
-from threading import get_ident
 
 import torch
 
 from ebbtide._engine.context import Forward
-from ebbtide._engine.parcel import LifetimeToken, Location, Operator, Parcel
+from ebbtide._engine.parcel import LifetimeToken, Location, Parcel
 from ebbtide._errors import StoreError, StoreFullError
 from ebbtide._types import Block, Device, Store, Stream, StreamEvent, Wait
 from ebbtide._utils.storage import as_bytes
-from ebbtide._utils.torch_private import next_node
 from ebbtide._utils.tracing import profiler, span
 
 
@@ -69,7 +65,6 @@ class Outbound(_Lane):
         self._resident = 0
         # Every owner stream so far. torch hands out streams from a small pool, hence a short list.
         self._owner_streams: list[Stream] = []
-        self._operators: dict[tuple[Stream, int], Operator] = {}  # the last of each stream and thread
         self._compute_point: StreamEvent = None  # compute's present point, if recorded for the latest saved tensor
         self.resident_bytes = 0
         self._resident_of: dict[int, int] = {}  # the same by the number of the forward
@@ -87,7 +82,8 @@ class Outbound(_Lane):
             self._queue = deque(ref for ref in self._queue if _is_waiting(ref()))
         self._queue.append(parcel.ref)
         self._resident += 1
-        self.saved_on(parcel.owner_stream, parcel)
+        if parcel.owner_stream not in self._owner_streams:
+            self._owner_streams.append(parcel.owner_stream)
         parcel.queue()
         self.resident_bytes += parcel.nbytes
         forward = parcel.region_call.forward.number
@@ -138,29 +134,17 @@ class Outbound(_Lane):
             raise
         return True
 
-    def has_others(self, stream: Stream) -> bool:
-        """Whether a compute stream other than `stream` has saved tensors."""
-        return any(known != stream for known in self._owner_streams)
+    def was_read(self, owner_stream: Stream) -> None:
+        """A saved tensor was gathered or packed on `owner_stream`: all compute streams wait for the read.
 
-    def saved_on(self, stream: Stream, parcel: Parcel) -> None:
-        """The running operator, of compute stream `stream`, saves bytes of `parcel`."""
-        if stream not in self._owner_streams:
-            self._owner_streams.append(stream)
-        if len(self._owner_streams) == 1:
-            return
-        thread, node = get_ident(), next_node()
-        last = self._operators.get((stream, thread))
-        if last is None or last.node != node:
-            if last is not None:
-                last.end = self._device.record(stream)
-            last = self._operators[stream, thread] = Operator(stream, thread, node)
-        if last not in parcel.operators:
-            parcel.operators += (last,)
-
-    def _is_running(self, operator: Operator) -> bool:
-        if self._operators[operator.stream, operator.thread] is not operator:
-            return False
-        return operator.thread != get_ident() or operator.node == next_node()
+        Without ebbtide autograd would hold the tensor until backward; now the memory may be freed at once, in the
+        order of any compute stream.
+        """
+        point: StreamEvent = None
+        for stream in self._owner_streams:
+            if stream != owner_stream:
+                point = self._device.record(owner_stream) if point is None else point
+                self._device.wait(stream, point, Wait.LANDED)
 
     def make_room(self, window_bytes: int, spared: int) -> list[Parcel]:
         """Release the oldest until `window_bytes` hold the rest; the `spared` newest stay in any case.
@@ -168,20 +152,15 @@ class Outbound(_Lane):
         Returns the parcels that could not leave and stay on the device.
         """
         not_movable: list[Parcel] = []
-        running: list[weakref.ref[LifetimeToken]] = []
         released: Parcel | None = None
         point = self._compute_point
         last: StreamEvent = None
         supports_timing, is_late = self._device.supports_timing, False
         while self.resident_bytes > window_bytes and len(self._queue) > spared:
-            ref = self._queue.popleft()
-            token = ref()
+            token = self._queue.popleft()()
             if token is None or token.parcel.location is not Location.LEAVING:
                 continue
             parcel = token.parcel
-            if any(map(self._is_running, parcel.operators)):
-                running.append(ref)  # leaves when the kernel that reads the source has been queued
-                continue
             point = self._device.record(parcel.owner_stream) if point is None else point
             self.leave(parcel)
             if supports_timing:
@@ -190,7 +169,6 @@ class Outbound(_Lane):
                 released, last = parcel, parcel.landed
             else:
                 not_movable.append(parcel)
-        self._queue.extendleft(reversed(running))
         self._compute_point = None  # compute continues, also past a release that had to send
         if released is not None and is_late:
             released.recorder.time_stall(self._device, point, last, released.site.region, is_forward=True)
@@ -209,24 +187,12 @@ class Outbound(_Lane):
                 return False
             for stream in self._owner_streams:
                 self._device.wait(stream, parcel.landed, Wait.LANDED)
-            if len(self._owner_streams) > 1:
-                self._await_operators(parcel)
         except StoreError as error:
             self.take_back(parcel)
             parcel.recorder.warn_store_failed(error)
             return False
         parcel.release()
         return True
-
-    def _await_operators(self, parcel: Parcel) -> None:
-        ends = [(operator.stream, operator.end) for operator in parcel.operators]
-        if all(stream != parcel.owner_stream for stream, _ in ends):  # the save came before a second stream's first
-            ends.append((parcel.owner_stream, None))
-        for saving, end in ends:
-            end = self._device.record(saving) if end is None else end
-            for stream in self._owner_streams:
-                if stream != saving:
-                    self._device.wait(stream, end, Wait.READ)
 
     def take_back(self, parcel: Parcel) -> None:
         """Forget a failed copy. The source is untouched."""

@@ -175,24 +175,6 @@ class TokenRef(weakref.ref[LifetimeToken]):
     parcel: "Parcel | None"
 
 
-class Operator:
-    """An operator that saves tensors: the hooks run before its kernel is queued, or behind.
-
-    Attributes:
-        stream: compute stream of the operator.
-        node: number that autograd's next node will have. The number grows with the next operator of the thread.
-        end: point of `stream` behind the operator, or None if not recorded.
-    """
-
-    __slots__ = ("end", "node", "stream", "thread")
-
-    def __init__(self, stream: Stream, thread: int, node: int) -> None:
-        self.stream = stream
-        self.thread = thread
-        self.node = node
-        self.end: StreamEvent = None
-
-
 class Location(enum.Enum):
     """Location of the bytes of a parcel.
 
@@ -235,7 +217,6 @@ class Parcel:
         is_ahead: chosen for a fetch before any need, and counted by the engine until the need.
         stands_by: saved by calls that stand by alone; see `RegionCall`.
         gathered: the gathered view; None if the bytes travel as stored.
-        operators: that saved the bytes, since a second compute stream saved anything.
         extra_version_checks: further version counters of the bytes, with the versions at the save. A later saved
             tensor shares the parcel only if no version has changed.
     """
@@ -258,7 +239,6 @@ class Parcel:
     ref: TokenRef | None = None
     gathered: Geometry | None = None
     extra_version_checks: tuple[tuple[torch.Tensor, int], ...] = ()
-    operators: tuple[Operator, ...] = ()
     stands_by: bool = field(init=False)
     recorder: StatsRecorder = field(init=False)
     start: int = field(init=False)

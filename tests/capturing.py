@@ -131,6 +131,7 @@ class CapturedSim:
         self.record = whole.record
         self.wait = whole.wait
         self.copy = whole.copy
+        self.mark_used = whole.mark_used
         self.is_done = whole.is_done  # refuses
         self.seconds_between = whole.seconds_between
 

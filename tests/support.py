@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from capturing import CapturingSim
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide._config import OffloadConfig
@@ -329,6 +330,26 @@ def _older_graph_on_side_stream(program, context, side, results):
     results.append(older.detach())
 
 
+def _read_aside(program, context, side, results):
+    """A side stream saves what the main stream has made, and another one goes on without waiting for it."""
+    with context, side.watched():
+        x = (program.batch @ program.weights[0]).sin()
+        away = x.exp()
+        here = away.exp()
+        new, other, gathered, packed = x + 1.0, x + 2.0, x + 3.0, x > 0.3
+    point = side.point()
+    with side():
+        with context, side.watched():
+            read = (away * here).masked_fill(packed, 1.0).sum() + (gathered[:, 1] * gathered[:, 2]).sum()
+            read = read + (new * other).sum()  # last: nothing behind makes the main stream wait for its kernel
+        del x, away, here, new, other, gathered, packed
+        with side(after=point):
+            loss = program.forward(context, side)
+    read.backward()
+    loss.backward()
+    results += [read.detach(), loss.detach()]
+
+
 def _two_versions(program, context, side, results):
     """One storage saved before and after an in-place change; only the later graph runs backward."""
     with context:
@@ -386,7 +407,7 @@ def _modified_late(program, context, side, results):
 
 _STEPS = [
     _plain, _plain, _inside, _accumulate, _first_in_first_out, _last_in_first_out, _retained, _dropped, _partial,
-    _on_side_stream, _older_graph_on_side_stream, _two_versions,
+    _on_side_stream, _older_graph_on_side_stream, _read_aside, _two_versions,
     _explodes_in_forward, _explodes_in_backward, _modified, _modified_late,
 ]  # fmt: skip
 
@@ -399,6 +420,9 @@ class OneStream:
 
     def point(self):
         return None
+
+    def watched(self):
+        return contextlib.nullcontext()
 
 
 class SideStreams:
@@ -413,6 +437,29 @@ class SideStreams:
 
     def point(self):
         return self._device.record(self._device.current_stream())
+
+    def watched(self):
+        return _Watched(self._device)
+
+
+class _Watched(OperatorMode):
+    """The simulator sees what operators inside read and make, behind the hooks of saved inputs."""
+
+    def __init__(self, device: SimDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._touch((args, kwargs))
+        out = func(*args, **kwargs)
+        self._touch(out)
+        return out
+
+    def _touch(self, values):
+        for t in tree_leaves(values):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes():
+                self._device.touch(t)
 
 
 def explore(seed: int) -> str | None:

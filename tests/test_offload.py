@@ -217,16 +217,19 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("is_aside", [False, True])
-def test_nothing_is_shared_with_another_stream(is_aside):
-    """The memory is freed in the order of the stream that saved first, which knows nothing of the other's kernels."""
+def test_what_leaves_is_shared_with_another_stream(is_aside):
     rig = HandleRig(SimDevice(0, "late"))
     model = Aside(functools.partial(rig.device.compute_on, "side") if is_aside else contextlib.nullcontext)
     context = HookContext(rig.hook_context.limits, lambda _: True)
     handle = OffloadHandle(model, OffloadConfig(include=("gate",)), rig.engines, context)
     handle._install()
-    model(torch.randn(64, 64, requires_grad=True)).sum()
-    assert handle.stats().parcels.count == 1
-    assert handle.stats().shared.count == (not is_aside)
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x).sum().backward()
+    twin = x.detach().clone().requires_grad_()
+    (twin + 1.0).sigmoid().sin().sum().backward()
+    assert (handle.stats().parcels.count, handle.stats().shared.count) == (1, 1)
+    assert torch.equal(x.grad, twin.grad)
+    assert rig.device.faults == []
 
 
 def test_keep_last_keeps_the_last_blocks():

@@ -131,6 +131,12 @@ class Device(Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Queue dst <- src (uint8, equal shapes) on `stream`. The caller keeps both alive until a later event."""
 
+    def mark_used(self, t: torch.Tensor, stream: Stream) -> None:
+        """`stream` uses the memory of `t`: once freed, it is reused behind all work that `stream` has queued by then.
+
+        No effect for the stream that owns the memory, in whose order it is freed anyway.
+        """
+
     def matches_capture(self) -> bool:
         """Whether the current stream may meet streams and events of the object.
 

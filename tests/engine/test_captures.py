@@ -295,6 +295,21 @@ def test_a_lane_that_nobody_joined_ends_the_capture():
     del loss
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_copies_for_another_stream_are_joined_without_a_backward(device, dies):
+    """The stream has been joined when its last saved tensors leave, or die with their copies under way."""
+    rig = Rig(device, small_store, window=2500)
+    for seed in range(3):  # no site is expected to be needed early, or its copy would not begin
+        forward(rig.context, model(seed))
+    with device.capture():
+        with device.compute_on("left"):
+            aside = forward(rig.context, model())
+        if dies:
+            del aside
+        else:
+            rig.engines.on(CPU).release_down_to(0)
+
+
 def test_an_eager_graph_may_die_in_a_capture(device):
     rig = Rig(device, small_store, window=1 << 20)
     weights = model()

@@ -77,14 +77,8 @@ def arrival_dropped_at_death(patch):
     patch(Inbound, "abandon", lambda self, parcel: None)
 
 
-def other_compute_streams_do_not_wait(patch):
-    join = Outbound.join
-
-    def mutant(self, parcel):
-        join(self, parcel)
-        self._owner_streams = self._owner_streams[:1]
-
-    patch(Outbound, "join", mutant)
+def saving_streams_are_not_marked(patch):
+    patch(SimDevice, "mark_used", lambda self, t, stream: None)
 
 
 def block_given_back_when_released(patch):
@@ -159,7 +153,7 @@ MUTATIONS = [
     source_dropped_when_sent,
     source_dropped_at_death,
     arrival_dropped_at_death,
-    other_compute_streams_do_not_wait,
+    saving_streams_are_not_marked,
     block_given_back_when_released,
     last_reader_forgotten,
     other_streams_share_the_owners_copy,

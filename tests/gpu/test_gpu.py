@@ -403,6 +403,36 @@ def test_streams_in_turns_within_one_forward():
     check_moved(context.stats())
 
 
+def test_memory_read_on_another_stream_is_not_reused_before():
+    """Main and side stream save `x`; the side stream reads it late, when main has released it and asks for memory."""
+    data, side = Data(GPU, 3), torch.cuda.Stream()
+    weights = [data.tensor(1024, 1024) for _ in range(3)]
+    origin = data.tensor(1024, 1024) * 0.1
+
+    def run(context):
+        leaves = [weight.clone().requires_grad_() for weight in weights]
+        with context:
+            x = origin.clone()
+            mains = x * leaves[0]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000_000)  # a tenth of a second
+                aside = x * leaves[1]
+            del x
+            mains = (mains.exp() * leaves[2]).exp().sum()  # `x` leaves
+        filled = [torch.full_like(weights[0], torch.nan) for _ in range(8)]
+        torch.cuda.current_stream().wait_stream(side)
+        loss = mains + aside.sum()
+        del filled
+        loss.backward()
+        torch.cuda.synchronize()
+        return [loss.detach(), aside.detach(), *(leaf.grad for leaf in leaves)]
+
+    context = new_context()
+    same(run, context)
+    check_moved(context.stats())
+
+
 def test_two_threads_share_an_engine():
     models = [make(Tower, GPU, seed) for seed in range(2)]
     twins = copy.deepcopy(models)

@@ -74,6 +74,8 @@ class AcceleratorDevice:
         self.torch_device = torch.device(device.type, index)
         self._index = index
         self._asks_for_capture = device.type == "cuda"
+        # cudaMallocAsync warns about marks without effect, and refuses memory of others. Other allocators ignore marks.
+        self._marks = device.type != "cuda" or torch.cuda.memory.get_allocator_backend() == "native"
         self._near_cpus = cpus_near(self.torch_device)
         self._new_event = functools.partial(torch.Event, self.torch_device, enable_timing=self.supports_timing)
         self._events = EventPool(self._new_event)
@@ -136,6 +138,11 @@ class AcceleratorDevice:
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> None:
         with stream:
             dst.copy_(src, non_blocking=True)
+
+    def mark_used(self, t: torch.Tensor, stream: torch.Stream) -> None:
+        if self._marks:
+            t = as_bytes(t.untyped_storage()) if t.is_conj() or t.is_neg() else t  # torch resolves lazy bits in a copy
+            t.record_stream(stream)
 
     def matches_capture(self) -> bool:
         return not (self._asks_for_capture and cuda_is_capturing())

@@ -149,6 +149,9 @@ class HostDevice:
     def spin(self, stream: Stream, seconds: float) -> None:
         pass
 
+    def mark_used(self, t: torch.Tensor, stream: Stream) -> None:
+        pass  # the calling thread is done with `t` before it goes on
+
     def matches_capture(self) -> bool:
         return True  # a host records no graphs
 

@@ -8,7 +8,8 @@ Note [What the simulator models]
    reports a fault. Fresh blocks and host memory are filled with poison too.
 3. A vector clock per stream finds races that values cannot show, above all compute that runs behind the host: waits
    must order every two accesses to the same bytes, one of them a write. An allocation counts as a write by the owner,
-   and so does the end of a block, because the memory may belong to a new block from then on.
+   and so does the end of a block, because the memory may belong to a new block from then on: behind all work that the
+   streams marked as users of the memory have queued by then.
 """
 
 import contextlib
@@ -109,6 +110,7 @@ class SimDevice(HostDevice):
         self._accesses: dict[int, list[_Access]] = {}
         self._next_key = 0
         self._keys: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._users: dict[int, list[SimStream]] = {}
 
     # -- the Device protocol ---------------------------------------------------------------------------------------
 
@@ -181,6 +183,9 @@ class SimDevice(HostDevice):
         stream.queue.append(task)
         self._let_some_run()
 
+    def mark_used(self, t: torch.Tensor, stream: SimStream) -> None:
+        self._users.setdefault(self._bytes_of(t, stream).key, []).append(stream)
+
     def free_after(self, storage: torch.UntypedStorage, event: SimEvent, owner: SimStream) -> None:
         self.wait(owner, event, Wait.ABANDONED)
 
@@ -201,6 +206,12 @@ class SimDevice(HostDevice):
         finally:
             self._compute.pop()
             self.wait(outer, self.record(stream), Wait.READY)
+
+    def touch(self, t: torch.Tensor) -> None:
+        """Compute on the current stream reads the memory of `t`, and has made it if nothing has touched it before."""
+        stream = self.current_stream()
+        memory = as_bytes(t.untyped_storage())
+        self._check(self._bytes_of(memory, stream), stream, stream.tick(), is_write=False, what="compute reads")
 
     def finish(self) -> None:
         """Run all queued tasks, like a synchronisation at the end of a step."""
@@ -279,7 +290,10 @@ class SimDevice(HostDevice):
 
     def _free(self, key: int, nbytes: int, owner: SimStream) -> None:
         region = _Bytes(lambda: None, key, 0, nbytes)  # pyright: ignore[reportArgumentType] (dead by definition)
-        self._check(region, owner, owner.clock[owner.name], is_write=True, what="freed")
+        reuse = SimStream(owner.name, is_compute=True)
+        for stream in (owner, *self._users.pop(key, ())):
+            reuse.join(stream.clock)
+        self._check(region, reuse, owner.clock[owner.name], is_write=True, what="freed")
         del self._accesses[key]
 
     def _check(self, region: _Bytes, stream: SimStream, at: int, is_write: bool, what: str) -> None:

@@ -103,15 +103,12 @@ class Engine:
                     return made
                 token = made
             else:
-                _share(token.parcel, span, region_call)
+                self._share(t, token.parcel, span, region_call)
             return Ticket(token, geometry_of(t, token.parcel.span), counter, t._version, region_call.limits)
 
     def join(self, t: torch.Tensor, region_call: RegionCall) -> Ticket | None:
         """A ticket for `t`, which need not leave, if the bytes of `t` leave for another saved tensor: the parcel frees
         no memory as long as anything holds the storage. `select` has accepted `t`.
-
-        None on another stream than the parcel's: the memory is freed in the order of the owner stream, which knows
-        nothing of kernels that read the storage here.
         """
         storage = t.untyped_storage()
         if storage._cdata not in self._by_storage:
@@ -119,9 +116,9 @@ class Engine:
         with self.lock:
             span = span_of(t, storage.nbytes())
             token = self._find(t, storage, span)
-            if token is None or token.parcel.owner_stream != self.device.current_stream():
+            if token is None:
                 return None
-            _share(token.parcel, span, region_call)
+            self._share(t, token.parcel, span, region_call)
             return Ticket(token, geometry_of(t, token.parcel.span), version_alias(t), t._version, region_call.limits)
 
     def _find(self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> LifetimeToken | None:
@@ -142,13 +139,19 @@ class Engine:
                     or all(c._version == read for c, read in parcel.extra_version_checks)
                 )
                 and _has_bytes_of(parcel, t, span)
-                # The owner stream gathered or packed the bytes, and no second compute stream waited.
+                # The owner stream gathered or packed the bytes, and no other stream waits for them.
                 and (not (held.is_gathered or held.is_bits) or parcel.owner_stream == self.device.current_stream())
                 # Equal versions of two counters prove nothing: unsafe_chunk() gives each part a new counter.
                 and (version == 0 or share_version_counter(parcel.counter, t))
             ):
                 return token
         return None
+
+    def _share(self, t: torch.Tensor, parcel: Parcel, span: Span, region_call: RegionCall) -> None:
+        """One more saved tensor, with the bytes of `span`, shares the parcel."""
+        self.device.mark_used(t, self.device.current_stream())
+        parcel.stands_by &= region_call.stands_by
+        region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, parcel.nbytes))
 
     def _make(
         self,
@@ -165,8 +168,10 @@ class Engine:
             return Reason.HELD
         source = storage
         owner_stream = self.device.current_stream()
+        # Autograd alone would hold the memory until backward. Now the memory may die before the operator has read it.
+        self.device.mark_used(t, owner_stream)
         if span.is_gathered or span.is_bits:
-            source, span = self._make_dense(t, storage, span, owner_stream)
+            source, span = self._make_dense(t, storage, span)
         parcel = Parcel(self, region_call, site, storage, source, span, counter, owner_stream)
         token = LifetimeToken(parcel)
         parcel.ref = ref = TokenRef(token, _ended)
@@ -213,15 +218,13 @@ class Engine:
             parcel.tell(EventKind.NOT_MOVABLE)
 
     def _make_dense(
-        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span, owner_stream: Stream
+        self, t: torch.Tensor, storage: torch.UntypedStorage, span: Span
     ) -> tuple[torch.UntypedStorage, Span]:
         """Dense memory instead of `storage`; the whole storage if the device has no room for the dense memory."""
         try:
-            source = make_dense(t, span)
+            return make_dense(t, span), span
         except torch.OutOfMemoryError:
             return storage, Span(0, storage.nbytes(), False, False)
-        self._outbound.was_read(owner_stream)
-        return source, span
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -563,12 +566,6 @@ def _ended(ref: "weakref.ref[LifetimeToken]") -> None:
 
 def _is_of(token: LifetimeToken | None, storage: torch.UntypedStorage) -> bool:
     return token is not None and token.parcel.source_ref() is storage
-
-
-def _share(parcel: Parcel, span: Span, region_call: RegionCall) -> None:
-    """One more saved tensor, with the bytes of `span`, shares the parcel."""
-    parcel.stands_by &= region_call.stands_by
-    region_call.context.recorder.stats.shared.add(min(span.transfer_nbytes, parcel.nbytes))
 
 
 def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:

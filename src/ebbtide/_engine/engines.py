@@ -40,6 +40,11 @@ class Engines:
         """The calling thread's compute stream on `device`."""
         return (self._engines.get(device) or self._make(device)).device.current_stream()
 
+    def mark_used(self, t: torch.Tensor) -> None:
+        """The memory of `t`, which no graph will hold, is not reused before the running operator has read it."""
+        device = (self._engines.get(t.device) or self._make(t.device)).device
+        device.mark_used(t, device.current_stream())
+
     def is_captured(self, device: torch.device) -> bool:
         """Whether work queued on `device` now is recorded by a graph capture."""
         engine = self._engines.get(device) or self._make(device)

@@ -307,6 +307,7 @@ class SavedTensorHooks:
                 return None
             self._derivations[storage._cdata] = weakref.ref(derivation)
             call.context.recorder.stats.derived.add(derivation.nbytes)
+        self._engines.mark_used(t)
         return DerivedTicket(derivation, t, call.region)
 
     def _derivation(self, owner: torch.Tensor, site: Site, call: RegionCall) -> Derivation | None:

@@ -2,19 +2,22 @@
 
 Note [Compute owns device memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The caching allocator reuses a freed block in the order of the stream that allocated the block, and knows no other
-stream.
+The caching allocator reuses a freed block in the order of the stream that allocated the block, and behind the work of
+streams that the block was marked for. It knows no other stream.
 1. Owner stream: a parcel remembers the compute stream of the save. Device memory of the parcel, before and after the
    journey, is allocated and freed in the order of the owner stream.
 2. Release: the owner stream waits for `landed`, and ebbtide's reference is dropped. Reuse of the memory runs after the
-   copy. All compute streams in use wait: the saving stream may not be the allocating stream.
+   copy. Another stream may have allocated the memory, and knows nothing of the copy or of the operator that has saved
+   it: hence each saving stream is marked as a user of the memory (`record_stream`). Autograd alone would hold the
+   memory until backward. The mark has no effect on memory that the saving stream has allocated; in a capture, other
+   memory is not reused before the end of the capture.
 3. Fetch: the block is allocated on the owner stream, and inbound waits for the owner stream's present point. Earlier
    work on the memory is done when the copy writes.
 4. Arrival: the reading stream waits for `arrived`. A reader other than the owner gets a private block: the owner could
    reuse memory during the read.
 5. A parcel dies during a copy: the owner stream waits for the copy, and the reference is dropped.
-No record_stream, no resize_, no host synchronisation (except a disk behind an accelerator: host threads queue the
-copies, and waiting for a copy means waiting for the thread).
+No resize_, no host synchronisation (except a disk behind an accelerator: host threads queue the copies, and waiting for
+a copy means waiting for the thread).
 
 Times need no further events. A lane works in order: a copy begins after the end of the copy before and the lane's own
 wait; and compute stalls from the point of the wait until the event.
@@ -63,8 +66,6 @@ class Outbound(_Lane):
         super().__init__(device, store, "outbound")
         self._queue: deque[weakref.ref[LifetimeToken]] = deque()
         self._resident = 0
-        # Every owner stream so far. torch hands out streams from a small pool, hence a short list.
-        self._owner_streams: list[Stream] = []
         self._compute_point: StreamEvent = None  # compute's present point, if recorded for the latest saved tensor
         self.resident_bytes = 0
         self._resident_of: dict[int, int] = {}  # the same by the number of the forward
@@ -82,8 +83,6 @@ class Outbound(_Lane):
             self._queue = deque(ref for ref in self._queue if _is_waiting(ref()))
         self._queue.append(parcel.ref)
         self._resident += 1
-        if parcel.owner_stream not in self._owner_streams:
-            self._owner_streams.append(parcel.owner_stream)
         parcel.queue()
         self.resident_bytes += parcel.nbytes
         forward = parcel.region_call.forward.number
@@ -134,18 +133,6 @@ class Outbound(_Lane):
             raise
         return True
 
-    def was_read(self, owner_stream: Stream) -> None:
-        """A saved tensor was gathered or packed on `owner_stream`: all compute streams wait for the read.
-
-        Without ebbtide autograd would hold the tensor until backward; now the memory may be freed at once, in the
-        order of any compute stream.
-        """
-        point: StreamEvent = None
-        for stream in self._owner_streams:
-            if stream != owner_stream:
-                point = self._device.record(owner_stream) if point is None else point
-                self._device.wait(stream, point, Wait.LANDED)
-
     def make_room(self, window_bytes: int, spared: int) -> list[Parcel]:
         """Release the oldest until `window_bytes` hold the rest; the `spared` newest stay in any case.
 
@@ -161,7 +148,7 @@ class Outbound(_Lane):
             if token is None or token.parcel.location is not Location.LEAVING:
                 continue
             parcel = token.parcel
-            point = self._device.record(parcel.owner_stream) if point is None else point
+            point = self._device.record(self._device.current_stream()) if point is None else point
             self.leave(parcel)
             if supports_timing:
                 is_late = is_late or parcel.landed is None or not self._device.is_done(parcel.landed)
@@ -185,7 +172,7 @@ class Outbound(_Lane):
         try:
             if parcel.landed is None and not self.send(parcel):
                 return False
-            for stream in self._owner_streams:
+            for stream in self._streams_of(parcel):
                 self._device.wait(stream, parcel.landed, Wait.LANDED)
         except StoreError as error:
             self.take_back(parcel)
@@ -193,6 +180,11 @@ class Outbound(_Lane):
             return False
         parcel.release()
         return True
+
+    def _streams_of(self, parcel: Parcel) -> tuple[Stream, ...]:
+        """The owner stream, and the current stream, which may not run ahead of the window and may end a capture."""
+        current = self._device.current_stream()
+        return (current,) if current == parcel.owner_stream else (parcel.owner_stream, current)
 
     def take_back(self, parcel: Parcel) -> None:
         """Forget a failed copy. The source is untouched."""
@@ -209,7 +201,7 @@ class Outbound(_Lane):
     def abandon(self, parcel: Parcel) -> None:
         """The parcel died before its release. Any thread, takes no lock."""
         if parcel.source is not None and parcel.landed is not None:
-            for stream in self._owner_streams:
+            for stream in self._streams_of(parcel):
                 self._device.free_after(parcel.source, parcel.landed, stream)
 
     def waiting_bytes(self, region: str, staying: Container[torch.UntypedStorage]) -> int:
@@ -252,7 +244,7 @@ class Inbound(_Lane):
         own = device.allocate(parcel.nbytes, reader)
         room = device.record(reader)
         device.wait(self._stream, room, Wait.ROOM)
-        # Only the compute streams known at the release have waited for the copy out.
+        # Only the owner stream has waited for the copy out.
         device.wait(self._stream, parcel.landed, Wait.WRITTEN)
         try:
             device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)

@@ -74,7 +74,7 @@ def test_a_tiny_model_is_measured(monkeypatch):
     monkeypatch.setattr(compare, "FIRST", 4)
     monkeypatch.setattr(compare, "MOST", 4)
     monkeypatch.setattr(compare, "RIVAL_STEPS", 1)
-    result = compare.measure_model("ViT-L", CPU, (0.0, 0.5), 1, tiny=True)
+    *_, result = compare.measure_model("ViT-L", CPU, (0.0, 0.5), 1, tiny=True)
     assert result["blocks"] == 3
     assert [point["share"] for point in result["points"]] == [0.0, 0.5]
     assert all(point["step_ms"] > 0 and point["steps_over"] == 0 for point in result["points"])

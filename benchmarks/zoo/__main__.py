@@ -3,7 +3,8 @@
     python -m benchmarks.zoo [--models Whisper-large SD3] [--shares 0 0.25 0.5 0.75] [--steps 60] [--out FOLDER]
         [--commit HASH]
 
-One file per model: zoo-NAME.json. A share is the way of the budget from checkpointing's peak to the plain peak.
+One file per model: zoo-NAME.json, and zoo-NAME.part until the model is complete. A share is the way of the budget from
+checkpointing's peak to the plain peak.
 """
 
 import argparse
@@ -32,10 +33,11 @@ def main() -> None:
         shares = " ".join(map(str, options.shares))
         command = f"python -m benchmarks.zoo --models {name!r} --shares {shares} --steps {options.steps}"
         about = facts(command, torch.cuda.get_device_name(), options.commit)
-        result = measure_model(name, device, options.shares, options.steps)
-        file = options.out / f"zoo-{name.replace(' ', '-')}.json"
-        file.write_text(json.dumps({**about, **result}, indent=1) + "\n")
-        print(name, json.dumps(result, indent=1), flush=True)
+        part = options.out / f"zoo-{name.replace(' ', '-')}.part"
+        for result in measure_model(name, device, options.shares, options.steps):
+            part.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+        print(name, part.read_text(), flush=True)
+        part.rename(part.with_suffix(".json"))
         ebbtide.release_memory()
         gc.collect()
         torch.cuda.empty_cache()

@@ -31,8 +31,10 @@ Loss = Callable[[], torch.Tensor]
 
 def measure_model(
     name: str, device: torch.device, shares: Sequence[float], count: int, *, tiny: bool = False
-) -> dict[str, object]:
+) -> Iterator[dict[str, object]]:
     """Plain steps, checkpointed steps, and `count` steps of the final plan within each budget and without a budget.
+
+    Yields all results so far after each budget, and the complete results last.
 
     Args:
         shares: budgets, as shares of the way from checkpointing's peak to the plain peak.
@@ -44,7 +46,15 @@ def measure_model(
     base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     plain, full = _run(model, loss_of), _checkpointed(model, loss_of, blocks, len(blocks))
     plain_peak, least_peak = _peak(plain), _peak(full)
-    points = []
+    points: list[dict[str, object]] = []
+    result: dict[str, object] = {
+        "plain_ms": _median(plain),
+        "plain_peak_gib": plain_peak / GIB,
+        "checkpoint_ms": _median(full),
+        "checkpoint_peak_gib": least_peak / GIB,
+        "blocks": len(blocks),
+        "points": points,
+    }
     for share in shares:
         act_bytes = int(least_peak + share * (plain_peak - least_peak))
         rival = _rival(model, loss_of, blocks, act_bytes, plain_peak, least_peak)
@@ -55,20 +65,13 @@ def measure_model(
         # Half of the rival's steps come before ours and half behind: the speed of a host varies from minute to minute.
         again = _checkpointed(model, loss_of, blocks, rival.blocks)
         points.append(point | {"rival": rival.summary(again)})
-    no_budget = _online(model, loss_of, count, plain_peak)
+        yield result
+    result["no budget"] = _online(model, loss_of, count, plain_peak)
     plain += _run(model, loss_of)
-    slower = _online(model, loss_of, count, plain_peak, max_slowdown=0.05)
+    result["at most 5 % slower"] = _online(model, loss_of, count, plain_peak, max_slowdown=0.05)
     plain += _run(model, loss_of)
-    return {
-        "plain_ms": _median(plain),
-        "plain_peak_gib": plain_peak / GIB,
-        "checkpoint_ms": _median(full),
-        "checkpoint_peak_gib": least_peak / GIB,
-        "blocks": len(blocks),
-        "points": points,
-        "no budget": no_budget,
-        "at most 5 % slower": slower,
-    }
+    result["plain_ms"] = _median(plain)
+    yield result
 
 
 class _Rival(NamedTuple):

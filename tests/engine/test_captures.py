@@ -301,6 +301,7 @@ def test_copies_for_another_stream_are_joined_without_a_backward(device, dies):
     rig = Rig(device, small_store, window=2500)
     for seed in range(3):  # no site is expected to be needed early, or its copy would not begin
         forward(rig.context, model(seed))
+    before = rig.stats.parcels.count
     with device.capture():
         with device.compute_on("left"):
             aside = forward(rig.context, model())
@@ -308,6 +309,7 @@ def test_copies_for_another_stream_are_joined_without_a_backward(device, dies):
             del aside
         else:
             rig.engines.on(CPU).release_down_to(0)
+    assert rig.stats.parcels.count > before  # the device refuses a capture with a copy that nobody has joined
 
 
 def test_an_eager_graph_may_die_in_a_capture(device):

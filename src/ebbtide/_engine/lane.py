@@ -6,11 +6,11 @@ The caching allocator reuses a freed block in the order of the stream that alloc
 streams that the block was marked for. It knows no other stream.
 1. Owner stream: a parcel remembers the compute stream of the save. Device memory of the parcel, before and after the
    journey, is allocated and freed in the order of the owner stream.
-2. Release: the owner stream waits for `landed`, and ebbtide's reference is dropped. Reuse of the memory runs after the
-   copy. Another stream may have allocated the memory, and knows nothing of the copy or of the operator that has saved
-   it: hence each saving stream is marked as a user of the memory (`record_stream`). Autograd alone would hold the
-   memory until backward. The mark has no effect on memory that the saving stream has allocated; in a capture, other
-   memory is not reused before the end of the capture.
+2. Release: the owner stream waits for `landed`, and so does the stream that needs the room; ebbtide's reference is
+   dropped. Reuse of the memory runs after the copy. Another stream may have allocated the memory, and knows nothing of
+   the copy or of the operator that has saved the memory: hence each saving stream is marked as a user (`record_stream`;
+   only by torch's native allocator). Autograd alone would hold the memory until backward. The mark has no effect on
+   memory that the saving stream has allocated; in a capture, other memory is not reused before the capture ends.
 3. Fetch: the block is allocated on the owner stream, and inbound waits for the owner stream's present point. Earlier
    work on the memory is done when the copy writes.
 4. Arrival: the reading stream waits for `arrived`. A reader other than the owner gets a private block: the owner could
@@ -244,7 +244,7 @@ class Inbound(_Lane):
         own = device.allocate(parcel.nbytes, reader)
         room = device.record(reader)
         device.wait(self._stream, room, Wait.ROOM)
-        # Only the owner stream has waited for the copy out.
+        # The reader may not have waited for the copy out, only the owner stream and the stream that needed the room.
         device.wait(self._stream, parcel.landed, Wait.WRITTEN)
         try:
             device.wait(reader, self._read(parcel, own, room), Wait.ARRIVED)

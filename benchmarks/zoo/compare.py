@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from benchmarks.measure import Step, one_step
+from benchmarks.measure import steps as steady_steps
 from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
 from benchmarks.zoo.models import ZOO, built
@@ -106,7 +107,7 @@ def _checkpointed(model: torch.nn.Module, loss_of: Loss, blocks: Sequence[torch.
 
 
 def _run(model: torch.nn.Module, loss_of: Loss) -> list[Step]:
-    steps = [one_step(model, loss_of, contextlib.nullcontext) for _ in range(2 + RIVAL_STEPS)][2:]
+    steps = steady_steps(model, loss_of, contextlib.nullcontext, RIVAL_STEPS).steps
     tidy()
     return steps
 
@@ -122,11 +123,14 @@ def _rival(
     """Checkpointing of the fewest blocks with a peak of at most `act_bytes`."""
     per_block = max(1.0, (plain_peak - least_peak) / len(blocks))
     count = min(len(blocks), max(0, math.ceil((plain_peak - act_bytes) / per_block)))
-    steps = _checkpointed(model, loss_of, blocks, count)
-    while _peak(steps) > act_bytes and count < len(blocks):
+    while _peak_of(model, loss_of, blocks, count) > act_bytes and count < len(blocks):
         count += 1
-        steps = _checkpointed(model, loss_of, blocks, count)
-    return _Rival(count, steps)
+    return _Rival(count, _checkpointed(model, loss_of, blocks, count))
+
+
+def _peak_of(model: torch.nn.Module, loss_of: Loss, blocks: Sequence[torch.nn.Module], count: int) -> int:
+    with _some_checkpointed(blocks, count):
+        return _peak([one_step(model, loss_of, contextlib.nullcontext) for _ in range(2)])
 
 
 def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, **settings: object) -> dict[str, object]:

@@ -472,11 +472,12 @@ class Recomputation:
         self._downstream = frame._downstream
         self._read_downstream = frame._read_downstream
         self._evidence = frame._evidence
-        self._values: dict[int, tuple[torch.Tensor, int]] = {}
+        self._values: dict[int, tuple[Holder, torch.Tensor, int]] = {}
         self.count = 0
         self.recorder: RecomputeRecorder | None = None
-        self._wanted = {n for n, ref in enumerate(self._holders) if _lacks_value(ref())}
-        self._last = max(self._wanted, default=-1)
+        self._last = len(self._holders) - 1
+        while self._last >= 0 and not _lacks_value(self._holders[self._last]()):
+            self._last -= 1
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> torch.Tensor:
@@ -495,13 +496,12 @@ class Recomputation:
                 self._evidence.compare(number, t)
         if self.recorder is not None:
             self.recorder.saved(number, t, is_dead=holder is None)
-        self._wanted.discard(number)
         if number < len(self._holders):
             metadata = self._metadata_of(t, has_modes)
             if not _matches(metadata, self._metadata[number]):
                 raise self._mismatch(number, metadata)
             if holder is not None and holder.value is None:
-                self._values[number] = alias, t._version
+                self._values[number] = holder, alias, t._version
         if number >= self._last:
             raise _EarlyStopError(self)
         return alias
@@ -516,12 +516,11 @@ class Recomputation:
 
     def value(self, number: int) -> torch.Tensor | None:
         """The recomputed saved tensor `number`, if a holder lacks the value."""
-        return self._values[number][0] if number in self._values else None
+        return self._values[number][1] if number in self._values else None
 
     def check(self) -> None:
         """Raises RecomputeError if holders still lack a value."""
-        # Checks the recomputation's own list: another thread may already have taken and dropped a value.
-        if any(_lacks_value(self._holders[number]()) for number in self._wanted):
+        if any(_lacks_value(ref()) for ref in self._holders[self.count : self._last + 1]):
             raise RecomputeError(
                 f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} in its "
                 f"recomputation{_ADVICE}"
@@ -529,9 +528,8 @@ class Recomputation:
 
     def publish(self) -> None:
         """Move the values to the holders, once the recomputation is known to equal the forward."""
-        for number, (value, version) in self._values.items():
-            holder = self._holders[number]()
-            if holder is not None and holder.value is None:
+        for holder, value, version in self._values.values():
+            if holder.value is None:
                 holder.value, holder.version = value, version
         self._values.clear()
 

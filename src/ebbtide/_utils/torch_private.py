@@ -365,7 +365,10 @@ def plain_tensors(t: torch.Tensor) -> Iterator[torch.Tensor]:
 def nbytes_of(t: torch.Tensor) -> int:
     """Bytes of the elements of `t` on this rank."""
     if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
-        return t.numel() * t.element_size()
+        try:
+            return t.nbytes
+        except RuntimeError:  # asking every tensor whether it is sparse takes longer
+            return t.numel() * t.element_size()
     return sum(part.numel() * part.element_size() for part in plain_tensors(t))
 
 

@@ -73,7 +73,7 @@ def test_measured_and_planned(name):
 def test_a_tiny_model_is_measured(monkeypatch):
     monkeypatch.setattr(compare, "FIRST", 4)
     monkeypatch.setattr(compare, "MOST", 4)
-    monkeypatch.setattr(compare, "RIVAL_STEPS", 1)
+    monkeypatch.setattr(compare, "ALONE_STEPS", 1)
     *_, result = compare.measure_model("ViT-L", CPU, (0.0, 0.5), 1, tiny=True)
     assert result["blocks"] == 3
     assert [point["share"] for point in result["points"]] == [0.0, 0.5]

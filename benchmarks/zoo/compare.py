@@ -1,6 +1,7 @@
 """A model of the zoo with checkpointing of every block, of fewer blocks, and with plans within budgets."""
 
 import contextlib
+import copy
 import fnmatch
 import functools
 import itertools
@@ -8,7 +9,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,14 +18,15 @@ from benchmarks.measure import Step, one_step
 from benchmarks.measure import steps as steady_steps
 from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
-from benchmarks.zoo.models import ZOO, built
+from benchmarks.zoo.models import ZOO, built, dtype_of
 from ebbtide._devices.accelerator import AcceleratorDevice
 from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.sizes import GIB
 
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
 MOST = 90  # steps from `offload` on, if no plan is frozen before
-RIVAL_STEPS = 12
+ALONE_STEPS = 12
+TURN = 10
 
 Loss = Callable[[], torch.Tensor]
 
@@ -41,11 +42,11 @@ def measure_model(
         shares: budgets, as shares of the way from checkpointing's peak to the plain peak.
     """
     model, loss_of = built(name, device, tiny=tiny)
-    blocks = [m for pattern in ZOO[name](tiny).blocks for fqn, m in model.named_modules() if _is_match(fqn, pattern)]
+    rival = Rival(name, model, device, tiny=tiny)
     one_step(model, loss_of, contextlib.nullcontext)
     tidy()
     base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    plain, full = _run(model, loss_of), _checkpointed(model, loss_of, blocks, len(blocks))
+    plain, full = rival.alone(0), rival.alone(rival.most)
     plain_peak, least_peak = _peak(plain), _peak(full)
     points: list[dict[str, object]] = []
     result: dict[str, object] = {
@@ -53,39 +54,57 @@ def measure_model(
         "plain_peak_gib": plain_peak / GIB,
         "checkpoint_ms": _median(full),
         "checkpoint_peak_gib": least_peak / GIB,
-        "blocks": len(blocks),
+        "blocks": rival.most,
         "points": points,
     }
     for share in shares:
         act_bytes = int(least_peak + share * (plain_peak - least_peak))
-        rival = _rival(model, loss_of, blocks, act_bytes, plain_peak, least_peak)
         # Steps without a device have no peaks: every budget fits.
         budget = base + act_bytes if torch.cuda.is_available() else 64 * GIB
-        point = {"share": share, "budget_gib": act_bytes / GIB}
-        point |= _online(model, loss_of, count, act_bytes, budget=budget)
-        # Half of the rival's steps come before ours and half behind: the speed of a host varies from minute to minute.
-        again = _checkpointed(model, loss_of, blocks, rival.blocks)
-        points.append(point | {"rival": rival.summary(again)})
+        blocks = rival.fewest(act_bytes, plain_peak, least_peak)
+        found = _online(model, loss_of, rival, blocks, count, act_bytes, budget=budget)
+        points.append({"share": share, "budget_gib": act_bytes / GIB, **found})
         yield result
-    result["no budget"] = _online(model, loss_of, count, plain_peak)
-    plain += _run(model, loss_of)
-    result["at most 5 % slower"] = _online(model, loss_of, count, plain_peak, max_slowdown=0.05)
-    plain += _run(model, loss_of)
-    result["plain_ms"] = _median(plain)
+    result["no budget"] = _online(model, loss_of, rival, 0, count, plain_peak)
+    result["at most 5 % slower"] = _online(model, loss_of, rival, 0, count, plain_peak, max_slowdown=0.05)
     yield result
 
 
-class _Rival(NamedTuple):
-    blocks: int
-    steps: list[Step]
+class Rival:
+    """Checkpointing of some blocks, by a copy of the model with the same parameters.
 
-    def summary(self, again: list[Step]) -> dict[str, object]:
-        steps = [*self.steps, *again]
-        return {"blocks": self.blocks, "step_ms": _median(steps), "peak_gib": _peak(steps) / GIB}
+    Attributes:
+        most: number of blocks.
+    """
 
+    def __init__(self, name: str, model: torch.nn.Module, device: torch.device, *, tiny: bool) -> None:
+        shared = itertools.chain(model.parameters(), model.buffers())
+        self._model = copy.deepcopy(model, {id(t): t for t in shared})
+        zoo = ZOO[name](tiny)
+        self._loss_of = zoo.losses(self._model, device, dtype_of(tiny))
+        named = list(self._model.named_modules())
+        self._blocks = [module for pattern in zoo.blocks for fqn, module in named if _is_match(fqn, pattern)]
+        self.most = len(self._blocks)
 
-def _is_match(fqn: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(fqn, pattern) and fqn.count(".") == pattern.count(".")
+    def alone(self, blocks: int) -> list[Step]:
+        """Steps at the clocks of training, with `blocks` checkpointed blocks."""
+        with _some_checkpointed(self._blocks, blocks):
+            steps = steady_steps(self._model, self._loss_of, contextlib.nullcontext, ALONE_STEPS).steps
+        tidy()
+        return steps
+
+    def turn(self, blocks: int, count: int = TURN) -> list[Step]:
+        """Steps between those of a plan: the speed of a host, and the clocks of a GPU, vary from second to second."""
+        with _some_checkpointed(self._blocks, blocks):
+            return [one_step(self._model, self._loss_of, contextlib.nullcontext) for _ in range(count)]
+
+    def fewest(self, act_bytes: int, plain_peak: int, least_peak: int) -> int:
+        """The least number of checkpointed blocks with a peak of at most `act_bytes`."""
+        per_block = max(1.0, (plain_peak - least_peak) / self.most)
+        blocks = min(self.most, max(0, math.ceil((plain_peak - act_bytes) / per_block)))
+        while blocks < self.most and _peak(self.turn(blocks, 2)) > act_bytes:
+            blocks += 1
+        return blocks
 
 
 @contextlib.contextmanager
@@ -101,50 +120,35 @@ def _some_checkpointed(blocks: Sequence[torch.nn.Module], count: int) -> Iterato
             del block.forward
 
 
-def _checkpointed(model: torch.nn.Module, loss_of: Loss, blocks: Sequence[torch.nn.Module], count: int) -> list[Step]:
-    with _some_checkpointed(blocks, count):
-        return _run(model, loss_of)
+def _is_match(fqn: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(fqn, pattern) and fqn.count(".") == pattern.count(".")
 
 
-def _run(model: torch.nn.Module, loss_of: Loss) -> list[Step]:
-    steps = steady_steps(model, loss_of, contextlib.nullcontext, RIVAL_STEPS).steps
-    tidy()
-    return steps
-
-
-def _rival(
+def _online(
     model: torch.nn.Module,
     loss_of: Loss,
-    blocks: Sequence[torch.nn.Module],
+    rival: Rival,
+    blocks: int,
+    count: int,
     act_bytes: int,
-    plain_peak: int,
-    least_peak: int,
-) -> _Rival:
-    """Checkpointing of the fewest blocks with a peak of at most `act_bytes`."""
-    per_block = max(1.0, (plain_peak - least_peak) / len(blocks))
-    count = min(len(blocks), max(0, math.ceil((plain_peak - act_bytes) / per_block)))
-    while _peak_of(model, loss_of, blocks, count) > act_bytes and count < len(blocks):
-        count += 1
-    return _Rival(count, _checkpointed(model, loss_of, blocks, count))
-
-
-def _peak_of(model: torch.nn.Module, loss_of: Loss, blocks: Sequence[torch.nn.Module], count: int) -> int:
-    with _some_checkpointed(blocks, count):
-        return _peak([one_step(model, loss_of, contextlib.nullcontext) for _ in range(2)])
-
-
-def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, **settings: object) -> dict[str, object]:
+    **settings: object,
+) -> dict[str, object]:
     """Steps from `offload` on: time, peak over `act_bytes`, and how long the first steps hold training up, with pinning
-    apart: a process that has the memory already pins none."""
+    apart: a process that has the memory already pins none. Turns of the rival, with `blocks` checkpointed blocks, come
+    between those of the final plan."""
     handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **settings)
     try:
         with _pinning() as pinned:
             steps: list[Step] = []
-            collecting_s = [full_collections()[1]]  # of Python's garbage collector, by the end of each step
+            rival_steps: list[Step] = []
+            collecting_ms: list[float] = []  # Python's garbage collector, in each step
             early = None
             while early is None or len(steps) < early + count:
+                if early is not None and (len(steps) - early) % TURN == 0:
+                    rival_steps += rival.turn(blocks)
+                collected_s = full_collections()[1]
                 steps.append(one_step(model, loss_of, contextlib.nullcontext))
-                collecting_s.append(full_collections()[1])
+                collecting_ms.append((full_collections()[1] - collected_s) * 1e3)
                 if early is None and len(steps) >= FIRST and (len(steps) == MOST or handle.is_plan_frozen):
                     early = len(steps)
         is_frozen, predicted = handle.is_plan_frozen, handle.plan.predicted
@@ -153,10 +157,10 @@ def _online(model: torch.nn.Module, loss_of: Loss, count: int, act_bytes: int, *
         tidy()
     steady = steps[early:]
     typical_ms = _median(steady)
-    collecting_ms = [(after_s - before_s) * 1e3 for before_s, after_s in itertools.pairwise(collecting_s)]
     later_ms = [(step.step_ms, step.step_ms - ms) for step, ms in zip(steps, collecting_ms, strict=True)][FIRST:]
     return {
         "step_ms": typical_ms,
+        "rival": {"blocks": blocks, "step_ms": _median(rival_steps), "peak_gib": _peak(rival_steps) / GIB},
         "peak_gib": _peak(steady) / GIB,
         "predicted_ms": None if predicted is None else predicted.step_s * 1e3,
         "predicted_peak_bytes": None if predicted is None else predicted.peak_bytes,

@@ -394,9 +394,14 @@ ZOO: dict[str, Zoo] = {
 """Models by name; called with True for the tiny version."""
 
 
+def dtype_of(tiny: bool) -> torch.dtype:
+    """Of parameters and inputs."""
+    return torch.float32 if tiny else torch.bfloat16
+
+
 def built(name: str, device: torch.device, *, tiny: bool) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """A model in training mode and its loss: bf16 and full size, or float32 and tiny."""
-    dtype = torch.float32 if tiny else torch.bfloat16
+    dtype = dtype_of(tiny)
     zoo = ZOO[name](tiny)
     torch.manual_seed(0)
     with torch.device(device):

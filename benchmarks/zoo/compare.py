@@ -26,7 +26,7 @@ from ebbtide._utils.sizes import GIB
 FIRST = 20  # steps from `offload` on that measure, plan, pin and correct
 MOST = 90  # steps from `offload` on, if no plan is frozen before
 ALONE_STEPS = 12
-TURN = 10
+TURN = 5
 
 Loss = Callable[[], torch.Tensor]
 
@@ -140,12 +140,12 @@ def _online(
     try:
         with _pinning() as pinned:
             steps: list[Step] = []
-            rival_steps: list[Step] = []
+            turns: list[list[Step]] = []  # of the rival
             collecting_ms: list[float] = []  # Python's garbage collector, in each step
             early = None
             while early is None or len(steps) < early + count:
                 if early is not None and (len(steps) - early) % TURN == 0:
-                    rival_steps += rival.turn(blocks)
+                    turns.append(rival.turn(blocks))
                 collected_s = full_collections()[1]
                 steps.append(one_step(model, loss_of, contextlib.nullcontext))
                 collecting_ms.append((full_collections()[1] - collected_s) * 1e3)
@@ -155,12 +155,18 @@ def _online(
     finally:
         handle.remove()
         tidy()
-    steady = steps[early:]
+    steady, rival_steps = steps[early:], list(itertools.chain.from_iterable(turns))
+    # Turns side by side, for an hour of the same machine may bring steps of 110 ms and of 290 ms.
+    of_rival = statistics.median(
+        _median(steady[k * TURN : (k + 1) * TURN]) / _median(turn) for k, turn in enumerate(turns)
+    )
     typical_ms = _median(steady)
     later_ms = [(step.step_ms, step.step_ms - ms) for step, ms in zip(steps, collecting_ms, strict=True)][FIRST:]
     return {
         "step_ms": typical_ms,
+        "of_rival": of_rival,
         "rival": {"blocks": blocks, "step_ms": _median(rival_steps), "peak_gib": _peak(rival_steps) / GIB},
+        "rival_steps_ms": [round(step.step_ms, 1) for step in rival_steps],
         "peak_gib": _peak(steady) / GIB,
         "predicted_ms": None if predicted is None else predicted.step_s * 1e3,
         "predicted_peak_bytes": None if predicted is None else predicted.peak_bytes,

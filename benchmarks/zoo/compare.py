@@ -156,7 +156,7 @@ def _online(
         handle.remove()
         tidy()
     steady, rival_steps = steps[early:], list(itertools.chain.from_iterable(turns))
-    # Turns side by side, for an hour of the same machine may bring steps of 110 ms and of 290 ms.
+    # Turns side by side: on one machine, steps of 110 ms became steps of 290 ms for seconds, of the rival too.
     of_rival = statistics.median(
         _median(steady[k * TURN : (k + 1) * TURN]) / _median(turn) for k, turn in enumerate(turns)
     )
@@ -164,8 +164,14 @@ def _online(
     later_ms = [(step.step_ms, step.step_ms - ms) for step, ms in zip(steps, collecting_ms, strict=True)][FIRST:]
     return {
         "step_ms": typical_ms,
+        "issued_ms": statistics.median(step.issued_ms for step in steady),
         "of_rival": of_rival,
-        "rival": {"blocks": blocks, "step_ms": _median(rival_steps), "peak_gib": _peak(rival_steps) / GIB},
+        "rival": {
+            "blocks": blocks,
+            "step_ms": _median(rival_steps),
+            "issued_ms": statistics.median(step.issued_ms for step in rival_steps),
+            "peak_gib": _peak(rival_steps) / GIB,
+        },
         "rival_steps_ms": [round(step.step_ms, 1) for step in rival_steps],
         "peak_gib": _peak(steady) / GIB,
         "predicted_ms": None if predicted is None else predicted.step_s * 1e3,

@@ -453,10 +453,11 @@ def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
     modules = [root]
     seen: set[torch.nn.Module | None] = {None, root}
     for module in modules:  # grows in the loop
-        for child in module._modules.values():
-            if child not in seen:
-                seen.add(child)
-                modules.append(cast(torch.nn.Module, child))
+        if children := module._modules:  # most modules have none
+            for child in children.values():
+                if child not in seen:
+                    seen.add(child)
+                    modules.append(cast(torch.nn.Module, child))
     return modules
 
 

@@ -18,7 +18,7 @@ from benchmarks.measure import Step, one_step
 from benchmarks.measure import steps as steady_steps
 from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
-from benchmarks.zoo.models import ZOO, built, dtype_of
+from benchmarks.zoo.models import ZOO, built
 from ebbtide._devices.accelerator import AcceleratorDevice
 from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.sizes import GIB
@@ -42,7 +42,7 @@ def measure_model(
         shares: budgets, as shares of the way from checkpointing's peak to the plain peak.
     """
     model, loss_of = built(name, device, tiny=tiny)
-    rival = Rival(name, model, device, tiny=tiny)
+    rival = Rival(model, loss_of, ZOO[name](tiny).blocks)
     one_step(model, loss_of, contextlib.nullcontext)
     tidy()
     base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
@@ -71,19 +71,24 @@ def measure_model(
 
 
 class Rival:
-    """Checkpointing of some blocks, by a copy of the model with the same parameters.
+    """Checkpointing of some blocks, by a copy of the model with the same parameters, on the same inputs.
+
+    Args:
+        loss_of: runs the model it is called with.
+        patterns: of the blocks.
 
     Attributes:
         most: number of blocks.
     """
 
-    def __init__(self, name: str, model: torch.nn.Module, device: torch.device, *, tiny: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor], patterns: Sequence[str]
+    ) -> None:
         shared = itertools.chain(model.parameters(), model.buffers())
         self._model = copy.deepcopy(model, {id(t): t for t in shared})
-        zoo = ZOO[name](tiny)
-        self._loss_of = zoo.losses(self._model, device, dtype_of(tiny))
+        self._loss_of = functools.partial(loss_of, self._model)
         named = list(self._model.named_modules())
-        self._blocks = [module for pattern in zoo.blocks for fqn, module in named if _is_match(fqn, pattern)]
+        self._blocks = [module for pattern in patterns for fqn, module in named if _is_match(fqn, pattern)]
         self.most = len(self._blocks)
 
     def alone(self, blocks: int) -> list[Step]:
@@ -102,9 +107,15 @@ class Rival:
         """The least number of checkpointed blocks with a peak of at most `act_bytes`."""
         per_block = max(1.0, (plain_peak - least_peak) / self.most)
         blocks = min(self.most, max(0, math.ceil((plain_peak - act_bytes) / per_block)))
-        while blocks < self.most and _peak(self.turn(blocks, 2)) > act_bytes:
+        while blocks > 0 and self._fits(blocks - 1, act_bytes):
+            blocks -= 1
+        while blocks < self.most and not self._fits(blocks, act_bytes):
             blocks += 1
         return blocks
+
+    def _fits(self, blocks: int, act_bytes: int) -> bool:
+        """Whether steps stay below `act_bytes`; the first one may allocate what stays."""
+        return _peak(self.turn(blocks, 3)[1:]) <= act_bytes
 
 
 @contextlib.contextmanager
@@ -143,7 +154,7 @@ def _online(
             turns: list[list[Step]] = []  # of the rival
             collecting_ms: list[float] = []  # Python's garbage collector, in each step
             early = None
-            while early is None or len(steps) < early + count:
+            while early is None or len(steps) < early + count or (len(steps) - early) % TURN:
                 if early is not None and (len(steps) - early) % TURN == 0:
                     turns.append(rival.turn(blocks))
                 collected_s = full_collections()[1]

@@ -28,15 +28,15 @@ class ZooModel:
     inputs: Callable[[torch.device, torch.dtype], Inputs]
     blocks: tuple[str, ...]
 
-    def losses(self, model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """A function that runs a forward and returns the loss."""
+    def losses(self, model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        """A function that runs a forward, of `model` or of the model it is called with, and returns the loss."""
         inputs = self.inputs(device, dtype)
         target = inputs.pop("target", None)
 
-        def loss_of() -> torch.Tensor:
+        def loss_of(called: torch.nn.Module = model) -> torch.Tensor:
             if target is None:
-                return model(**inputs).loss
-            return functional.mse_loss(model(**inputs, return_dict=False)[0].float(), target)
+                return called(**inputs).loss
+            return functional.mse_loss(called(**inputs, return_dict=False)[0].float(), target)
 
         return loss_of
 
@@ -394,14 +394,9 @@ ZOO: dict[str, Zoo] = {
 """Models by name; called with True for the tiny version."""
 
 
-def dtype_of(tiny: bool) -> torch.dtype:
-    """Of parameters and inputs."""
-    return torch.float32 if tiny else torch.bfloat16
-
-
-def built(name: str, device: torch.device, *, tiny: bool) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """A model in training mode and its loss: bf16 and full size, or float32 and tiny."""
-    dtype = dtype_of(tiny)
+def built(name: str, device: torch.device, *, tiny: bool) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    """A model in training mode and its loss, as by `ZooModel.losses`: bf16 and full size, or float32 and tiny."""
+    dtype = torch.float32 if tiny else torch.bfloat16
     zoo = ZOO[name](tiny)
     torch.manual_seed(0)
     with torch.device(device):

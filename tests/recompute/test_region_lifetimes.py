@@ -15,8 +15,10 @@ from recipe_cases import EVERY, WIDTH, Dropouts, Mixed, Products, Simple, Stack,
 from support import Boom, HandleRig, assert_equal
 from torch import nn
 
-from ebbtide import Recipe
+import ebbtide
+from ebbtide import Recipe, RecomputeError
 from ebbtide._devices.sim import SimDevice
+from ebbtide._recompute import frame
 from ebbtide._recompute.frame import Frame, Holder
 
 CPU = torch.device("cpu")
@@ -41,6 +43,64 @@ def check_no_traces(*handles):
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Retries(nn.Module):
+    """Runs an operator again that ran out of memory."""
+
+    def forward(self, x):
+        return self.tanh(self.tanh(self.tanh(x)))
+
+    def tanh(self, x):
+        try:
+            return x.tanh()
+        except torch.OutOfMemoryError:
+            return x.tanh()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_tensor_lost_in_code_that_retries_is_an_error(failing, monkeypatch):
+    model = nn.Sequential(Retries())
+    ebbtide.offload(model, recipe={"0": "recompute"}, verify=0)
+    loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+    compared = []
+
+    def matches(recomputed, saved):
+        compared.append(recomputed)
+        if len(compared) == failing:
+            raise torch.OutOfMemoryError
+        return recomputed == saved
+
+    monkeypatch.setattr(frame, "_matches", matches)
+    with pytest.raises(RecomputeError, match="saved 3 tensors in forward"):
+        loss.backward()
+
+
+class KeepsAGraph(nn.Module):
+    """Keeps a graph of each forward, and saves another shape in the second forward."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.see = seen.append
+
+    def forward(self, x):
+        y = x.exp()
+        self.see((x.sin(), weakref.ref(y.untyped_storage())))
+        return y[: 3 - len(self.see.__self__)].exp()
+
+
+def test_a_failed_recomputation_drops_its_tensors():
+    """Hooks of a recomputed tensor that the region keeps refer to the recomputation."""
+    seen = []
+    model = nn.Sequential(KeepsAGraph(seen))
+    handle = ebbtide.offload(model, recipe={"0": "recompute"}, verify=0)
+    loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+    with pytest.raises(RecomputeError):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert [storage() for _, storage in seen] == [None, None]
+    check_no_traces(handle)
 
 
 class Watched(Simple):

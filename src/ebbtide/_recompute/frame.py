@@ -329,6 +329,12 @@ class Frame:
 
     def _recompute_with(self, replay: ReplayOutputsMode | None) -> None:
         recomputation = Recomputation(self)
+        try:
+            self._run_again(recomputation, replay)
+        finally:
+            recomputation.drop_values()
+
+    def _run_again(self, recomputation: "Recomputation", replay: ReplayOutputsMode | None) -> None:
         self.hooks.expect(self._tickets(), self._devices, self._limits)
         tensors = [packed_input.read(self.hooks) for packed_input in self._inputs]
         args, kwargs = self._arguments.rebuild(tensors)
@@ -472,12 +478,11 @@ class Recomputation:
         self._downstream = frame._downstream
         self._read_downstream = frame._read_downstream
         self._evidence = frame._evidence
-        self._values: dict[int, tuple[Holder, torch.Tensor, int]] = {}
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self.count = 0
         self.recorder: RecomputeRecorder | None = None
-        self._last = len(self._holders) - 1
-        while self._last >= 0 and not _lacks_value(self._holders[self._last]()):
-            self._last -= 1
+        self._wanted = {n for n, ref in enumerate(self._holders) if _lacks_value(ref())}
+        self._last = max(self._wanted, default=-1)
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> torch.Tensor:
@@ -501,7 +506,8 @@ class Recomputation:
             if not _matches(metadata, self._metadata[number]):
                 raise self._mismatch(number, metadata)
             if holder is not None and holder.value is None:
-                self._values[number] = holder, alias, t._version
+                self._values[number] = alias, t._version
+        self._wanted.discard(number)  # last: region code may go on after an error of this call
         if number >= self._last:
             raise _EarlyStopError(self)
         return alias
@@ -516,11 +522,12 @@ class Recomputation:
 
     def value(self, number: int) -> torch.Tensor | None:
         """The recomputed saved tensor `number`, if a holder lacks the value."""
-        return self._values[number][1] if number in self._values else None
+        return self._values[number][0] if number in self._values else None
 
     def check(self) -> None:
         """Raises RecomputeError if holders still lack a value."""
-        if any(_lacks_value(ref()) for ref in self._holders[self.count : self._last + 1]):
+        # Checks the recomputation's own list: another thread may already have taken and dropped a value.
+        if any(_lacks_value(self._holders[number]()) for number in self._wanted):
             raise RecomputeError(
                 f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} in its "
                 f"recomputation{_ADVICE}"
@@ -528,9 +535,13 @@ class Recomputation:
 
     def publish(self) -> None:
         """Move the values to the holders, once the recomputation is known to equal the forward."""
-        for holder, value, version in self._values.values():
-            if holder.value is None:
+        for number, (value, version) in self._values.items():
+            holder = self._holders[number]()
+            if holder is not None and holder.value is None:
                 holder.value, holder.version = value, version
+
+    def drop_values(self) -> None:
+        """Region code may keep a tensor of the recomputed graph, whose hooks refer to this object."""
         self._values.clear()
 
     def _mismatch(self, number: int, metadata: _Metadata) -> RecomputeError:

@@ -527,9 +527,10 @@ class Recomputation:
     def check(self) -> None:
         """Raises RecomputeError if holders still lack a value."""
         # Checks the recomputation's own list: another thread may already have taken and dropped a value.
-        if any(_lacks_value(self._holders[number]()) for number in self._wanted):
+        missing = sum(_lacks_value(self._holders[number]()) for number in self._wanted)
+        if missing:
             raise RecomputeError(
-                f"{self._name} saved {len(self._holders)} tensors in forward and only {self.count} in its "
+                f"{self._name} saved {len(self._holders)} tensors in forward, and {missing} of them are missing in its "
                 f"recomputation{_ADVICE}"
             )
 

@@ -99,7 +99,7 @@ class RegionSnapshot:
     @property
     def devices(self) -> set[torch.device]:
         """Devices of the parameters."""
-        return set(map(_device, self._parameters))
+        return {p.device for p in self._parameters}
 
     @property
     def generators(self) -> list[Any]:
@@ -262,7 +262,6 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
-_device: Callable[[torch.Tensor], torch.device] = operator.attrgetter("device")
 
 
 class _Buffer(NamedTuple):

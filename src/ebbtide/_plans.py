@@ -196,7 +196,7 @@ Recipe.__init__ = _accept_beyond(Recipe.__init__)
 class ReleasePoint(NamedTuple):
     """A place in forward: from the region's saved tensor `tensor_index` on, at most `window_bytes` wait to leave.
 
-    At that place compute waits until the excess has landed in the store.
+    At that place compute waits until the excess has landed in the store. Place 0 of a region is its entry.
     """
 
     tensor_index: int

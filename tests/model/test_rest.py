@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from collections import Counter
 
@@ -81,6 +82,29 @@ def test_kept_regions_have_no_hooks_inside_and_the_others_do():
     steps_equal_to_twin(model, twin)
     assert [layer.hooked[-1] for layer in model.layers] == [False, True, False]
     assert handle.stats().parcels.count > 0
+
+
+def test_what_others_moved_leaves_at_the_entry_of_a_region_at_rest():
+    """The window holds all of the first region, until a point of the next says that nothing may wait to leave."""
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    at_entry = dataclasses.replace(KEEP, release=((0, 0),))
+    handle.set_plan(Plan({"layers.0": RegionPlan("offload"), "layers.1": at_entry, "layers.2": KEEP}, outside=KEEP))
+    steps_equal_to_twin(model, twin)
+    assert [layer.hooked[-1] for layer in model.layers] == [True, False, False]
+    stats = handle.stats()
+    assert stats.inbound.count == stats.parcels.count > 0 == stats.forwarded.count
+
+
+def test_a_region_with_release_points_behind_its_entry_does_not_rest():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    inside = dataclasses.replace(KEEP, release=((0, 10**6), (1, 0)))
+    handle.set_plan(Plan({"layers.0": RegionPlan("offload"), "layers.1": inside, "layers.2": KEEP}, outside=KEEP))
+    steps_equal_to_twin(model, twin)
+    assert [layer.hooked[-1] for layer in model.layers] == [True, True, False]
+    stats = handle.stats()
+    assert stats.inbound.count == stats.parcels.count > 0 == stats.forwarded.count
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")

@@ -36,6 +36,11 @@ class Engines:
         engine = self._engines.get(device) or self._make(device)
         return engine if engine.device.matches_capture() else self._in_capture(device, engine)
 
+    def running(self) -> list[Engine]:
+        """The engines so far, as by `on`: those of running captures, and none where a capture cannot hold moves."""
+        found = [self.on(device) for device in list(self._engines)]
+        return [engine for engine in found if not isinstance(engine, Reason)]
+
     def current_stream(self, device: torch.device) -> Stream:
         """The calling thread's compute stream on `device`."""
         return (self._engines.get(device) or self._make(device)).device.current_stream()

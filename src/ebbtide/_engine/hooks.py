@@ -132,6 +132,12 @@ class SavedTensorHooks:
             self.stays = None
             self.region_call.sites = recipe.moved_sites
 
+    def release(self) -> None:
+        """The forward enters a region with a release point: parcels leave until the window holds the rest."""
+        for engine in self._engines.running():
+            with without_dispatch():
+                engine.release_down_to(self.region_call.limits.window_bytes)
+
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:
         """Autograd saves `t`. Never fails for lack of room: a tensor that cannot travel is kept, and counted."""

@@ -293,6 +293,9 @@ class RegionHook(ModuleHook):
         if known is not None and not known.noticed and session.pause():
             session.enclosing.append(Enclosing(hooks.region_call, hooks.stays, region, known, rests=True))
             hooks.stays = Reason.RECIPE
+            for point in session.plan.regions[self._name].release:  # at the entry: a region with others never rests
+                hooks.region_call.keep_window(point.window_bytes)
+                hooks.release()
             return
         around, was_paused = (hooks.region_call, hooks.stays, region), session.is_paused
         session.resume()  # if called by a region at rest, without being a part of the region
@@ -317,7 +320,7 @@ class RegionHook(ModuleHook):
         is_planned = self.is_alone and self._choice is False and recipe is not None and not recipe.recomputes
         keeps = recipe is not None and recipe.action == "keep" and not recipe.derives
         if is_planned and keeps and session.hooks.region_call.points:
-            return False  # somebody has to reach the release points
+            return False  # somebody has to reach the other release points
         receives = torch.is_grad_enabled() and session.receives_saved_tensors()
         return is_planned and receives and session.hooks.named_sites is not None
 
@@ -508,6 +511,8 @@ class RegionHook(ModuleHook):
             if plan.outside is not None:
                 hooks.stays = None  # the plan covers everything
             hooks.apply_plan(region_plan)
+            if hooks.region_call.reaches_point(0):  # a region at rest has no saved tensor that would
+                hooks.release()
         if isinstance(self._choice, Reason):
             hooks.stays = self._choice
         elif self.is_in_cuda_graphs:

@@ -204,6 +204,11 @@ class Engine:
         refs = self._by_storage.get(key, ())
         self._by_storage[key] = [*(known for known in refs if _is_of(known(), storage)), ref]
 
+    @property
+    def resident_bytes(self) -> int:
+        """On the device, of parcels that have not left. Takes no lock: another thread's backward may lower it."""
+        return self._outbound.resident_bytes
+
     def release_down_to(self, window_bytes: int) -> None:
         """At a release point of a plan: the oldest parcels leave until `window_bytes` hold the rest."""
         with self.lock:

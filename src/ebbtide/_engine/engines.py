@@ -37,9 +37,16 @@ class Engines:
         return engine if engine.device.matches_capture() else self._in_capture(device, engine)
 
     def running(self) -> list[Engine]:
-        """The engines so far, as by `on`: those of running captures, and none where a capture cannot hold moves."""
-        found = [self.on(device) for device in list(self._engines)]
-        return [engine for engine in found if not isinstance(engine, Reason)]
+        """The engines of `on` that are there already: where a graph is captured, those of the capture."""
+        found: list[Engine] = []
+        for device, engine in list(self._engines.items()):
+            own: Engine | Reason | None = engine
+            if not engine.device.matches_capture():
+                capture = engine.device.capture_id()
+                own = None if capture is None else self._captures.get((device, capture))
+            if isinstance(own, Engine):
+                found.append(own)
+        return found
 
     def current_stream(self, device: torch.device) -> Stream:
         """The calling thread's compute stream on `device`."""

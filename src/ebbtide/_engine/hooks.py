@@ -134,9 +134,11 @@ class SavedTensorHooks:
 
     def release(self) -> None:
         """The forward enters a region with a release point: parcels leave until the window holds the rest."""
+        window_bytes = self.region_call.limits.window_bytes
         for engine in self._engines.running():
-            with without_dispatch():
-                engine.release_down_to(self.region_call.limits.window_bytes)
+            if engine.resident_bytes > window_bytes:
+                with without_dispatch():
+                    engine.release_down_to(window_bytes)
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> Packed:

@@ -196,7 +196,8 @@ Recipe.__init__ = _accept_beyond(Recipe.__init__)
 class ReleasePoint(NamedTuple):
     """A place in forward: from the region's saved tensor `tensor_index` on, at most `window_bytes` wait to leave.
 
-    At that place compute waits until the excess has landed in the store. Place 0 of a region is its entry.
+    At that place compute waits until the excess has landed in the store. Place 0 of a region is its entry,
+    where parcels of all devices leave.
     """
 
     tensor_index: int

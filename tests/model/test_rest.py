@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import EbbtideWarning, Plan, Recipe, RegionPlan
+from ebbtide._engine.engine import Engine
+from ebbtide._model.regions import WHOLE
 from ebbtide._utils.torch_private import top_pack_hook
 
 KEEP = RegionPlan(Recipe("keep"))
@@ -96,6 +98,26 @@ def test_what_others_moved_leaves_at_the_entry_of_a_region_at_rest():
     assert stats.inbound.count == stats.parcels.count > 0 == stats.forwarded.count
 
 
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_before_backward_makes_nothing_leave(without_grad):
+    """Parcels that wait to leave would take memory of the store in inference mode, which nobody may write later."""
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    at_entry = dataclasses.replace(KEEP, release=((0, 0),))
+    waits = RegionPlan("offload", release=((0, 10**6),))
+    handle.set_plan(Plan({"layers.0": KEEP, "layers.1": at_entry, "layers.2": waits}, outside=KEEP))
+    for seed in range(4):
+        x = torch.randn(4 * 2**seed, 8, generator=torch.Generator().manual_seed(seed))
+        loss, expected = model(x), twin(x)
+        with without_grad():
+            assert torch.equal(model(x), loss)
+        loss.backward()
+        expected.backward()
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    stats = handle.stats()
+    assert stats.inbound.count == 0 < stats.forwarded.count == stats.parcels.count
+
+
 def test_a_region_with_release_points_behind_its_entry_does_not_rest():
     model, twin = make(), make()
     handle = ebbtide.offload(model, mode="all", min_bytes=1)
@@ -105,6 +127,38 @@ def test_a_region_with_release_points_behind_its_entry_does_not_rest():
     assert [layer.hooked[-1] for layer in model.layers] == [True, True, False]
     stats = handle.stats()
     assert stats.inbound.count == stats.parcels.count > 0 == stats.forwarded.count
+
+
+def test_a_region_that_moves_nothing_reaches_the_points_behind_its_entry():
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    nothing = RegionPlan(Recipe("offload", sites=()), release=((1, 0),))
+    handle.set_plan(Plan({"layers.0": RegionPlan("offload"), "layers.1": nothing, "layers.2": KEEP}, outside=KEEP))
+    steps_equal_to_twin(model, twin)
+    assert [layer.hooked[-1] for layer in model.layers] == [True, True, False]
+    assert handle.stats().forwarded.count == 0
+
+
+@pytest.mark.parametrize("regions", [(WHOLE,), ("layers.0", "layers.1", "layers.2")])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupt_while_parcels_leave_at_an_entry_leaves_no_hooks(regions, error, monkeypatch):
+    model, twin = make(), make()
+    handle = ebbtide.offload(model, mode="all", min_bytes=1)
+    handle.set_plan(Plan(dict.fromkeys(regions, RegionPlan("offload", release=((0, 0),))), outside=KEEP))
+    steps_equal_to_twin(model, twin, 2)
+    x = torch.randn(4, 8)
+    loss = model(x)  # one parcel waits
+
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "release_down_to", fails)
+        with pytest.raises(error):
+            model(x)
+    assert top_pack_hook() is None
+    loss.backward()
+    steps_equal_to_twin(model, twin)
 
 
 @pytest.mark.filterwarnings("ignore:offload.* moved nothing")

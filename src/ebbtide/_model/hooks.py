@@ -295,7 +295,7 @@ class RegionHook(ModuleHook):
             hooks.stays = Reason.RECIPE
             for point in session.plan.regions[self._name].release:  # at the entry: a region with others never rests
                 hooks.region_call.keep_window(point.window_bytes)
-                hooks.release()
+                self._release(session)
             return
         around, was_paused = (hooks.region_call, hooks.stays, region), session.is_paused
         session.resume()  # if called by a region at rest, without being a part of the region
@@ -304,6 +304,7 @@ class RegionHook(ModuleHook):
             hooks.switch_to(hooks.region_call.context.new_call(region))
             hooks.region_call.keep_window(window_bytes)
         self._apply_plan(session)
+        reaches_point = region is not None and hooks.region_call.reaches_point(0)
         if not self._keeps_alike(session):
             enclosing = Enclosing(*around, was_paused=was_paused)
         elif known is not None and not session.is_watched:
@@ -313,13 +314,20 @@ class RegionHook(ModuleHook):
             enclosing = Enclosing(*around, is_counted=True, kept_around=hooks.kept, was_paused=was_paused)
             hooks.kept, hooks.apart = {}, hooks.named_sites or frozenset()
         session.enclosing.append(enclosing)
+        if reaches_point:
+            self._release(session)
+
+    def _release(self, session: Session) -> None:
+        """At the entry, where a saved tensor of a region at rest would not. An evaluation between a forward and its
+        backward makes nothing leave: in inference mode, the store could not write later to the memory that it takes."""
+        if session.is_recording:
+            session.hooks.release()
 
     def _keeps_alike(self, session: Session) -> bool:
         """Whether the plan keeps the same tensors in each forward: counted once, later forwards need not look."""
         recipe = session.plan.recipe_of(self._region)
         is_planned = self.is_alone and self._choice is False and recipe is not None and not recipe.recomputes
-        keeps = recipe is not None and recipe.action == "keep" and not recipe.derives
-        if is_planned and keeps and session.hooks.region_call.points:
+        if session.hooks.region_call.points and not session.hooks.named_sites:
             return False  # somebody has to reach the other release points
         receives = torch.is_grad_enabled() and session.receives_saved_tensors()
         return is_planned and receives and session.hooks.named_sites is not None
@@ -511,8 +519,6 @@ class RegionHook(ModuleHook):
             if plan.outside is not None:
                 hooks.stays = None  # the plan covers everything
             hooks.apply_plan(region_plan)
-            if hooks.region_call.reaches_point(0):  # a region at rest has no saved tensor that would
-                hooks.release()
         if isinstance(self._choice, Reason):
             hooks.stays = self._choice
         elif self.is_in_cuda_graphs:
@@ -600,7 +606,11 @@ class RootHook(RegionHook):
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._owner.enter_root(args, kwargs)
         if self._region is not None or self.is_in_cuda_graphs:
-            super().enter(args, kwargs)
+            try:
+                super().enter(args, kwargs)
+            except BaseException:
+                self._owner.leave_root(is_complete=False)  # around a compiled call, nobody calls `leave`
+                raise
 
     def leave(self, is_complete: bool) -> None:
         if self._region is not None or self.is_in_cuda_graphs:

@@ -11,7 +11,6 @@ Note [How a plan is found]
    windows need: at each budget the smallest peak counts.
 """
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -360,10 +359,10 @@ def _plan(profile: Profile, simulated: _Simulated, budget_bytes: int | None) -> 
 
 def _region_plans(profile: Profile, simulated: _Simulated, reasons: list[str]) -> dict[str, RegionPlan]:
     windows, options = simulated.windows, simulated.assignment.options
-    changes: set[str] = set()
-    if simulated.assignment.moved_bytes:  # or nothing waits to leave
-        pairs = itertools.pairwise((None, *windows.forward))
-        changes = {r.name for r, (was, window) in zip(profile.regions, pairs, strict=True) if window != was}
+    before = (None, *windows.forward)
+    changes = {
+        r.name for r, window, was in zip(profile.regions, windows.forward, before, strict=False) if window != was
+    }
     plans: dict[str, RegionPlan] = {}
     tail = simulated.outcome.tail_bytes(options)
     for number, region in enumerate(profile.regions):

@@ -5,8 +5,9 @@ Note [Rest]
 Where nothing moves, no hook of ours runs: a region with the recipe `keep` rests, and so does a model whose plan keeps
 all.
 1. The first forward by a plan counts the kept tensors, for the statistics; forwards at rest add the same counts.
-2. A region with another hooked module inside never rests, and neither does a module named by the user. A tensor without
-   room may move tomorrow: only a plan decides.
+2. A region with another hooked module inside never rests, neither does a module named by the user, nor a region that
+   moves nothing and has release points behind its entry: a saved tensor has to reach them. A tensor without room may
+   move tomorrow: only a plan decides.
 3. A model also rests if nothing qualified to move in a forward and nothing can qualify in the next: all tensors too
    small together, outside of regions that keep, are smaller than one that would move, the arguments are alike, all
    modules are in the same mode, and the same parameters are trained. Sizes may depend on data and on

@@ -29,6 +29,14 @@ from ebbtide._utils.torch_private import parameters_of
 _NO_HOOKS = contextlib.nullcontext()
 
 
+class _Entered(threading.local):
+    """The hooks that the current thread has entered, innermost last. An attribute: an interrupt in a function called on
+    exit would leave hooks."""
+
+    def __init__(self) -> None:
+        self.stack: list[contextlib.AbstractContextManager[Any]] = []
+
+
 class OffloadActivations:
     """Context that offloads saved tensors during forward and brings them back before backward needs them.
 
@@ -40,7 +48,7 @@ class OffloadActivations:
         self._config = config
         self._engines: Engines = engines
         self._context: HookContext = context
-        self._entered = threading.local()
+        self._entered = _Entered()
         self._watch = SyncWatch(self._context.recorder) if env.watches_syncs() else None
 
     def __enter__(self) -> "OffloadActivations":
@@ -52,17 +60,17 @@ class OffloadActivations:
             hooks = SavedTensorHooks(self._engines, self._context.new_call("")).hooks()
             if self._watch is not None:
                 hooks = _nested(hooks, self._watch.watching())
-        self._stack().append(hooks)
+        self._entered.stack.append(hooks)
         try:
             return (hooks.__enter__(), self)[1]  # one line, as on exit: an interrupt between two would leave hooks
         except BaseException:
-            self._stack().remove(hooks)  # Python exits no context that could not be entered
+            self._entered.stack.remove(hooks)  # Python exits no context that could not be entered
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (hooks := self._stack().pop()).__exit__(kind, error, trace)
+        (hooks := self._entered.stack.pop()).__exit__(kind, error, trace)
         if error is None and torch.is_grad_enabled() and hooks is not _NO_HOOKS:
             self._context.recorder.warn_if_nothing_moved("offload_activations()")
             self._context.recorder.warn_if_window_holds_all("offload_activations()")
@@ -93,9 +101,6 @@ class OffloadActivations:
         The returned function ends the subscription.
         """
         return self._context.recorder.listeners.add(listener)
-
-    def _stack(self) -> list[contextlib.AbstractContextManager[Any]]:
-        return vars(self._entered).setdefault("stack", [])
 
 
 @contextlib.contextmanager

@@ -312,6 +312,18 @@ def test_copies_for_another_stream_are_joined_without_a_backward(device, dies):
     assert rig.stats.parcels.count > before  # the device refuses a capture with a copy that nobody has joined
 
 
+def test_running_engines_are_those_of_the_capture_and_none_is_made(device):
+    rig = Rig(device, small_store, window=1 << 20)
+    weights = model()
+    step(rig.context, weights)
+    with device.capture():
+        assert rig.engines.running() == []
+        step(rig.context, weights)
+        (engine,) = rig.engines.running()
+        assert isinstance(engine, CapturedEngine)
+    assert rig.engines.running() == list(rig.engines)
+
+
 def test_an_eager_graph_may_die_in_a_capture(device):
     rig = Rig(device, small_store, window=1 << 20)
     weights = model()

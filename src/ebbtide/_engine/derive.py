@@ -97,8 +97,22 @@ class Expression:
         return done[self]
 
     def packed(self) -> "list[Any]":
-        """All packed operands."""
-        return [o for each in self.operators() for o in each.operands if o is not None and type(o) is not Expression]
+        """All packed operands. Without a call for each operator: looked at for each derived tensor of a forward."""
+        found: list[Any] = []
+        to_do: list[Expression] = [self]
+        done = set[Expression]()
+        while to_do:
+            expression = to_do.pop()
+            if expression.is_shared:
+                if expression in done:
+                    continue
+                done.add(expression)
+            for each in expression.operands:
+                if type(each) is Expression:
+                    to_do.append(each)
+                elif each is not None:
+                    found.append(each)
+        return found
 
     def operators(self) -> "set[Expression]":
         """The expression, and all expressions that it needs."""
@@ -116,6 +130,7 @@ class Derivation:
     Attributes:
         source: the storage. If still alive when backward reads, nothing is computed.
         depth: number of derivations that one read may have to compute.
+        is_possible: all operands are as they were saved, in memory, and near.
     """
 
     __slots__ = (
@@ -128,6 +143,7 @@ class Derivation:
         "_stride",
         "_value",
         "depth",
+        "is_possible",
         "source",
     )
 
@@ -138,17 +154,17 @@ class Derivation:
         self._read = read
         self._value: torch.Tensor | None = None
         self._stream: Stream = None
-        derived = (each.derivation for each in expression.packed() if type(each) is DerivedTicket)
-        self.depth = 1 + max((each.depth for each in derived), default=0)
+        depth, is_possible = 0, True
+        for packed in expression.packed():
+            is_possible = is_possible and _is_ready(packed)
+            if isinstance(packed, DerivedTicket):
+                depth = max(depth, packed.derivation.depth)
+        self.depth = depth + 1
+        self.is_possible = is_possible and depth < _DEEPEST
 
     @property
     def nbytes(self) -> int:
         return math.prod(self._size) * self._dtype.itemsize
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether all operands are as they were saved, in memory, and near."""
-        return self.depth <= _DEEPEST and all(map(_is_ready, self._expression.packed()))
 
     def value(self, stream: Stream, results: Results | None = None) -> torch.Tensor:
         """A tensor with the memory of the owner, valid on `stream`, the current stream."""
@@ -201,10 +217,6 @@ class DerivedTicket:
         self.version = t._version
         self._size, self._stride, self._offset = t.size(), t.stride(), storage_offset(t)
 
-    @property
-    def is_current(self) -> bool:
-        return self.counter._version == self.version
-
     def unpack(self, stream: Stream, results: Results | None = None) -> torch.Tensor:
         """The tensor as saved, valid on `stream`, the current stream, with the version counter of the saved tensor.
 
@@ -226,7 +238,7 @@ def owner_of(t: torch.Tensor) -> torch.Tensor | None:
     owner = t if base is None else base
     if owner.grad_fn is None or owner.output_nr or owner._version or type(owner) is not torch.Tensor:
         return None
-    if t.dtype is not owner.dtype:
+    if t.dtype is not owner.dtype or owner.layout is not torch.strided or owner.is_nested:
         return None
     is_whole = not storage_offset(owner) and owner.numel() * owner.element_size() == owner.untyped_storage().nbytes()
     return owner if is_whole and not (t.is_conj() or t.is_neg()) else None
@@ -234,9 +246,7 @@ def owner_of(t: torch.Tensor) -> torch.Tensor | None:
 
 def _is_ready(packed: Any) -> bool:
     """Whether an operand is as it was saved, and a plain tensor in memory."""
-    if isinstance(packed, DerivedTicket):
-        return packed.is_current
-    if isinstance(packed, Ticket):
+    if isinstance(packed, DerivedTicket | Ticket):
         return packed.counter._version == packed.version
     if isinstance(packed, torch.Tensor):  # saved by a recomputation; a subclass too, such as a pending collective
         alias, version = packed, packed._version

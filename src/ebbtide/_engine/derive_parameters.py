@@ -98,7 +98,9 @@ class RegionParameters:
 
 
 def _has_weight(norm: torch.nn.Module, weight: torch.Tensor | None) -> bool:
-    own: object = getattr(norm, "weight", None)
+    # Most norms have registered the weight, or None; `getattr` runs Python code of torch for each of them.
+    registered = norm._parameters
+    own: object = registered["weight"] if "weight" in registered else getattr(norm, "weight", None)
     if own is None or weight is None:
         return own is weight
     return isinstance(own, torch.Tensor) and own.data_ptr() == weight.data_ptr()  # saved tensors are aliases

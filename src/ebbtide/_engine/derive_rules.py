@@ -20,6 +20,7 @@ Op: TypeAlias = Callable[..., torch.Tensor]
 
 _MOST_OPERATORS = 16  # of an expression: bounds the time of a look
 _RAW = "_raw_saved_"
+_LEAF = "AccumulateGrad"
 
 Signature: TypeAlias = tuple[Any, ...]
 """Of an expression: the rules of its nodes in order, and None for known operands."""
@@ -80,12 +81,12 @@ class Deriver:
 
     def _result_of(self, node: Any, number: int) -> Any:
         """Output `number` of `node`, packed, or an expression; None if neither is known."""
-        known = self._known.result(node, number)
+        name = type(node).__name__
+        known = self._known.leaf(node.variable) if name == _LEAF else self._known.result(node, number)
         if known is not None:
             self._signature.append(None)
             return known
-        name = type(node).__name__
-        if name == "AccumulateGrad":
+        if name == _LEAF:
             # The input of a region is a leaf only where the region is recomputed.
             leaf = node.variable
             is_known = isinstance(leaf, torch.nn.Parameter) and self._parameters.may_read(leaf)
@@ -157,11 +158,15 @@ class KnownOperands:
         if source is not None:
             self._marks(source[0])[_CAST, source[1]] = (*known, source[2])
 
+    def leaf(self, t: torch.Tensor) -> Any:
+        """`t`, made by no node, as noted; None if unknown or gone."""
+        return self._get(self._leaves.get(id(t)))
+
     def result(self, node: Any, number: int) -> Any:
         """Output `number` of `node` as noted, packed, or an expression; None if unknown or gone."""
-        if type(node).__name__ == "AccumulateGrad":
-            return self._get(self._leaves.get(id(node.variable)))
-        marks = self._marks(node)
+        mark, marks = node.metadata.get(_KEY, _UNMARKED)
+        if mark is not self._mark:
+            return None
         found = self._get(marks.get(number))
         if found is not None or (_CAST, number) not in marks:
             return found
@@ -171,10 +176,11 @@ class KnownOperands:
 
     def _marks(self, node: Any) -> dict[Any, Any]:
         """Of the present call."""
-        mark, marks = cast("tuple[object, dict[Any, Any]]", node.metadata.get(_KEY, (None, {})))
+        metadata: dict[str, Any] = node.metadata
+        mark, marks = cast("tuple[object, dict[Any, Any]]", metadata.get(_KEY, _UNMARKED))
         if mark is not self._mark:
             marks = {}
-            node.metadata[_KEY] = self._mark, marks
+            metadata[_KEY] = self._mark, marks
         return marks
 
     def _get(self, known: tuple[int, Callable[[], Any]] | None) -> Any:
@@ -186,6 +192,7 @@ class KnownOperands:
 
 
 _KEY = "ebbtide"  # of a node's metadata
+_UNMARKED: tuple[object, dict[Any, Any]] = None, {}
 _CAST = "cast"  # a wider copy of an output: the output's number, and the type to cast back to
 
 
@@ -207,7 +214,7 @@ def _source_of_cast(node: Any) -> tuple[Any, int, torch.dtype] | None:
     if type(node).__name__ != "ToCopyBackward0" or node.next_functions[0][0] is None:
         return None
     source, number = node.next_functions[0]
-    if type(source).__name__ == "AccumulateGrad":
+    if type(source).__name__ == _LEAF:
         return None
     own, result = output_of(source, number), output_of(node)
     is_exact = own.device == result.device and (own.dtype, result.dtype) in _WIDENINGS
@@ -332,7 +339,7 @@ def _convolution(deriver: Deriver, node: Any, _: int) -> Expression | None:
 def _layer_norm(deriver: Deriver, node: Any, _: int) -> Expression | None:
     names = "input", "weight", "bias"
     own, weight, bias = operands = [deriver.saved(node, _RAW + name) for name in names]
-    if own is None or any(has_tensor(node, _RAW + n) and o is None for n, o in zip(names, operands, strict=True)):
+    if own is None or any(o is None and has_tensor(node, _RAW + n) for n, o in zip(names, operands, strict=True)):
         return None
     norm = deriver.norm_of(weight)  # the node does not tell the epsilon
     if norm is None:

@@ -21,7 +21,6 @@ def select(t: torch.Tensor, context: HookContext) -> Reason | None:
 
 def why_never(t: torch.Tensor, context: HookContext) -> Reason | None:
     """Why `t` may not travel, in forward or backward; None if `t` may. Cheap and frequent tests come first."""
-    # `type(...) is` first: isinstance(..., Parameter) runs Python code of torch for every other object.
     if type(t) is Parameter or (t.requires_grad and t.is_leaf):
         return Reason.PARAMETER
     base = t._base
@@ -67,7 +66,8 @@ def select_subclass(t: torch.Tensor) -> Reason | None:
 
 def _is_parameter(t: torch.Tensor) -> bool:
     """A parameter, or a leaf that collects a gradient: the owner keeps the memory, and moving a copy frees nothing."""
-    return isinstance(t, Parameter) or (t.requires_grad and t.is_leaf)
+    # `isinstance(..., Parameter)` runs Python code of torch for every other object: asked of leaves alone.
+    return t.is_leaf and (t.requires_grad or isinstance(t, Parameter))
 
 
 def _is_cast_parameter(t: torch.Tensor) -> bool:

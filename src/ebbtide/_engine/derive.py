@@ -2,12 +2,12 @@
 
 Note [Derived tensors]
 ~~~~~~~~~~~~~~~~~~~~~~
-1. The autograd node that made a tensor often holds all operands: SiluBackward0 the input, MulBackward0 both factors,
-   AddmmBackward0 both matrices. The node's operator makes such a tensor again. No code of the model runs, no random
+1. The autograd node of a tensor often holds all operands: SiluBackward0 the input, MulBackward0 both factors,
+   AddmmBackward0 both matrices. The node's operator makes the tensor again. No code of the model runs, no random
    number is drawn, no module has to be in another state: the node says which operator ran, on what.
 2. A derivation refers to operands as our hooks packed them: kept, moved or derived in turn. The node stands behind the
    tensor's reader in the graph and runs later in backward, so operands live no longer than without a derivation.
-3. An operand that a node has not saved is looked for at the node before: a cast or a sum saves nothing. Hooks of others
+3. An operand not saved by a node is looked for at the node before: a cast or a sum saves nothing. Hooks of others
    are never called: a tensor packed by anybody else is no operand.
 4. A site derives only behind a comparison: a tensor of the site, or of the same site in another region, was equal, bit
    for bit, to the derived tensor. The comparison guards against kernels that compute otherwise. All arguments come from

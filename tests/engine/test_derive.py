@@ -111,8 +111,8 @@ def train(model, inputs=BATCHES, **changes):
 
 
 @contextlib.contextmanager
-def offloaded(model, recipe=DERIVED["keep"], **changes):
-    handle = ebbtide.offload(model, recipe=recipe, store="mock", min_bytes=1, **changes)
+def offloaded(model, recipe=DERIVED["keep"], *, min_bytes=1, **changes):
+    handle = ebbtide.offload(model, recipe=recipe, store="mock", min_bytes=min_bytes, **changes)
     try:
         yield handle
     finally:
@@ -917,12 +917,9 @@ def test_what_may_not_travel_is_not_derived_by_its_number_either(row, action):
     counts = []
     for derive in (None, tuple(range(40))):
         model = copy.deepcopy(twin)
-        handle = ebbtide.offload(
-            model, recipe=replace(DERIVED[action], derive=derive), store="mock", min_bytes=min_bytes
-        )
-        assert_equal(train(model), train(copy.deepcopy(twin)))
-        counts.append((handle.stats().derived, handle.stats().kept.get(Reason.AUTOCAST_WEIGHT)))
-        handle.remove()
+        with offloaded(model, replace(DERIVED[action], derive=derive), min_bytes=min_bytes) as handle:
+            assert_equal(train(model), train(copy.deepcopy(twin)))
+            counts.append((handle.stats().derived, handle.stats().kept.get(Reason.AUTOCAST_WEIGHT)))
     assert counts[0] == counts[1]
 
 

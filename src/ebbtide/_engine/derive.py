@@ -97,26 +97,18 @@ class Expression:
         return done[self]
 
     def packed(self) -> "list[Any]":
-        """All packed operands. Without a call for each operator: looked at for each derived tensor of a forward."""
-        found: list[Any] = []
-        to_do: list[Expression] = [self]
-        done = set[Expression]()
-        while to_do:
-            expression = to_do.pop()
-            if expression.is_shared:
-                if expression in done:
-                    continue
-                done.add(expression)
-            for each in expression.operands:
-                if type(each) is Expression:
-                    to_do.append(each)
-                elif each is not None:
-                    found.append(each)
-        return found
+        """All packed operands."""
+        return [o for each in self.operators() for o in each.operands if o is not None and type(o) is not Expression]
 
-    def operators(self) -> "set[Expression]":
-        """The expression, and all expressions that it needs."""
-        return {self, *(each for own in self.operands if type(own) is Expression for each in own.operators())}
+    def operators(self) -> "list[Expression]":
+        """The expression, and all expressions that it needs, each once. A loop: run for each derived tensor of a
+        forward, and a call for each operator would take as long as the rest."""
+        found: list[Expression] = [self]
+        for each in found:  # and those added meanwhile
+            for own in each.operands:
+                if type(own) is Expression and own not in found:
+                    found.append(own)
+        return found
 
 
 class Derivation:

@@ -81,11 +81,11 @@ class Deriver:
 
     def _result_of(self, node: Any, number: int) -> Any:
         """Output `number` of `node`, packed, or an expression; None if neither is known."""
-        name = type(node).__name__
-        known = self._known.leaf(node.variable) if name == _LEAF else self._known.result(node, number)
+        known = self._known.result(node, number)
         if known is not None:
             self._signature.append(None)
             return known
+        name = type(node).__name__
         if name == _LEAF:
             # The input of a region is a leaf only where the region is recomputed.
             leaf = node.variable
@@ -158,12 +158,10 @@ class KnownOperands:
         if source is not None:
             self._marks(source[0])[_CAST, source[1]] = (*known, source[2])
 
-    def leaf(self, t: torch.Tensor) -> Any:
-        """`t`, made by no node, as noted; None if unknown or gone."""
-        return self._get(self._leaves.get(id(t)))
-
     def result(self, node: Any, number: int) -> Any:
         """Output `number` of `node` as noted, packed, or an expression; None if unknown or gone."""
+        if type(node).__name__ == _LEAF:
+            return self._get(self._leaves.get(id(node.variable)))
         mark, marks = node.metadata.get(_KEY, _UNMARKED)
         if mark is not self._mark:
             return None

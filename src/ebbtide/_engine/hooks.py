@@ -323,7 +323,7 @@ class SavedTensorHooks:
         deriver = Deriver(_is_ours, self._operands, call.first_node, call.parameters)
         expression = deriver.derive(owner.grad_fn)
         self.has_lost_operands |= expression is None and site.is_derived
-        if expression is None or (site.not_derived is not None and site.not_derived == deriver.signature):
+        if expression is None or deriver.signature == site.not_derived:
             return None
         derivation = Derivation(expression, owner, self._read)
         if not derivation.is_possible:

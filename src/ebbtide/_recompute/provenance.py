@@ -181,20 +181,23 @@ class OpProvenance:
 
     Attributes:
         unprunable: calls with a consumer that cannot be skipped, as a bit mask; -1 for all calls.
-        records: the numbered calls and all operators downstream of them, in order.
     """
 
     def __init__(self) -> None:
         self._origins: dict[int, _Origin] = {}
         self.unprunable = 0
-        self.records: list[CallRecord] = []
+
+    def record(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], sequence: type | None
+    ) -> None:
+        """Called for each numbered call and each operator downstream, in order, by `begin` and `follow`."""
 
     def begin(self, call: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Call number `call` has returned `out`."""
         if has_compiled_code():
             self.invalidate()
         elif is_plain(out) and may_be_skipped(op, args, kwargs):
-            self.records.append(record_of(op, args, kwargs, [out], None))
+            self.record(op, args, kwargs, [out], None)
             self._note(out, 1 << call)
         else:
             self.unprunable |= 1 << call
@@ -236,7 +239,7 @@ class OpProvenance:
         sequence = sequence_type(out)
         tensors: Sequence[Any] = (out,) if sequence is None else out
         if all(map(is_plain, tensors)) and may_be_skipped(op, args, kwargs):
-            self.records.append(record_of(op, args, kwargs, tensors, sequence))
+            self.record(op, args, kwargs, tensors, sequence)
             for t in tensors:
                 self._note(t, calls | self.of(t))
         else:

@@ -81,6 +81,7 @@ class Pruner(OpProvenance):
 
     Attributes:
         follows: whether operators have to be passed to `follow`.
+        records: the pruned calls and all operators downstream of them, in order.
     """
 
     def __init__(self, calls: Mapping[Any, list[Any]], recipe: Hashable, cache: PruneCache) -> None:
@@ -94,6 +95,12 @@ class Pruner(OpProvenance):
         self._downstream: set[int] = set()
         self._unprunable = 0  # as of the last saved tensor: later consumers do not matter
         self.follows = False
+        self.records: list[CallRecord] = []
+
+    def record(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], sequence: type | None
+    ) -> None:
+        self.records.append(record_of(op, args, kwargs, tensors, sequence))
 
     def prune(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: torch.Tensor, history: OutputHistory

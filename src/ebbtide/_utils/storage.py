@@ -14,20 +14,23 @@ def as_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None =
     return empty.set_(storage, start, (length,), (1,))
 
 
+# Words in a row of checksums. A prime, as rows of tensors are no multiples of it: swapped rows change column sums.
+_WIDTH = 127
+
+
 def checksum_of(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """Return column sums of the 8-byte words of `storage` as a checksum.
 
-    A changed byte almost always changes the checksum: int64 of shape (n,), n at most 255, on the storage's device. The
+    A changed byte almost always changes the checksum: uint8 of shape (n,), n below 2040, on the storage's device. The
     first byte, `start`, is a multiple of 8. Temporary memory is negligible.
     """
     nbytes = storage.nbytes() - start if nbytes is None else nbytes
-    whole = nbytes // 8 * 8
-    words = as_bytes(storage, start, whole).view(torch.int64)
-    parts = [as_bytes(storage, start + whole, nbytes - whole).long()]
-    for width in (64, 61):  # a swap of whole rows at width 64 changes columns at width 61
-        rows = words.numel() // width
-        parts += [words[: rows * width].view(rows, width).sum(0), words[rows * width :]]
-    return torch.cat(parts)
+    rows = nbytes // (8 * _WIDTH)
+    whole = 8 * _WIDTH * rows
+    rest = as_bytes(storage, start + whole, nbytes - whole)
+    words = torch.empty(0, dtype=torch.int64, device=storage.device)
+    words.set_(storage, start // 8, (rows, _WIDTH), (_WIDTH, 1))
+    return torch.cat([words.sum(0).view(torch.uint8), rest])
 
 
 def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:
@@ -35,10 +38,11 @@ def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:
     raw = t.detach()
     raw = raw.conj() if raw.is_conj() else raw
     raw = neg_view(raw) if raw.is_neg() else raw
-    for dim, step in enumerate(raw.stride()):
-        if step == 0 and raw.shape[dim] > 1:
-            raw = raw.narrow(dim, 0, 1)  # all elements of an expanded dimension are one
-    raw = raw.permute(sorted(range(raw.dim()), key=lambda dim: -raw.stride(dim))).contiguous()
+    if not raw.is_contiguous():
+        for dim, step in enumerate(raw.stride()):
+            if step == 0 and raw.shape[dim] > 1:
+                raw = raw.narrow(dim, 0, 1)  # all elements of an expanded dimension are one
+        raw = raw.permute(sorted(range(raw.dim()), key=lambda dim: -raw.stride(dim))).contiguous()
     item = raw.element_size()
     raw = raw if storage_offset(raw) * item % 8 == 0 else raw.clone()
     return checksum_of(raw.untyped_storage(), storage_offset(raw) * item, raw.numel() * item)

@@ -8,6 +8,7 @@ import gc
 import itertools
 import re
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 import ebbtide
 from ebbtide import ConfigError, EbbtideWarning, Recipe, RecomputeError
-from ebbtide._recompute.verify import is_rounding
+from ebbtide._recompute.verify import Evidence, is_rounding
 from ebbtide._types import Reason, Unable
+from ebbtide._utils.storage import checksum_of_tensor
 
 CPU = torch.device("cpu")
 COUNTS = {"runs": 0}
@@ -546,6 +548,66 @@ def test_small_indices_are_compared():
     with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
         ours = steps(model, 1)
     assert_equal(ours, steps(make(PicksRows), 1))
+
+
+class Rearranges(Region):
+    """Recomputes from other elements in the same places, or in other places."""
+
+    def __init__(self, rearrange):
+        super().__init__()
+        self.rearrange = rearrange
+
+    def forward(self, x):
+        x = (self.rearrange(x) if FACTOR == 2.0 else x) * 1  # of one kind of node, which is compared too
+        return x.tanh() * x
+
+
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        lambda x: x.flip(0),
+        lambda x: x.roll(1, 0),
+        lambda x: x.flip(1),
+        lambda x: x.roll(1, 1),
+        lambda x: torch.cat([x[:, 1:2], x[:, :1], x[:, 2:]], 1),
+        lambda x: -x,
+    ],
+)
+@pytest.mark.parametrize("length", [61, 64, 79, 83, 127, 128, 158])
+def test_elements_in_other_places_are_found(rearrange, length):
+    """Sums of columns see neither what is added in another order nor what changes twice by half the range of words."""
+    model, gradients = nn.Sequential(Rearranges(rearrange)), []
+    for expects in (contextlib.nullcontext(), pytest.warns(EbbtideWarning, match="is kept")):
+        if gradients:
+            offload(model, recipe={"0": "recompute"}, verify=100)
+        x = torch.randn(2, length, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        loss = model(x.requires_grad_()).sum()
+        exchange()
+        with expects:
+            loss.backward()
+        back()
+        gradients.append(x.grad)
+    assert_equal(gradients[1:], gradients[:1])
+
+
+def test_checksums_of_other_lengths_differ():
+    """Together the checksums of both tensors would be the same."""
+    evidence = Evidence(types.SimpleNamespace(pack=id, region_call=types.SimpleNamespace(keep_window=id)))
+    before = torch.tensor([3.0]).expand(4), torch.tensor([0.0, 0.0, 0.0, 5.0])
+    after = torch.tensor([3.0, 0.0, 0.0, 0.0]), torch.tensor([5.0]).expand(4)
+    for number in (0, 1, 2):
+        evidence.take(number, (*before, torch.ones(3))[number])
+        evidence.compare(number, (*after, torch.ones(3))[number])
+    assert evidence.differing() == [0, 1]
+    assert evidence.differing() == []
+
+
+def test_freed_memory_has_no_checksum_and_stays_freed():
+    t = torch.ones(300)
+    t.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="in freed memory of 0 bytes"):
+        checksum_of_tensor(t)
+    assert t.untyped_storage().nbytes() == 0
 
 
 def test_a_second_backward_is_verified_too():

@@ -89,18 +89,22 @@ class Evidence:
 
     def differing(self) -> list[int]:
         """Numbers of the saved tensors that differ. Waits for the device."""
-        by_device: dict[torch.device, list[int]] = {}
+        found: list[int] = []
+        alike: dict[torch.device, list[int]] = {}
         for number, sums in self._sums_again.items():
-            by_device.setdefault(sums.device, []).append(number)
+            if sums.shape == self._sums[number].shape:
+                alike.setdefault(sums.device, []).append(number)
+            else:
+                found.append(number)
         with torch.no_grad(), without_dispatch():
-            found = [n for numbers in by_device.values() if self._differ(numbers) for n in numbers if self._differ([n])]
+            for numbers in alike.values():  # at once: kernels for each number would take most of a verification
+                forward, again = (torch.cat([sums[n] for n in numbers]) for sums in (self._sums, self._sums_again))
+                if not torch.equal(forward, again):
+                    lengths = [self._sums[n].numel() for n in numbers]
+                    differ = torch.split((forward != again).cpu(), lengths)
+                    found += [n for n, part in zip(numbers, differ, strict=True) if part.any()]
         self._sums_again.clear()
         return sorted(found)
-
-    def _differ(self, numbers: list[int]) -> bool:
-        """Compares in one kernel: with one for each number, the host takes most of the time of a verification."""
-        forward, again = (torch.cat([sums[n] for n in numbers]) for sums in (self._sums, self._sums_again))
-        return not torch.equal(forward, again)
 
 
 def is_rounding(forward: torch.Tensor, recomputed: torch.Tensor) -> bool:

@@ -14,23 +14,37 @@ def as_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None =
     return empty.set_(storage, start, (length,), (1,))
 
 
-# Words in a row of checksums. A prime, as rows of tensors are no multiples of it: swapped rows change column sums.
-_WIDTH = 127
+# Words in a row of a checksum's two sums. Exchanged rows of a tensor change one of the sums, unless they are whole rows
+# of both widths apart: primes, because rows of tensors are seldom multiples of either.
+_WIDTHS = 79, 83
 
 
 def checksum_of(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """Return column sums of the 8-byte words of `storage` as a checksum.
+    """Return column sums of the 8-byte words of `storage` as a checksum, and the words that fill no row.
 
-    A changed byte almost always changes the checksum: uint8 of shape (n,), n below 2040, on the storage's device. The
-    first byte, `start`, is a multiple of 8. Temporary memory is negligible.
+    A single changed byte always changes the checksum; several go unseen only if they cancel in the columns of both
+    widths. Temporary memory is negligible.
+
+    Args:
+        storage: holds the bytes.
+        start: the first byte, a multiple of 8.
+        nbytes: number of bytes; None: all behind `start`.
+
+    Returns:
+        int64 of shape (n,), n below 256, on the device of the storage.
+
+    Raises:
+        ValueError: the storage is smaller, as where FSDP has freed it.
     """
     nbytes = storage.nbytes() - start if nbytes is None else nbytes
-    rows = nbytes // (8 * _WIDTH)
-    whole = 8 * _WIDTH * rows
-    rest = as_bytes(storage, start + whole, nbytes - whole)
-    words = torch.empty(0, dtype=torch.int64, device=storage.device)
-    words.set_(storage, start // 8, (rows, _WIDTH), (_WIDTH, 1))
-    return torch.cat([words.sum(0).view(torch.uint8), rest])
+    if start + nbytes > storage.nbytes():  # torch would make the storage larger
+        raise ValueError(f"a tensor of {nbytes} bytes from byte {start} on in freed memory of {storage.nbytes()} bytes")
+    words = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, start // 8, (nbytes // 8,), (1,))
+    parts = [words.as_strided((nbytes // 8 // width, width), (width, 1)).sum(0) for width in _WIDTHS]
+    parts.append(words[min(nbytes // 8 // width * width for width in _WIDTHS) :])
+    if nbytes % 8:
+        parts.append(as_bytes(storage, start + nbytes // 8 * 8, nbytes % 8).long())
+    return torch.cat(parts)
 
 
 def checksum_of_tensor(t: torch.Tensor) -> torch.Tensor:

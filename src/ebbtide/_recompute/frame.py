@@ -498,7 +498,7 @@ class Recomputation:
         alias = _alias(t) if has_modes else t.detach()
         if self._evidence is not None and holder is not None and held is None:
             with numbering_paused():
-                self._evidence.compare(number, t)
+                self._evidence.note_recomputed(number, t)
         if self.recorder is not None:
             self.recorder.saved(number, t, is_dead=holder is None)
         if number < len(self._holders):

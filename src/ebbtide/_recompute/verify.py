@@ -81,7 +81,7 @@ class Evidence:
         """The tensor behind `packed`, bit for bit."""
         return self._hooks.unpack(packed)
 
-    def compare(self, number: int, t: torch.Tensor) -> None:
+    def note_recomputed(self, number: int, t: torch.Tensor) -> None:
         """Note the checksum of `t`, saved tensor `number` of the recomputation. Does not wait for the device."""
         sums = _sums_of(t) if number in self._sums else None
         if sums is not None:
@@ -131,7 +131,7 @@ def _sums_of(t: torch.Tensor) -> torch.Tensor | None:
         return None
     with torch.no_grad(), without_dispatch():
         found = [checksum_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
-        return found[0] if len(found) == 1 else torch.cat(found) if found else None
+        return torch.cat(found) if found else None
 
 
 def _has_meaning(t: torch.Tensor) -> bool:

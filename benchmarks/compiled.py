@@ -1,10 +1,11 @@
 """Measure compiled blocks: torch's memory budget alone, checkpointing, inductor's offloading, and plans at their peaks.
 
-    python -m benchmarks.compiled [--models "Llama A" ViT-L SD3] [--budgets 0 0.1 0.2 0.5 0.75] [--steps 40]
-        [--backend inductor] [--tiny] [--out FOLDER] [--commit HASH]
+    python -m benchmarks.compiled [--models "Llama A" ViT-L SD3] [--budgets 0 0.1 0.2 0.5 0.75]
+        [--within 12 5.95] [--steps 40] [--backend inductor] [--tiny] [--out FOLDER] [--commit HASH]
 
 One file per model: compiled-NAME.json. Each block is compiled by itself. A plan has the peak of a rival as its budget:
-torch's memory budget (the fraction behind --budgets) or checkpointing. --tiny runs small models on a CPU.
+torch's memory budget (the fraction behind --budgets) or checkpointing, or --within GiB of activations. --tiny runs
+small models on a CPU.
 """
 
 import argparse
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["Llama A", "ViT-L", "SD3"], choices=list(ZOO))
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.0, 0.1, 0.2, 0.5, 0.75])
+    parser.add_argument("--within", nargs="*", type=float, default=[], help="further budgets of plans, in GiB")
     parser.add_argument("--steps", type=int, default=40, help="measured steps of each mode")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU")
@@ -48,18 +50,19 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     for name in options.models:
-        budgets = " ".join(map(str, options.budgets))
+        budgets, within = (" ".join(map(str, each)) for each in (options.budgets, options.within))
         command = f"python -m benchmarks.compiled --models {name!r} --budgets {budgets} --steps {options.steps}"
+        command += f" --within {within}" if within else ""
         about = facts(command, "CPU" if options.tiny else torch.cuda.get_device_name(), options.commit)
         rivals = Rivals(name, device, options.backend, options.steps, options.tiny)
-        result = measure_model(rivals, options.budgets)
+        result = measure_model(rivals, options.budgets, options.within)
         file = options.out / f"compiled-{name.replace(' ', '-')}.json"
         file.write_text(json.dumps({**about, **result}, indent=1) + "\n")
         print(name, json.dumps(result, indent=1), flush=True)
 
 
-def measure_model(rivals: "Rivals", budgets: Sequence[float]) -> dict[str, object]:
-    """Each rival, and behind each a plan that has the rival's peak as its budget."""
+def measure_model(rivals: "Rivals", budgets: Sequence[float], within: Sequence[float] = ()) -> dict[str, object]:
+    """Each rival, and behind each a plan that has the rival's peak as its budget; and plans `within` so many GiB."""
     plain = rivals.run()
     modes: dict[str, Callable[[], dict[str, Any]]] = {"checkpointing": functools.partial(rivals.run, checkpoints=True)}
     for budget in budgets:
@@ -75,6 +78,11 @@ def measure_model(rivals: "Rivals", budgets: Sequence[float]) -> dict[str, objec
             found[name] = {"failed": str(error).splitlines()[0]}
             continue
         found[name] = {**rival, "plan": rivals.planned(rival["peak_gib"])}
+    for gib in within:
+        try:
+            found[f"within {gib:g} GiB"] = rivals.planned(gib)
+        except ebbtide.PlanError as error:
+            found[f"within {gib:g} GiB"] = {"failed": str(error).splitlines()[0]}
     return found
 
 

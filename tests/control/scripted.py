@@ -37,7 +37,6 @@ class ScriptedDevice:
 
     def __init__(self):
         self.step_s = 1.0
-        self.launched_s = 0.0  # CPU time of a step
         self.is_behind = False
         self.allocated_bytes = 0
         self.peak_bytes = 0
@@ -156,7 +155,6 @@ def step(controller, tokens=1000):
     if monitor is not None:
         monitor.forward_ended()
         monitor._end()
-        monitor.launched_s = controller._handle.device.launched_s
 
 
 def steps(controller, handle, count, ratio, peak_ratio=1.0):

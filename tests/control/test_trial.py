@@ -85,12 +85,3 @@ def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
 @pytest.mark.parametrize(("base_gib", "expected_gib"), [(0, 1.0), (5, 0.5), (12, 0.0)])
 def test_the_first_margin_is_of_what_is_not_known_exactly(base_gib, expected_gib):
     assert first_margin(LIMIT, base_gib * GIB) / GIB == pytest.approx(expected_gib)
-
-
-@pytest.mark.parametrize(("bound", "expected"), [([], False), ([1, 1, 0, 0], False), ([1, 1, 1, 0], True)])
-def test_most_steps_tell_whether_the_host_is_the_bound(bound, expected):
-    """The first steps, which learn the order, say nothing."""
-    found = Trial(plan(1.0, 9.5))
-    for each in [1] * THRESHOLDS.learning_steps + bound:
-        found.add_step(1.0, is_host_bound=bool(each))
-    assert found.seen.is_host_bound is expected

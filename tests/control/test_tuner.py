@@ -14,7 +14,7 @@ from ebbtide import EbbtideWarning, PlanError
 from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Ranks
 from ebbtide._planner.options import option_for
-from ebbtide._planner.simulate import launch_s, simulate, windows_within, with_host
+from ebbtide._planner.simulate import simulate, windows_within, with_host
 from ebbtide._planner.solve import Solver
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
@@ -903,59 +903,6 @@ def test_a_machine_at_another_speed_is_predicted_from_then_on(slower, forward_ms
     )
     assert handle.plan.predicted.step_s == pytest.approx(outcome.step_s, rel=0.05)
     assert len(handle.plans) <= 4  # the fallback is tried once
-
-
-def run_on(true, controller, handle, budget, count=1):
-    """Steps of the machine `true`, whose CPU begins them with nothing queued. Returns the seconds of the last one."""
-    for _ in range(count):
-        options = [option_for(each, handle.plan.recipe_of(each.name)) for each in true.regions]
-        outcome = step_by(true, handle.plan, budget)
-        handle.device.step_s, handle.device.launched_s = outcome.step_s, launch_s(true.host, options)
-        handle.waits(outcome.stall_forward_s + outcome.stall_backward_s)
-        step(controller)
-    return outcome.step_s
-
-
-def on_time(host):
-    return replace(host, launch_ahead_s=0.0, steady_launch_ahead_s=0.0)
-
-
-@pytest.mark.parametrize("slower", [0.8, 1.0, 1.6])
-def test_a_host_that_compute_waits_for_has_a_speed_of_its_own(slower):
-    """A launch-ahead hides what recipes cost the host. Steps that end with their last launch say what they cost, and
-    nothing against compute; and plans are predicted as their steps are."""
-    times, budget = HostTime(24 * MS, 60 * MS, 24 * MS, ops=10), int(2.0 * GIB)
-    controller, handle = controller_of(budget_bytes=budget, host=replace(a_host(), regions=(times,) * 6))
-    first = controller.profile
-    true = replace(first, host=on_time(first.host.times(slower)))
-    assert first.host.launch_ahead_s > 0
-    step_s = run_on(true, controller, handle, budget, count=60)
-    found = controller.profile
-    assert found.host == on_time(found.host)
-    assert found.host.seconds == pytest.approx(true.host.seconds, rel=0.05)
-    assert found.plain_s <= first.plain_s
-    assert step_by(found, handle.plan, budget).step_s == pytest.approx(step_s, rel=0.03)
-
-
-@pytest.mark.parametrize("is_behind", [False, True])
-def test_compute_behind_the_host_says_nothing_of_the_host_alone(is_behind):
-    """Compute ends later than the launches; or has still to pass an earlier step when a step begins, and a full queue
-    lets the host launch no faster than compute runs."""
-    budget = int(2.0 * GIB)
-    controller, handle = controller_of(budget_bytes=budget, host=a_host(12.0))
-    first = controller.profile
-    true = first.at_speed(1.3)
-    for _ in range(20):
-        run_on(true, controller, handle, budget)
-        if is_behind:
-            handle.device.launched_s = handle.device.step_s
-            handle.device.is_behind = True
-            step(controller)
-            step(controller)
-            handle.device.is_behind = False
-    found = controller.profile
-    assert found.host.launch_ahead_s > 0
-    assert found.plain_s / first.plain_s == pytest.approx(found.host.seconds / first.host.seconds)
 
 
 @pytest.mark.parametrize("remembers", [True, False])

@@ -75,6 +75,7 @@ class StepObserver:
     ) -> StepMonitor:
         """The monitor of a step by the plan of `size`. The duration of a verified step is ignored."""
         assert size.trial is not None
+        self._rests = False
         self._recorder.watched = None  # of a graph that was dropped
         has_known_order = size.trial.steps >= THRESHOLDS.learning_steps
         if has_known_order and not is_verified and self.timeline_of(size.trial) is None:
@@ -82,8 +83,6 @@ class StepObserver:
         else:
             monitor = StepMonitor(device, reads_peak)
         monitor.is_alone = not is_verified
-        monitor.finds_idle = has_known_order and not (self._rests or self._in_flight)
-        self._rests = False
         for each in self._in_flight:
             other = each.step.pending
             if other is not None:
@@ -138,8 +137,6 @@ class StepObserver:
             if not is_alone:
                 trial.count_step()
                 continue
-            seconds = monitor.seconds()
-            # The CPU began with nothing queued, and compute ended with the CPU: compute waited for launches.
-            is_host_bound = monitor.finds_idle and seconds <= (1 + THRESHOLDS.off) * monitor.launched_s
-            trial.add_step(seconds / each.share, seconds / each.share * waited, is_host_bound=is_host_bound)
+            seconds = monitor.seconds() / each.share
+            trial.add_step(seconds, seconds * waited)
         return observed

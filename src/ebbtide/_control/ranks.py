@@ -71,7 +71,7 @@ class Summary(NamedTuple):
     link: LinkRatios
 
 
-_SMALLER_IS_WORSE = ("is_complete", "timed", "is_host_bound", "out", "back")
+_SMALLER_IS_WORSE = ("is_complete", "timed", "out", "back")
 
 
 class Ranks:

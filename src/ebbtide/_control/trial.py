@@ -11,12 +11,10 @@ Note [Trials]
    keeps the host busy has slow steps more often, and its fastest step says nothing of them.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
 5. Later steps run at another speed than the few measured steps: clocks of a device rise and fall with temperature and
-   power, and a CPU core is half as fast while another thread shares the core. Where compute ends a step as soon as the
-   CPU has launched the step, the CPU alone tells the duration: its ratio of measured over predicted seconds multiplies
-   all launches, no launch-ahead is left, and compute took no longer. Elsewhere the share of each in a slow step cannot
-   be told without watching compute region by region, and a wrong guess favours recipes that use the other: one ratio
-   multiplies all seconds of compute and CPU alike. Waits for copies take no part: copies tell the rates of the link. A
-   small deviation is no reason to plan again, but predictions use the ratios.
+   power, and a CPU core is half as fast while another thread shares the core. The share of each in a slow step cannot
+   be told without watching compute region by region, and a wrong guess favours recipes that use the other. So one
+   ratio, measured over predicted duration, multiplies all seconds of compute and CPU alike. Waits for copies take no
+   part: copies tell the rates of the link. A small deviation is no reason to plan again, but predictions use the ratio.
 """
 
 import enum
@@ -47,7 +45,6 @@ class Observation(NamedTuple):
         stall_s: stall of a typical step.
         peak_bytes: largest peak; 0: unknown.
         spread_bytes: how far the peaks of steps with a known order are apart: routing and packing change them.
-        is_host_bound: most steps ended as soon as the CPU had launched them.
     """
 
     is_complete: bool = False
@@ -57,7 +54,6 @@ class Observation(NamedTuple):
     stall_s: float = 0.0
     peak_bytes: int = 0
     spread_bytes: int = 0
-    is_host_bound: bool = False
 
 
 class Trial:
@@ -96,17 +92,15 @@ class Trial:
         self._timed = 0  # since the plan was put in force
         self._times: list[float] = []
         self._stalls: list[float] = []
-        self._host_bound: list[bool] = []
         self._peaks: list[int] = []
 
-    def add_step(self, seconds: float, stall_s: float = 0.0, *, is_host_bound: bool = False) -> None:
+    def add_step(self, seconds: float, stall_s: float = 0.0) -> None:
         """Count a step. The first steps, which learn the order, take part in no figure but peaks."""
         self.steps += 1
         if self.steps > THRESHOLDS.learning_steps:
             self._timed += 1
             self._times = [*self._times, seconds][-THRESHOLDS.remembered :]
             self._stalls = [*self._stalls, stall_s][-THRESHOLDS.remembered :]
-            self._host_bound = [*self._host_bound, is_host_bound][-THRESHOLDS.remembered :]
 
     def begin_turn(self) -> None:
         """The plan is in force again after another: the engine learns the order anew, and further steps are timed."""
@@ -139,7 +133,6 @@ class Trial:
             stall_s=statistics.median(self._stalls) if self._stalls else 0.0,
             peak_bytes=max(self._peaks, default=0),
             spread_bytes=max(settled) - min(settled) if settled else 0,
-            is_host_bound=2 * sum(self._host_bound) > len(self._host_bound),
         )
 
     @property
@@ -169,18 +162,17 @@ class Trial:
         return self.is_timed and predicted_s > 0 and abs(self.seen.typical_s / predicted_s - 1) > THRESHOLDS.off
 
     @property
-    def own_s(self) -> float:
-        """Seconds of a typical step without waits for copies."""
-        return self.seen.typical_s - self.seen.stall_s
-
-    @property
     def step_ratio(self) -> float | None:
         """Measured over predicted seconds of a step, without waits for copies; None if unknown, or if copies alone tell
         the duration."""
-        predicted, own_s = self.predicted, self.own_s
-        if predicted is None or self.is_as_measured or not self.is_timed:
-            return None
-        if own_s < THRESHOLDS.least_own * self.seen.typical_s:
+        predicted, seen = self.predicted, self.seen
+        own_s = seen.typical_s - seen.stall_s
+        if (
+            predicted is None
+            or self.is_as_measured
+            or not self.is_timed
+            or own_s < THRESHOLDS.least_own * seen.typical_s
+        ):
             return None
         return own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9)
 

@@ -182,7 +182,7 @@ class PlanTuner:
         size = self._size
         if self._ranks is not None or size.trial is None:
             return self._profile  # equal on all ranks
-        return self._at_speed_of(size, size.trial)
+        return _at_speed(self._profile, self._ratio(size.trial))
 
     @property
     def tokens(self) -> int:
@@ -341,7 +341,7 @@ class PlanTuner:
         size.corrections += 1
         reasons: list[str] = []
         if trial.is_off:
-            self._refit(size, trial)
+            self._refit(trial)
             reasons.append(trial.took)
         margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
         if margin_bytes != size.margin_bytes:
@@ -388,7 +388,7 @@ class PlanTuner:
         else:
             assert trial is not None
             size.corrections += 1
-            self._refit(size, trial)
+            self._refit(trial)
             size.target *= THRESHOLDS.target * self._max_slowdown / choice.slowdown
             if choice.trial is not trial:
                 self._follow(size, choice.trial, f"waits for a correction, {trial.took}")  # and is measured once more
@@ -398,7 +398,7 @@ class PlanTuner:
         """Have `best` run for good. A plan whose steps are other than predicted carries their time from now on."""
         ran = size.ran
         if best.plan.keeps_all and best.is_off and self.limit_bytes is not None:
-            self._refit(size, best)  # no plan is faster, but other batch sizes may need one
+            self._refit(best)  # no plan is faster, but other batch sizes may need one
         if self.limit_bytes is None and best.plan.keeps_all and not all(each.plan.keeps_all for each in ran):
             warnings.warn(
                 f"offload() moves nothing from now on: {why}. Within a budget, such as '40GiB', what has to leave "
@@ -645,27 +645,20 @@ class PlanTuner:
 
     # -- refits ----------------------------------------------------------------------------------------------------
 
-    def _refit(self, size: BatchSize, trial: Trial) -> None:
+    def _refit(self, trial: Trial) -> None:
         """Refit the profile to measured speeds."""
         link = self._profile.link
         ratios = self._link_rates.ratios(link) if self._ranks is None else self._agreed_link
-        self._profile = dataclasses.replace(self._at_speed_of(size, trial), link=link.times(ratios.out, ratios.back))
+        self._profile = dataclasses.replace(
+            _at_speed(self._profile, self._ratio(trial)), link=link.times(ratios.out, ratios.back)
+        )
         self._link_rates.restart()
 
-    def _at_speed_of(self, size: BatchSize, trial: Trial) -> Profile:
-        """The present profile at the speed of the last steps of `trial`, if known, whatever profile the plan of the
-        trial is from."""
-        profile, ratio = self._profile, trial.step_ratio
-        if ratio is None:
-            return profile
-        if profile.host is None or not trial.seen.is_host_bound:
-            return profile.at_speed(bounded(ratio * trial.plain_s / profile.plain_s))
-        planned = profile.scaled(size.tokens)
-        options = [option_for(each, trial.plan.recipe_of(each.name) or Recipe("keep")) for each in planned.regions]
-        host = profile.host.times(bounded(trial.seen.typical_s / simulate.launch_s(profile.host, options)))
-        compute = min(1.0, bounded(trial.own_s / simulate.compute_s(planned, options)))
-        behind = dataclasses.replace(host, launch_ahead_s=0.0, steady_launch_ahead_s=0.0)
-        return dataclasses.replace(profile.at_speed(compute), host=behind)
+    def _ratio(self, trial: Trial) -> float:
+        """Measured seconds over those of the present profile, whatever profile the plan of the trial is from; 1 if
+        unknown."""
+        ratio = trial.step_ratio
+        return 1.0 if ratio is None else bounded(ratio * trial.plain_s / self._profile.plain_s)
 
     def never_recompute(self, names: Collection[str]) -> None:
         """Plan without recomputing `names`: regions with a recomputation that differed from forward. Several ranks plan
@@ -782,3 +775,11 @@ def _as_measured(plan: Plan, trial: Trial) -> Plan:
     if plan.predicted is None or not trial.is_timed:
         return plan
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, step_s=trial.seen.typical_s))
+
+
+def _at_speed(profile: Profile, ratio: float) -> Profile:
+    """`profile` at another speed, with the launch-ahead that keeping everything needs at that speed."""
+    if ratio == 1.0:
+        return profile
+    scaled = profile.at_speed(ratio)
+    return simulate.with_host(scaled, scaled.host)

@@ -116,7 +116,7 @@ def _shared_out(profile: Profile, choice: Sequence[Option], room: int) -> Window
     comes since the last: each way has room for what the lane has left to carry when the pass ends.
     """
     forward_s = sum(region.forward_s for region in profile.regions)
-    share = 1.0 - forward_s / max(LAST_DIGITS_S, compute_s(profile, choice))
+    share = 1.0 - forward_s / max(LAST_DIGITS_S, _compute_s(profile, choice))
     out_bytes = int(room * share)
     return equal_windows(profile, out_bytes, max(0, room - out_bytes - max(map(_bytes_after_first, choice), default=0)))
 
@@ -234,16 +234,9 @@ def timeline(profile: Profile, choice: Sequence[Option], windows: Windows) -> Ti
     return simulation.timeline()
 
 
-def compute_s(profile: Profile, choice: Sequence[Option]) -> float:
+def _compute_s(profile: Profile, choice: Sequence[Option]) -> float:
     """Of one graph, without any wait."""
     return profile.plain_s + sum(option.recompute_s for option in choice)
-
-
-def launch_s(host: Host, choice: Sequence[Option]) -> float:
-    """CPU time of one graph."""
-    rows = list(zip(choice, host.regions, strict=True))
-    recomputed_s = sum(own.recompute_s for option, own in rows if option.recipe.recomputes)
-    return host.seconds + recomputed_s + 2 * sum(launch_overhead_s(option, host, own) for option, own in rows)
 
 
 class _Launches:
@@ -314,7 +307,7 @@ class _Simulation:
         self._count = len(self._passes) // 2
         self._graphs = [_Graph(len(self._sizes)) for _ in range(self._count)]
         self._most_s = most_s * self._count + LAST_DIGITS_S
-        self._left_s = self._count * compute_s(profile, choice)  # without any wait
+        self._left_s = self._count * _compute_s(profile, choice)  # without any wait
         self._stretch = 1.0 / (1.0 - profile.link.interference)
         self._kept_bytes = sum(option.kept_bytes for option in choice)
         self._numbers = _numbers_in_order_of_need(choice)

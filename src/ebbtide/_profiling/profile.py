@@ -1,6 +1,7 @@
 """Profiles as plain data: measurements of one training step, to and from JSON. Seconds and bytes."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -276,8 +277,9 @@ class Host:
     hook_s: float = 0.0
 
     def times(self, ratio: float) -> "Host":
-        """All launch times multiplied by `ratio`, and the launch-ahead."""
-        return changed(self, lambda name, value: value * ratio if name.endswith("_s") else value)
+        """All launch times multiplied by `ratio`; the launch-ahead stays."""
+        is_time = re.compile(r"(?!.*ahead).*_s").fullmatch
+        return changed(self, lambda name, value: value * ratio if is_time(name) else value)
 
     @property
     def seconds(self) -> float:
@@ -433,7 +435,8 @@ class Profile:
         return dataclasses.replace(self, base_bytes=self.base_bytes + nbytes, base=base)
 
     def at_speed(self, ratio: float) -> "Profile":
-        """The step with all seconds of compute and host multiplied by `ratio`. The link stays."""
+        """The step with all seconds of compute and host multiplied by `ratio`. The link stays, and so does the
+        launch-ahead."""
         regions, outside = changed((self.regions, self.outside), lambda n, v: v * ratio if n.endswith("_s") else v)
         host = None if self.host is None else self.host.times(ratio)
         return dataclasses.replace(self, regions=regions, outside=outside, host=host)

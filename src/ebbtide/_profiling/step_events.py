@@ -137,8 +137,6 @@ class StepMonitor(BackwardObserver):
     Attributes:
         reads_peak: measure peak memory too, which resets the peak statistics of the device.
         is_alone: no other step overlapped. Set by the owner of the monitor.
-        finds_idle: compute had passed all earlier steps when this one began. Set by the owner of the monitor.
-        launched_s: CPU time from the begin of forward to the last launch of backward; negative before.
         peak_bytes: largest peak seen; 0 without `reads_peak`.
     """
 
@@ -148,14 +146,12 @@ class StepMonitor(BackwardObserver):
         self.reads_peak = reads_peak
         self.sees_saved_tensors = reads_peak and not device.tracks_peak  # the peak is the largest that was seen
         self.is_alone = True
-        self.finds_idle = False
         self.peak_bytes = 0
         self._region_read: str | None = None
         if reads_peak:
             device.reset_peak_stats()
         self._began = device.record(device.current_stream())
         self._ended: StreamEvent = None
-        self.launched_s = -time.perf_counter()
 
     def forward_ended(self) -> None:
         super().forward_ended()
@@ -192,7 +188,6 @@ class StepMonitor(BackwardObserver):
 
     def _conclude(self) -> None:
         self._ended = self.device.record(self.device.current_stream())
-        self.launched_s += time.perf_counter()
         self._read_peak()
 
     @property

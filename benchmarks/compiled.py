@@ -78,12 +78,7 @@ def measure_model(rivals: "Rivals", budgets: Sequence[float], within: Sequence[f
             found[name] = {"failed": str(error).splitlines()[0]}
             continue
         found[name] = {**rival, "plan": rivals.planned(rival["peak_gib"])}
-    for gib in within:
-        try:
-            found[f"within {gib:g} GiB"] = rivals.planned(gib)
-        except ebbtide.PlanError as error:
-            found[f"within {gib:g} GiB"] = {"failed": str(error).splitlines()[0]}
-    return found
+    return found | {f"within {gib:g} GiB": rivals.planned(gib) for gib in within}
 
 
 def offloading() -> dict[str, Any]:

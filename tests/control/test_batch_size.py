@@ -8,6 +8,7 @@ from planner.workloads import GIB, layers, profile
 from ebbtide import Plan, Prediction, RegionPlan
 from ebbtide._control.batch_size import BatchSize, run_alike
 from ebbtide._control.trial import Trial
+from ebbtide._planner.solve import Answer
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Cost, ReleasePoint
 
@@ -84,7 +85,7 @@ def size_of(own, kept=None, **settings):
     ],
 )
 def test_within_a_budget_plans_take_turns_that_may_be_faster(own, other, winner, turns):
-    size = size_of(ran(OWN, own), ran(FALLBACK, other))
+    size = size_of(ran(OWN, own), ran(FALLBACK, other), answer=Answer(OWN, FALLBACK, 0, 0.0))
     choice, count = size.choose_within(2 * GIB), 0
     while not choice.is_final:
         size.follow(choice.trial)
@@ -93,6 +94,19 @@ def test_within_a_budget_plans_take_turns_that_may_be_faster(own, other, winner,
         choice, count = size.choose_within(2 * GIB), count + 1
     assert choice.trial.plan is winner
     assert count == turns
+
+
+@pytest.mark.parametrize(("earlier", "winner"), [([0.995] * 4, OWN), ([0.98] * 4, None)])
+def test_of_plans_that_differ_by_less_than_a_percent_the_newest_stays(earlier, winner):
+    before = ran(Plan({"a": RegionPlan("offload")}), earlier)
+    size = size_of(ran(OWN, [1.0] * 4), before, answer=Answer(OWN, FALLBACK, 0, 0.0))
+    size.fallback = None
+    choice = size.choose_within(2 * GIB)
+    while not choice.is_final:
+        size.follow(choice.trial)
+        choice = size.choose_within(2 * GIB)
+    assert choice.trial.plan is (winner or before.plan)
+    assert choice.why == ("no other was faster" if winner else "an earlier plan was faster")
 
 
 @pytest.mark.parametrize(("predicted_s", "is_final"), [(0.9, False), (1.1, True)])

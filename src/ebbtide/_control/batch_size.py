@@ -4,7 +4,8 @@ Note [Turns]
 ~~~~~~~~~~~~
 The speed of a machine changes within seconds, and a plan that keeps the host busy suffers more than another: steps of
 two plans compare if the plans ran in turns. Before a plan is frozen, the plans that may be the fastest take turns. The
-plan with the faster steps in all turns stays, whatever was predicted.
+plan with the faster steps in all turns stays, whatever was predicted. A difference within a percent says nothing: the
+newest plan stays, which was made by the most measurements.
 
 1. Within a budget the fallback and every plan that ran take part, if a step was as fast as a typical step of the
    fastest plan.
@@ -104,6 +105,12 @@ class BatchSize:
         """A trial of `plan`, the fallback."""
         return Trial(plan, self.profile.plain_s, is_fallback=True)
 
+    @property
+    def newest(self) -> Trial | None:
+        """The trial of the last answer's plan; None before it runs."""
+        plan = None if self.answer is None else self.answer.plan
+        return None if plan is None else next((each for each in self.ran if run_alike(each.plan, plan)), None)
+
     def has_run(self, plan: Plan) -> bool:
         """Whether `plan` is in force, or among the earlier plans."""
         return any(run_alike(each.plan, plan) for each in self.ran)
@@ -119,9 +126,9 @@ class BatchSize:
         turn = self._next_turn(waiting, best)
         if turn is not None:
             return turn
-        trial = self.trial
-        if trial in measured and trial.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
-            best = trial
+        newest = self.newest
+        if newest in measured and newest.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
+            return Choice(newest, NONE_FASTER, is_final=True)
         return Choice(best, "recomputation alone was faster" if best.is_fallback else EARLIER, is_final=True)
 
     def _may_be_faster(self, other: Trial, best: Trial, limit_bytes: int) -> bool:

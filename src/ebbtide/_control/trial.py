@@ -5,8 +5,9 @@ Note [Trials]
 1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
    follows: the plan is corrected, or gives way to a faster one, or stays for good (law 13).
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
-   that is expected. Measured peaks take most of what they show to be unnecessary: another plan has another error, so a
-   part of the margin stays. A peak over the limit adds to the margin in any case, as often as seen.
+   that is expected. Later plans take more memory than one that was measured, and a prediction may be off by the same
+   share of what they take more: a measured peak close to the budget leaves hardly any margin. A measured error stays.
+   A peak over the limit adds to the margin in any case, as often as seen.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster (Note [Turns]): a plan that
    keeps the host busy has slow steps more often, and its fastest step says nothing of them.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
@@ -219,8 +220,9 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int, sharing: int
     if over_bytes > 0:
         return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
-    kept_share = 1 - (1 - THRESHOLDS.kept_margin) / sharing
-    return needed_bytes + int(kept_share * max(0, margin_bytes - needed_bytes))
+    more_bytes = int(THRESHOLDS.margin * -over_bytes)
+    spare_bytes = max(0, margin_bytes - needed_bytes - more_bytes)
+    return max(margin_bytes, needed_bytes) - spare_bytes // sharing
 
 
 def bounded(ratio: float) -> float:

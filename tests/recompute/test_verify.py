@@ -167,6 +167,23 @@ class SavesLess(Region):
         return x if self.tally.rows["runs"][0] % 2 == 0 else x.sin().cos()
 
 
+class ReadsStrides(Region):
+    """The same bytes in memory, read in another order."""
+
+    def forward(self, x):
+        square = torch.tanh(self.linear(x))[:, :4].contiguous().as_strided((4, 4), (4, 1) if FACTOR == 1.0 else (1, 4))
+        return torch.cat((x[:, :4] * square, x[:, 4:]), dim=1)
+
+
+class ReadsConjugation(Region):
+    """The same bytes in memory, conjugated when read."""
+
+    def forward(self, x):
+        z = torch.view_as_complex(torch.tanh(self.linear(x)).view(4, 4, 2)).conj()
+        z = z if FACTOR == 1.0 else z.conj()
+        return torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)) * z).reshape(4, 8)
+
+
 class ChangesItsInput(nn.Module):
     """Refused by recipes: recomputation would need the old input."""
 
@@ -279,8 +296,9 @@ def back():
     FACTOR = 1.0
 
 
-def test_a_change_between_forward_and_backward_is_found_too():
-    model, twin = make(ReadsGlobal), make(ReadsGlobal)
+@pytest.mark.parametrize("kind", [ReadsGlobal, ReadsStrides, ReadsConjugation])
+def test_a_change_between_forward_and_backward_is_found_too(kind):
+    model, twin = make(kind), make(kind)
     handle = offload(model, recipe="recompute", verify=100)
     with pytest.warns(EbbtideWarning, match="saved other values than its forward"):
         ours = step(model, 0, exchange)

@@ -5,8 +5,9 @@ Note [Verification]
 1. A planner chooses recomputation unasked, and a region may depend on anything: globals, objects, private generators.
    The first measured forward, and every N-th forward under `verify=N`, therefore takes a checksum of each saved tensor
    on the device and moves the tensor to the store.
-2. Recomputation compares its saved tensors with the checksums before backward reads any of them. Equal checksums drop
-   the moved tensors; no byte comes back.
+2. Recomputation compares its saved tensors with the checksums before backward reads any of them. Equal checksums of
+   tensors laid out alike drop the moved tensors; no byte comes back. A checksum is of bytes in memory order: the
+   strides, and lazy conjugation and negation, say what the bytes mean.
 3. After a difference or an error, backward reads the tensors of forward from the store. The handle never recomputes the
    region again, counts the reason, and warns once with the region's name.
 4. Kernels with unordered additions (atomics of an accelerator) differ by rounding in plain training too. Verification
@@ -14,6 +15,8 @@ Note [Verification]
 5. A store without room for all saved tensors of a forward leaves the forward unverified, and the log says so. So does
    a collective inside the region: a verdict of one rank would have the ranks recompute different collectives.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -50,6 +53,13 @@ class Schedule:
         return is_due
 
 
+class _Seen(NamedTuple):
+    """The plain tensors inside a saved tensor: checksums, and of each strides, lazy conjugation and negation."""
+
+    sums: torch.Tensor
+    layouts: tuple[tuple[tuple[int, ...], bool, bool], ...]
+
+
 class Evidence:
     """The saved tensors of one forward of a region: checksums by number, and the tensors in the store.
 
@@ -62,14 +72,14 @@ class Evidence:
         # Saved tensors leave one by one, or a region's worth of them would add to the peak.
         hooks.region_call.keep_window(0)
         hooks.region_call.stands_by = True
-        self._sums: dict[int, torch.Tensor] = {}
-        self._sums_again: dict[int, torch.Tensor] = {}  # of the recomputation
+        self._seen: dict[int, _Seen] = {}
+        self._seen_again: dict[int, _Seen] = {}  # of the recomputation
 
     def take(self, number: int, t: torch.Tensor) -> Packed:
         """Move `t`, saved tensor `number` of the forward, and note the checksum."""
-        sums = _sums_of(t)
-        if sums is not None:
-            self._sums[number] = sums
+        seen = _seen_of(t)
+        if seen is not None:
+            self._seen[number] = seen
         return self._hooks.pack(t)
 
     @property
@@ -83,27 +93,27 @@ class Evidence:
 
     def note_recomputed(self, number: int, t: torch.Tensor) -> None:
         """Note the checksum of `t`, saved tensor `number` of the recomputation. Does not wait for the device."""
-        sums = _sums_of(t) if number in self._sums else None
-        if sums is not None:
-            self._sums_again[number] = sums
+        seen = _seen_of(t) if number in self._seen else None
+        if seen is not None:
+            self._seen_again[number] = seen
 
     def differing(self) -> list[int]:
         """Numbers of the saved tensors that differ. Waits for the device."""
         found: list[int] = []
         alike: dict[torch.device, list[int]] = {}
-        for number, sums in self._sums_again.items():
-            if sums.shape == self._sums[number].shape:
-                alike.setdefault(sums.device, []).append(number)
+        for number, seen in self._seen_again.items():
+            if seen.sums.shape == self._seen[number].sums.shape and seen.layouts == self._seen[number].layouts:
+                alike.setdefault(seen.sums.device, []).append(number)
             else:
                 found.append(number)
         with torch.no_grad(), without_dispatch():
             for numbers in alike.values():  # at once: kernels for each number would take most of a verification
-                forward, again = (torch.cat([sums[n] for n in numbers]) for sums in (self._sums, self._sums_again))
+                forward, again = (torch.cat([of[n].sums for n in numbers]) for of in (self._seen, self._seen_again))
                 if not torch.equal(forward, again):
-                    lengths = [self._sums[n].numel() for n in numbers]
+                    lengths = [self._seen[n].sums.numel() for n in numbers]
                     differ = torch.split((forward != again).cpu(), lengths)
                     found += [n for n, part in zip(numbers, differ, strict=True) if part.any()]
-        self._sums_again.clear()
+        self._seen_again.clear()
         return sorted(found)
 
 
@@ -125,13 +135,19 @@ def _is_exact(t: torch.Tensor) -> bool:
     return t.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
-def _sums_of(t: torch.Tensor) -> torch.Tensor | None:
-    """Sums of the plain tensors inside `t`; None without a comparable one, and before a collective has written `t`."""
+def _seen_of(t: torch.Tensor) -> _Seen | None:
+    """The plain tensors inside `t`; None without a comparable one, and before a collective has written `t`."""
     if is_pending(t):
         return None
     with torch.no_grad(), without_dispatch():
-        found = [checksum_of_tensor(part) for part in plain_tensors(t) if _has_meaning(part)]
-        return torch.cat(found) if found else None
+        parts = [part for part in plain_tensors(t) if _has_meaning(part)]
+        layouts = tuple((_strides_of(part), part.is_conj(), part.is_neg()) for part in parts)
+        return _Seen(torch.cat([checksum_of_tensor(part) for part in parts]), layouts) if parts else None
+
+
+def _strides_of(t: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions with several elements: that of any other says nothing."""
+    return tuple(step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1)
 
 
 def _has_meaning(t: torch.Tensor) -> bool:

@@ -17,10 +17,7 @@ from ebbtide._control.controller import Phase
 from ebbtide._control.ranks import Ranks, agreed_profile
 from ebbtide._devices.cpu import CpuDevice
 from ebbtide._planner.options import options_of
-from ebbtide._plans import ReleasePoint
 from ebbtide._profiling.profile import Profile
-from ebbtide._types import Memory
-from ebbtide._utils.sizes import GIB
 
 WIDTH = 64
 ROWS = 256
@@ -301,23 +298,6 @@ def test_only_the_timed_step_of_the_first_three_brings_inputs_back_early():
         ahead.append({region.prefetch_bytes for region in handle.plan.regions.values()})
     handle.remove()
     assert ahead == [{1}, {None}, {1}]
-
-
-@pytest.mark.parametrize(("room_bytes", "window_bytes"), [(GIB, None), (1000, 1000), (-5, 1)])
-def test_the_steps_behind_the_first_let_no_more_wait_to_leave_than_the_budget_has_room_for(
-    room_bytes, window_bytes, monkeypatch
-):
-    monkeypatch.setattr(CpuDevice, "tracks_peak", True)
-    monkeypatch.setattr(CpuDevice, "memory", lambda self: Memory(0, 64 * GIB - room_bytes))
-    model = make()
-    handle = ebbtide.offload(model, budget="64GiB", **SETTINGS)
-    releases = []
-    for k in range(3):
-        step(model, k)
-        releases.append({region.release for region in handle.plan.regions.values()})
-    handle.remove()
-    behind = () if window_bytes is None else (ReleasePoint(0, window_bytes),)
-    assert releases == [{()}, {behind}, {behind}]
 
 
 def test_a_profile_says_what_the_regions_save():

@@ -68,12 +68,13 @@ def test_a_trial_without_timed_steps_ends():
     ("peaks", "margin_gib", "expected_gib"),
     [
         ((), 0.6, 0.6),  # unmeasured
-        ((9.0,), 0.6, 0.1),  # below the prediction: a tenth of what is left for the next plan
-        ((9.5,), 0.6, 0.05),
-        ((5.0,), 0.6, 0.5),  # far below the budget: the next plan is another
-        ((9.7,), 0.6, 0.3 + 0.03),  # the error and half of it again, and a tenth of what is left
+        ((9.5,), 0.6, 0.125),  # as predicted: a quarter of what is left for the next plan
+        ((9.4,), 0.6, 0.15),  # below the prediction
+        ((9.49, 9.5), 0.01, 0.01),  # close to the budget
+        ((5.0,), 0.6, 0.6),  # far below the budget: the next plan is another
+        ((9.7,), 0.6, 0.3 + 0.075),  # the error and half of it again, and a quarter of what is left
         ((9.9,), 0.2, 0.6),  # an error larger than the margin
-        ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.05),  # peaks that differ
+        ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.125),  # peaks that differ
         ((10.4,), 0.6, 0.6 + 2 * 0.4),  # over by 0.4
         ((11.0,), 0.0, 1.5 * 1.5),  # an error of 1.5
     ],
@@ -85,8 +86,8 @@ def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
 
 def test_plans_that_share_a_margin_take_up_a_part_each():
     one, two = (margin_after(trial(peaks=(9.5,)), LIMIT, int(0.6 * GIB), sharing) for sharing in (1, 2))
-    assert one / GIB == pytest.approx(0.05, abs=1e-6)
-    assert two / GIB == pytest.approx(0.05 + 0.55 / 2, abs=1e-6)
+    assert one / GIB == pytest.approx(0.125, abs=1e-6)
+    assert two / GIB == pytest.approx(0.125 + 0.475 / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(("base_gib", "expected_gib"), [(0, 1.0), (5, 0.5), (12, 0.0)])

@@ -144,6 +144,48 @@ def test_memory_from_before_the_step_that_grows_wakes_the_plan_before_it_takes_a
     assert len(handle.plans) <= frozen + THRESHOLDS.corrections
 
 
+@pytest.mark.parametrize(("free", "grown", "wakes"), [(0.001, 0.01, True), (0.03, 0.025, False), (0.03, 0.035, True)])
+def test_growth_that_fits_beside_the_measured_peak_wakes_no_plan(free, grown, wakes):
+    controller, handle = controller_of(BUDGET)
+    without_corrections(controller)
+    for _ in range(40):
+        handle.device.step_s = handle.plan.predicted.step_s
+        handle.device.peak_bytes = int((1 - free) * BUDGET)
+        step(controller)
+    assert controller.is_plan_frozen
+    count = len(handle.plans)
+    handle.device.allocated_bytes = controller.profile.base_bytes + int(grown * BUDGET)
+    step(controller)
+    assert (len(handle.plans) > count) is wakes
+
+
+def test_growth_that_measured_peaks_include_wakes_no_plan():
+    """As gradients that accumulate: of two forwards, one begins with more memory."""
+    controller, handle = controller_of(BUDGET)
+    without_corrections(controller)
+    for k in range(80):
+        handle.device.step_s = handle.plan.predicted.step_s
+        handle.device.peak_bytes = int(0.999 * BUDGET)
+        handle.device.allocated_bytes = controller.profile.base_bytes + (k % 2) * int(0.015 * BUDGET)
+        step(controller)
+        count = len(handle.plans) if k < 40 else count
+    assert controller.is_plan_frozen
+    assert len(handle.plans) == count
+
+
+def test_what_a_peak_over_the_budget_adds_to_the_margin_stays():
+    controller, handle = controller_of(BUDGET)
+    first, over = handle.plan.predicted.peak_bytes, 0
+    for _ in range(80):
+        predicted = handle.plan.predicted
+        handle.device.step_s = predicted.step_s
+        handle.device.peak_bytes = predicted.peak_bytes if predicted.peak_bytes <= first else int(1.02 * BUDGET)
+        over += handle.device.peak_bytes > BUDGET
+        step(controller)
+    assert controller.is_plan_frozen
+    assert over == 2  # a peak is known once the step has ended: one step later
+
+
 def test_memory_that_grows_during_a_comparison_ends_the_comparison(monkeypatch):
     controller, handle = controller_of(BUDGET)
     true = controller.profile

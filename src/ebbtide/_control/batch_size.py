@@ -25,6 +25,7 @@ from ebbtide._plans import Plan
 from ebbtide._profiling.profile import Profile
 
 EARLIER = "an earlier plan was faster"
+ALIKE = "others were hardly faster"
 NONE_FASTER = "no other was faster"
 
 
@@ -52,6 +53,7 @@ class BatchSize:
         tokens: the largest batch of the bucket.
         profile: source of the plan, before scaling to the size.
         margin_bytes: part of the budget left free.
+        keeps_margin: the margin shrinks no more, after a peak over the budget.
         trial: the plan in force; None until the first answer, and after a plan was stopped.
         tried: trials of earlier plans since the last frozen plan; the memory before the step has not grown since.
         fallback: the fallback of the last answer; None: none fits, or the answer is the fallback.
@@ -68,6 +70,7 @@ class BatchSize:
     tokens: int
     profile: Profile
     margin_bytes: int = 0
+    keeps_margin: bool = False
     trial: Trial | None = None
     tried: list[Trial] = dataclasses.field(default_factory=list[Trial])
     fallback: Plan | None = None
@@ -128,7 +131,7 @@ class BatchSize:
             return turn
         newest = self.newest
         if newest in measured and newest.seen.typical_s <= best.seen.typical_s * (1 + THRESHOLDS.slower):
-            return Choice(newest, NONE_FASTER, is_final=True)
+            return Choice(newest, NONE_FASTER if newest is best else ALIKE, is_final=True)
         return Choice(best, "recomputation alone was faster" if best.is_fallback else EARLIER, is_final=True)
 
     def _may_be_faster(self, other: Trial, best: Trial, limit_bytes: int) -> bool:

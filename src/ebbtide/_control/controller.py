@@ -33,7 +33,7 @@ from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
 from ebbtide._planner.simulate import with_host
 from ebbtide._planner.thresholds import THRESHOLDS
-from ebbtide._plans import Plan, Recipe, RegionPlan, ReleasePoint
+from ebbtide._plans import Plan, Recipe, RegionPlan
 from ebbtide._profiling.build import ProfileInputs, derivable, profile_of
 from ebbtide._profiling.derive_probe import probe_derivations
 from ebbtide._profiling.launch_overhead import RecipeCosts
@@ -190,7 +190,6 @@ class PlanController:
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
         self._cpu_region_s = 0.0  # of the warm-up
-        self._window_bytes: int | None = None  # of the steps behind the warm-up, within a budget that leaves less room
         self._inputs: ProfileInputs | None = None  # of the profile with all regions as the user compiled them
         self._rounds: list[Budgets] = [{}]  # activation memory budgets of the regions in each round of steps
         self._measured_at: list[tuple[Budgets, Profile]] = []  # rounds so far
@@ -356,9 +355,8 @@ class PlanController:
         recipe, keep = Recipe("recompute" if self.recomputes else "keep"), Recipe("keep")
         kept = self._handle.never_recomputed()
         at = {name: Recipe("recompute", activation_memory_budget=budget) for name, budget in self._budgets.items()}
-        release = () if self._window_bytes is None else (ReleasePoint(0, self._window_bytes),)
         regions = {
-            name: RegionPlan(keep if name in kept else at.get(name, recipe), release, prefetch_bytes)
+            name: RegionPlan(keep if name in kept else at.get(name, recipe), prefetch_bytes=prefetch_bytes)
             for name in self._names
         }
         return Plan(regions, outside=RegionPlan(Recipe("keep")))
@@ -450,7 +448,7 @@ class PlanController:
             engine, self._context, is_detailed=is_detailed, recomputes=self.recomputes,
             op_classes=self._op_classes if self.recomputes else None, is_first=self.phase is Phase.WARM,
             cpu_region_s=self._cpu_region_s, kept=self._handle.never_recomputed(),
-            limit_bytes=self._limit_bytes_on(engine),
+            limit_bytes=self._goal_bytes() if engine.device.tracks_peak else None,
         )  # fmt: skip
         self._order.forward_begins(recorder)
         recorder.graphs = self._order.in_flight
@@ -502,11 +500,6 @@ class PlanController:
         """Begin the next phase, or plan."""
         if self.phase is Phase.WARM:
             self.phase = Phase.TIMES
-            limit_bytes = self._limit_bytes_on(engine)
-            if limit_bytes is not None and not self._measured_at:
-                room_bytes = limit_bytes - recorder.peak_bytes
-                if room_bytes < self._context.limits.window_bytes:  # the engine keeps so much, once it knows the order
-                    self._window_bytes = max(1, room_bytes)
             self._overwritten |= recorder.overwritten()
             if self._measured_at:
                 _log.info("compiled variants so far: %d, in %.1f s", *self._handle.compilations())
@@ -617,8 +610,10 @@ class PlanController:
             )
         probe = self._probe_recipes if engine.device.is_async else None
         costs = None if probe is None else probe(engine)
-        limit_bytes = self._limit_bytes_on(engine)
-        room_bytes = None if limit_bytes is None else limit_bytes - engine.device.memory().allocated_bytes
+        goal_bytes = self._goal_bytes()
+        room_bytes = None
+        if goal_bytes is not None and engine.device.tracks_peak:
+            room_bytes = goal_bytes - engine.device.memory().allocated_bytes
         return ProfileInputs(
             made_for=self._handle.made_for(),
             link=Link(lanes.out, lanes.back, _LATENCY_S, lanes.interference),
@@ -650,10 +645,6 @@ class PlanController:
             return self._agreed_bytes
         engine = self._handle.engine()
         return self._budget_of(0 if engine is None else engine.device.total_bytes())
-
-    def _limit_bytes_on(self, engine: Engine) -> int | None:
-        """Peak to stay under now, if the device tells how far a step keeps to it."""
-        return self._goal_bytes() if engine.device.tracks_peak else None
 
     def forward_failed(self) -> None:
         """An exception leaves forward. A note about the plan is added to an out-of-memory error."""

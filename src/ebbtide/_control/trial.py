@@ -5,9 +5,9 @@ Note [Trials]
 1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
    follows: the plan is corrected, or gives way to a faster one, or stays for good (law 13).
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
-   that is expected. Later plans take more memory than one that was measured, and a prediction may be off by the same
-   share of what they take more: a measured peak close to the budget leaves hardly any margin. A measured error stays.
-   A peak over the limit adds to the margin in any case, as often as seen.
+   that is expected. Later plans take up most of what a measured plan leaves of the budget, and their predictions err by
+   a part of that: a measured peak close to the budget leaves hardly any margin. A measured error stays. A peak over the
+   limit adds to the margin in any case, as often as seen, and no later plan takes up what is added.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster (Note [Turns]): a plan that
    keeps the host busy has slow steps more often, and its fastest step says nothing of them.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
@@ -72,6 +72,7 @@ class Trial:
         least_share: the smallest batch so far, over the planned size.
         is_frozen: the verdict is given.
         ran_beside_solver: all steps so far ran while the solver kept the machine busy.
+        grown_bytes: most that the memory from before a step with a measured peak had grown by since the profile.
         agreed: the worst of the observations of all ranks, as of the last meeting; None for a single rank.
     """
 
@@ -89,6 +90,7 @@ class Trial:
         self.least_share = 1.0
         self.is_frozen = False
         self.ran_beside_solver = False
+        self.grown_bytes = 0
         self.agreed: Observation | None = None
         self._timed = 0  # since the plan was put in force
         self._times: list[float] = []
@@ -220,7 +222,7 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int, sharing: int
     if over_bytes > 0:
         return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
-    more_bytes = int(THRESHOLDS.margin * -over_bytes)
+    more_bytes = int(THRESHOLDS.kept_margin * -over_bytes)
     spare_bytes = max(0, margin_bytes - needed_bytes - more_bytes)
     return max(margin_bytes, needed_bytes) - spare_bytes // sharing
 

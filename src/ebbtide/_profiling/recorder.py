@@ -218,7 +218,6 @@ class ProfilingRecorder(BackwardObserver):
             of the first region: the caller is believed to hold these.
         freed_common_bytes: inputs of several regions, freed by the caller during forward. A region that keeps such an
             input prevents the free.
-        peak_bytes: peak memory of the first step; 0 otherwise.
     """
 
     def __init__(
@@ -244,7 +243,6 @@ class ProfilingRecorder(BackwardObserver):
         self.graphs = 1
         self.waiting_bytes = 0
         self.freed_common_bytes = 0
-        self.peak_bytes = 0
         self._engine = engine
         self._context = context
         self._is_detailed = is_detailed
@@ -275,7 +273,7 @@ class ProfilingRecorder(BackwardObserver):
         if self._timed_by is not None:
             with _ExpensiveOpTimer(self.device, RegionRecord(""), self._timed_by):
                 torch.empty(0).detach()  # the first operator seen by a mode triggers imports, which must not be timed
-        if self._is_detailed or self._checks is not None:
+        if self._is_detailed:
             self.device.reset_peak_stats()
         self.add(StepEventKind.STEP_BEGAN, "")
 
@@ -508,8 +506,6 @@ class ProfilingRecorder(BackwardObserver):
 
     def _conclude(self) -> None:
         self.add(StepEventKind.STEP_ENDED, "")
-        if self._checks is not None:
-            self.peak_bytes = self.device.memory().peak_bytes
 
     def add(self, kind: StepEventKind, region: str, tensor: int = -1) -> None:
         with self._cpu_clock.stopped():

@@ -68,10 +68,9 @@ def test_a_trial_without_timed_steps_ends():
     ("peaks", "margin_gib", "expected_gib"),
     [
         ((), 0.6, 0.6),  # unmeasured
-        ((9.5,), 0.6, 0.125),  # as predicted: a quarter of what is left for the next plan
-        ((9.4,), 0.6, 0.15),  # below the prediction
-        ((9.49, 9.5), 0.01, 0.01),  # close to the budget
-        ((5.0,), 0.6, 0.6),  # far below the budget: the next plan is another
+        ((9.5,), 0.6, 0.125),  # as predicted: a quarter of what is left of the budget
+        ((9.4,), 0.6, 0.15),  # below the prediction: a quarter of the margin
+        ((5.0,), 0.6, 0.15),  # far below the budget: a quarter of the margin
         ((9.7,), 0.6, 0.3 + 0.075),  # the error and half of it again, and a quarter of what is left
         ((9.9,), 0.2, 0.6),  # an error larger than the margin
         ((9.5, 9.5, 9.3, 9.5), 0.6, 0.2 + 0.125),  # peaks that differ
@@ -82,6 +81,11 @@ def test_a_trial_without_timed_steps_ends():
 def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
     margin_bytes = margin_after(trial(peaks=peaks), LIMIT, int(margin_gib * GIB))
     assert margin_bytes / GIB == pytest.approx(expected_gib, abs=1e-6)
+
+
+def test_a_peak_close_to_the_budget_leaves_hardly_any_margin():
+    close = trial(peaks=(9.96,), predicted_peak=9.97)
+    assert margin_after(close, LIMIT, int(0.6 * GIB)) / GIB == pytest.approx(0.01, abs=1e-6)
 
 
 def test_plans_that_share_a_margin_take_up_a_part_each():

@@ -174,19 +174,6 @@ def test_growth_that_measured_peaks_include_wakes_no_plan():
     assert counts[-1] == counts[40]
 
 
-def test_what_a_peak_over_the_budget_adds_to_the_margin_stays():
-    controller, handle = controller_of(BUDGET)
-    first, over = handle.plan.predicted.peak_bytes, 0
-    for _ in range(80):
-        predicted = handle.plan.predicted
-        handle.device.step_s = predicted.step_s
-        handle.device.peak_bytes = predicted.peak_bytes if predicted.peak_bytes <= first else int(1.02 * BUDGET)
-        over += handle.device.peak_bytes > BUDGET
-        step(controller)
-    assert controller.is_plan_frozen
-    assert over == 2  # a peak is known once the step has ended: one step later
-
-
 def test_memory_that_grows_during_a_comparison_ends_the_comparison(monkeypatch):
     controller, handle = controller_of(BUDGET)
     true = controller.profile

@@ -53,7 +53,6 @@ class BatchSize:
         tokens: the largest batch of the bucket.
         profile: source of the plan, before scaling to the size.
         margin_bytes: part of the budget left free.
-        keeps_margin: the margin shrinks no more, after a peak over the budget.
         trial: the plan in force; None until the first answer, and after a plan was stopped.
         tried: trials of earlier plans since the last frozen plan; the memory before the step has not grown since.
         fallback: the fallback of the last answer; None: none fits, or the answer is the fallback.
@@ -70,7 +69,6 @@ class BatchSize:
     tokens: int
     profile: Profile
     margin_bytes: int = 0
-    keeps_margin: bool = False
     trial: Trial | None = None
     tried: list[Trial] = dataclasses.field(default_factory=list[Trial])
     fallback: Plan | None = None

@@ -5,9 +5,9 @@ Note [Trials]
 1. A plan is on trial for a few steps: two in which the engine learns the order, and four that are measured. A verdict
    follows: the plan is corrected, or gives way to a faster one, or stays for good (law 13).
 2. The budget is approached from below (law 12). The first plan leaves a margin, the largest error of a predicted peak
-   that is expected. Later plans take up most of what a measured plan leaves of the budget, and their predictions err by
-   a part of that: a measured peak close to the budget leaves hardly any margin. A measured error stays. A peak over the
-   limit adds to the margin in any case, as often as seen, and no later plan takes up what is added.
+   that is expected. Measured peaks take most of what they show to be unnecessary: another plan has another error, so a
+   part of the margin stays, or of what the measured plan leaves of the budget, if that is less. A peak over the limit
+   adds to the margin in any case, as often as seen.
 3. Medians of the measured steps tell a wrong prediction, and which of two plans is faster (Note [Turns]): a plan that
    keeps the host busy has slow steps more often, and its fastest step says nothing of them.
 4. Verdicts read an `Observation` and nothing else of the steps: of one rank, or the worst of all ranks (Note [Ranks]).
@@ -112,7 +112,7 @@ class Trial:
 
     def look_again(self) -> None:
         """Measure the peak of further steps, and give a verdict again."""
-        self.is_frozen = False
+        self.is_frozen, self.grown_bytes = False, 0
         self._peaks.clear()
 
     def count_step(self) -> None:
@@ -222,7 +222,7 @@ def margin_after(trial: Trial, limit_bytes: int, margin_bytes: int, sharing: int
     if over_bytes > 0:
         return max(int(THRESHOLDS.error_growth * error_bytes), margin_bytes + 2 * over_bytes)
     needed_bytes = int(THRESHOLDS.error_growth * max(0, error_bytes)) + seen.spread_bytes
-    more_bytes = int(THRESHOLDS.kept_margin * -over_bytes)
+    more_bytes = int(THRESHOLDS.kept_margin * min(margin_bytes, -over_bytes))
     spare_bytes = max(0, margin_bytes - needed_bytes - more_bytes)
     return max(margin_bytes, needed_bytes) - spare_bytes // sharing
 

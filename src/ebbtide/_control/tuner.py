@@ -308,7 +308,7 @@ class PlanTuner:
     def _replan(self) -> None:
         self._profile, self._share = self.profile, None
         for size in self._sizes.values():
-            size.corrections, size.tried, size.keeps_margin = 0, [], False
+            size.corrections, size.tried = 0, []
             self._mark(size, "asked for", stops_plan=False)
         self._ask_next()
 
@@ -326,7 +326,7 @@ class PlanTuner:
         if trial is None:
             return
         may_correct = size.corrections < THRESHOLDS.corrections and not size.compares
-        found = verdict(trial, limit_bytes, 0 if size.keeps_margin else size.margin_bytes, may_correct)
+        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct)
         if found is TrialVerdict.OVER and limit_bytes is not None:
             self._leave_more_free(size, trial, limit_bytes)
         elif size.wanted or size.answer is None:
@@ -344,8 +344,6 @@ class PlanTuner:
             self._refit(trial)
             reasons.append(trial.took)
         margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-        if size.keeps_margin:
-            margin_bytes = max(margin_bytes, size.margin_bytes)
         if margin_bytes != size.margin_bytes:
             reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
         size.margin_bytes = margin_bytes
@@ -369,7 +367,6 @@ class PlanTuner:
             trial.is_frozen = True
             return
         size.margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-        size.keeps_margin = True
         size.asks_fallback = self._needs_fallback(size)  # for less memory
         self._mark(size, f"the peak was {format_bytes(peak_bytes)}", stops_plan=True)
         size.tried = within  # unlike where memory has grown

@@ -30,7 +30,7 @@ class Thresholds:
     target: float = 0.8  # of the largest slowdown: the time is approached from below as well
 
     margin: float = 0.1  # of the budget above the memory from before the step: errors of most first plans
-    kept_margin: float = 0.25  # of what a measured plan leaves of the budget: plans of another kind err otherwise
+    kept_margin: float = 0.25  # of what a measured peak shows to be unnecessary: plans of another kind err otherwise
     error_growth: float = 1.5  # times a measured error of a peak: another plan has another error
     room: float = 0.02  # of the budget: less is not worth a correction
     device: float = 0.9  # of the device's memory: a fallback with a larger peak is not tried

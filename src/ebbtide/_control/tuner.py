@@ -696,7 +696,7 @@ class PlanTuner:
         if not trial.is_frozen:
             trial.grown_bytes = max(trial.grown_bytes, grown_bytes)
         elif 0 < trial.seen.peak_bytes <= limit_bytes:
-            room_bytes = trial.grown_bytes + limit_bytes - trial.seen.peak_bytes
+            room_bytes = trial.grown_bytes + limit_bytes - trial.seen.peak_bytes  # nobody reads the peak of later steps
         if grown_bytes > room_bytes:
             self._profile = self._profile.with_reserved(grown_bytes)
             for each in self._sizes.values():

@@ -27,7 +27,14 @@ def regions(draw, name):
     forward_s = draw(_times)
     moments = st.floats(0, 1).map(lambda share: share * forward_s)
     sizes = draw(st.lists(_megabytes, max_size=3))
-    tensors = tuple(SavedTensor(k, size, draw(moments)) for k, size in enumerate(sizes))
+    not_movable_bytes, backward_work_bytes = draw(_megabytes), draw(_megabytes)
+    read_bytes = [0] * len(sizes)
+    if sizes and draw(st.booleans()):  # measured, with all that was read still on the device
+        works = [draw(_megabytes) for _ in sizes]
+        read_bytes = [max(1, sum(sizes[k:]) + work) for k, work in enumerate(works)]
+        backward_work_bytes = sum(sizes) + not_movable_bytes + max(works)
+    rows = enumerate(zip(sizes, read_bytes, strict=True))
+    tensors = tuple(SavedTensor(k, size, draw(moments), read_bytes=nbytes) for k, (size, nbytes) in rows)
     ops = tuple(
         ExpensiveOp(
             index=k,
@@ -47,11 +54,11 @@ def regions(draw, name):
         backward_s=draw(_times),
         recompute_s=draw(st.one_of(st.just(0.0), _times)),
         saved_tensors=tensors,
-        not_movable_bytes=draw(_megabytes),
+        not_movable_bytes=not_movable_bytes,
         inputs=tuple(SavedTensor(0, size, 0.0) for size in draw(st.lists(_megabytes, max_size=1))),
         expensive_ops=ops,
         forward_work_bytes=draw(_megabytes),
-        backward_work_bytes=draw(_megabytes),
+        backward_work_bytes=backward_work_bytes,
         grad_bytes=draw(st.sampled_from([0, 0, 5 * MB])),
     )
 

@@ -161,12 +161,39 @@ def test_unused_tensors_are_gone_in_backward():
     assert moved.backward_work_bytes == 350 * MB
 
 
-def test_measured_work_of_backward_replaces_the_estimate():
-    measured = [option_for(region(moved_work_bytes=n), Recipe("offload")) for n in (0, 250_000_000, 900_000_000)]
-    all_present = 100_000_000 + 300_000_000
-    assert [option.backward_work_bytes for option in measured] == [300_000_000, 250_000_000, all_present]
-    kept = option_for(region(moved_work_bytes=50_000_000), Recipe("keep"))
-    assert kept.backward_work_bytes == 100_000_000
+def with_reads(*read_bytes):
+    tensors = zip(region().saved_tensors, read_bytes, strict=True)
+    return region(saved_tensors=tuple(replace(tensor, read_bytes=nbytes) for tensor, nbytes in tensors))
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "sites", "expected"),
+    [
+        ((0, 0, 0), None, 300),
+        ((250, 120, 110), None, 250),
+        ((120, 250, 110), None, 250),
+        ((900, 120, 110), None, 400),  # everything there: 300 saved and 100 short-lived
+        ((1, 250, 130), None, 250),  # number 0 is read before
+        ((250, 210, 130), (0,), 50),  # of 100 each the others stay, which counts as kept
+        ((290, 210, 190), (0,), 90),
+        ((250, 240, 130), (0, 1), 150),
+        ((250, 0, 130), (0,), 150),  # backward does not read number 1
+    ],
+)
+def test_recorded_reads_of_backward_replace_the_estimate(read_bytes, sites, expected):
+    each = with_reads(*(n * MB for n in read_bytes))
+    assert option_for(each, Recipe("offload", sites=sites)).backward_work_bytes == expected * MB
+    assert option_for(each, Recipe("keep")).backward_work_bytes == 100 * MB
+
+
+def test_the_newest_parcel_waits_in_forward_or_is_part_of_the_work():
+    """Measured while everything stayed, the work of 50 MB is without the newest tensor. Inputs of 20 MB are held."""
+    each, read = region(forward_work_bytes=50 * MB), replace(with_reads(1, 1, 1), forward_work_bytes=50 * MB)
+    kept, moved = (option_for(read, Recipe(action)) for action in ("keep", "offload"))
+    assert (kept.forward_work_bytes, kept.newest_bytes) == (50 * MB, 0)
+    assert (moved.forward_work_bytes, moved.newest_bytes) == (170 * MB, 100 * MB)
+    unread = option_for(each, Recipe("offload"))
+    assert (unread.forward_work_bytes, unread.newest_bytes) == (170 * MB, 0)
 
 
 def test_recomputation_keeps_or_moves_inputs_and_outputs():

@@ -51,8 +51,8 @@ def recorder_of(events, records=(), outside=(), waiting_bytes=0, freed_common_by
     )
 
 
-def moved_work(events, saves, at_hand_bytes=50):
-    return curve_of(events).moved_work(0, saves, at_hand_bytes)
+def read_work(events, saves, begin_bytes=50):
+    return curve_of(events).read_work(0, saves, begin_bytes)
 
 
 FORWARD = [
@@ -70,19 +70,20 @@ END = None
 @pytest.mark.parametrize(
     ("backward", "expected"),
     [
-        # 500 of saves, none asked for; then the one of 100 is at hand, with 200 made; at the end all have been asked
-        # for. With inputs of 50 that were there before.
-        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1650, END)], 650 + 50),
-        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1400, END)], 450 + 50),
-        ([(1500, 1520, 0), (1500, 1700, 2), (1400, 1450, 1), (1000, 1400, END)], 700 - 100 + 50),
-        ([(1500, 1520, 1), (1000, 1500, END)], 500 + 50),  # what nobody asks for is no part of it
-        ([(1000, 1500, END)], 0),
+        # Number 1 of 100 is read first, which counts from the begin, and 0 of 400 is not there until its read. With
+        # 50 that were there before.
+        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1650, END)], {1: 700 - 400 + 50, 0: 650 + 50}),
+        ([(1500, 1520, 1), (1500, 1700, 2), (1400, 1450, 0), (1000, 1400, END)], {1: 700 - 400 + 50, 0: 450 + 50}),
+        # Number 0 is read first, and number 1 is there from then on.
+        ([(1500, 1520, 0), (1500, 1700, 2), (1400, 1450, 1), (1000, 1400, END)], {1: 520 - 400 + 50, 0: 700 + 50}),
+        ([(1500, 1520, 1), (1000, 1500, END)], {1: 520 + 50}),  # what nobody asks for is no part of it
+        ([(1000, 1500, END)], {}),
     ],
 )
 def test_working_memory_of_backward_excludes_tensors_read_later(backward, expected):
     asked = [(Kind.TENSOR_READ, "a", now, peak, save) for now, peak, save in backward[:-1]]
     now, peak, _ = backward[-1]
-    assert moved_work([*FORWARD, *asked, (Kind.STEP_ENDED, "", now, peak, -1)], SAVES) == expected
+    assert read_work([*FORWARD, *asked, (Kind.STEP_ENDED, "", now, peak, -1)], SAVES) == expected
 
 
 def test_reads_of_another_region_are_ignored():
@@ -95,7 +96,7 @@ def test_reads_of_another_region_are_ignored():
         (Kind.TENSOR_READ, "b", 1500, 1520, 7),
         (Kind.STEP_ENDED, "", 1000, 1400, -1),
     ]
-    assert moved_work(events, SAVES) == 520 + 50
+    assert read_work(events, SAVES) == {1: 700 - 400 + 50, 0: 520 + 50}
 
 
 def test_unused_tensors_are_told_apart():

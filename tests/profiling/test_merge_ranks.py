@@ -87,7 +87,7 @@ def test_equal_profiles_merge_to_an_equal_profile(step):
 def test_no_rank_has_a_larger_figure(steps):
     agreed = all_figures(agreed_profile(steps))
     for step in steps:
-        own = {key: value for key, value in all_figures(step).items() if key[1:] != ("recompute_s",)}
+        own = {key: value for key, value in all_figures(step).items() if key[-1] not in ("recompute_s", "read_bytes")}
         assert all(agreed[key] >= value for key, value in own.items())
 
 
@@ -155,7 +155,7 @@ def test_profiles_of_one_structure_merge_by_a_reduction_of_their_numbers(steps, 
     [
         {"saved_tensors": (SavedTensor(0, 10, 0.0),)},
         {"recompute_s": 0.0},
-        {"moved_work_bytes": 7},
+        {"saved_tensors": tuple(dataclasses.replace(each, read_bytes=7) for each in region().saved_tensors)},
         {"expensive_ops": (ExpensiveOp(0, 7, 0.0, 0.0, "aten::mm", downstream=(0,)),)},
         {"name": "another"},
     ],
@@ -265,11 +265,16 @@ def test_a_profile_of_other_regions_is_refused():
 
 
 def test_figures_missing_on_a_rank_are_unknown():
-    seen, unseen = region(moved_work_bytes=250_000_000), region()
-    for ranks in ([seen, unseen], [unseen, seen]):
-        assert agreed_profile([profile(each) for each in ranks]).regions[0].moved_work_bytes == 0
-    larger = region(moved_work_bytes=300_000_000)
-    assert agreed_profile([profile(each) for each in (seen, larger)]).regions[0].moved_work_bytes == 300_000_000
+    def read(*read_bytes):
+        rows = zip(region().saved_tensors, read_bytes, strict=True)
+        return region(saved_tensors=tuple(dataclasses.replace(each, read_bytes=nbytes) for each, nbytes in rows))
+
+    def agreed(*ranks):
+        return agreed_profile([profile(each) for each in ranks]).regions[0]
+
+    seen, other = read(250_000_000, 1, 2), read(240_000_000, 3, 1)
+    assert agreed(seen, region()) == agreed(region(), seen) == region()
+    assert agreed(seen, other) == read(250_000_000, 3, 2)
 
 
 def test_short_lived_memory_is_of_each_rank_whatever_is_used():

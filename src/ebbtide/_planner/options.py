@@ -1,7 +1,7 @@
 """Options of one region: every recipe worth considering, with its cost. Pure."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -42,6 +42,8 @@ class Option:
             tensors already needed, recomputed or short-lived. Less what was saved behind the region, because backward
             has gone through what follows already; may be negative.
         is_recompute_batch: whether backward needs all parcels at its begin.
+        newest_bytes: part of `forward_work_bytes` that parcels on the way out may take too: the newest does not leave
+            before the next is saved.
         saved_outputs: number of expensive calls whose outputs recomputation reuses.
         pruned_ops: number of further operators that recomputation skips.
         derived: number of derived tensors.
@@ -55,6 +57,7 @@ class Option:
     forward_work_bytes: int
     backward_work_bytes: int
     is_recompute_batch: bool
+    newest_bytes: int = 0
     saved_outputs: int = 0
     pruned_ops: int = 0
     derived: int = 0
@@ -178,63 +181,74 @@ def _of_tensors(
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
     times = [(tensor.transfer_bytes, tensor.at_s * region.pace) for tensor in in_order]
-    parcels = (Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times)
+    parcels = [Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times]
+    # Without reads the region was measured while everything stayed, and its working memory is without the tensor that
+    # is saved last. Otherwise the tensor is part of it while older parcels wait, and may wait itself later.
+    newest_bytes = max((parcel.nbytes for parcel in parcels), default=0) if region.has_reads else 0
     return Option(
         recipe=recipe,
         kept_bytes=region.saved_bytes + region.after_bytes - freed_bytes,
         moved=tuple(parcels),
         recompute_s=region.partition_s + sum(tensor.derive_s for tensor in derived),
-        forward_work_bytes=region.forward_work_bytes + _leaving_bytes(region, moved),
-        backward_work_bytes=_derive_work_bytes(derived, moved, _work_bytes(region, [*moved, *derived]))
-        - region.after_bytes,
+        forward_work_bytes=region.forward_work_bytes + newest_bytes + _leaving_bytes(region, moved),
+        backward_work_bytes=_backward_work_bytes(region, moved, derived) - region.after_bytes,
         is_recompute_batch=False,
+        newest_bytes=newest_bytes,
         derived=len(derived),
         derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
     )
 
 
 def _leaving_bytes(region: RegionProfile, moved: Sequence[SavedTensor]) -> int:
-    """Most that moved tensors take in forward besides the window: the caller holds the region's inputs, and the newest
-    tensor leaves only when the next is saved. Booleans are packed first."""
+    """Most that moved tensors take in forward besides the parcels that wait: the caller holds the region's inputs, and
+    booleans are packed first."""
     held_bytes = sum(tensor.nbytes for tensor in region.inputs) if moved else 0
-    return held_bytes + max((tensor.nbytes + tensor.packing_bytes for tensor in moved), default=0)
+    made = (tensor.packing_bytes + (0 if region.has_reads else tensor.nbytes) for tensor in moved)
+    return held_bytes + max(made, default=0)
 
 
-def _derive_work_bytes(derived: Sequence[SavedTensor], moved: Sequence[SavedTensor], work_bytes: int) -> int:
-    """`work_bytes`, and tensors that are back, or derived, as operands before their own reader asks for them.
+def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], derived: Sequence[SavedTensor]) -> int:
+    """Most that backward allocates beyond kept tensors, without recomputation of the region, if `moved` and `derived`
+    are not on the device. Tensors that are back and not yet needed count as prefetched.
 
-    Backward reads in the reverse order of forward, about. A tensor is derived before the reader allocates: results in
-    between come on top of the tensor and a gradient of the same size.
+    Backward reads in the reverse order of forward, about. Operands of a derived tensor are back, or derived, before
+    their own reader asks for them. The derived tensor is there before its reader allocates: results in between come on
+    top of the tensor and a gradient of the same size.
     """
-    absent = {tensor.index: tensor for tensor in (*derived, *moved)}
+    absent = {tensor.index: tensor for tensor in (*moved, *derived)}
     can_derive = {tensor.index for tensor in derived}
-    early: set[int] = set()
-    most = work_bytes
-    for index in sorted(can_derive, reverse=True):
-        early = {each for each in early if each < index}
-        asked = [index]
-        while asked:
-            tensor = absent[asked.pop()]
-            if tensor.index in can_derive:
-                new = absent.keys() & set(tensor.derived_from) - early
-                early |= new
-                asked += new
-        own_bytes = 2 * absent[index].nbytes + absent[index].derive_work_bytes
-        most = max(most, sum(absent[each].nbytes for each in early) + max(work_bytes, own_bytes))
-    return most
-
-
-def _work_bytes(region: RegionProfile, absent: Sequence[SavedTensor]) -> int:
-    """Without recomputation of the region, if `absent` are not on the device. Tensors that are back and not yet needed
-    count as prefetched."""
     short_lived = region.short_lived_bytes
     if not absent:
         return short_lived
-    if region.moved_work_bytes > 0:  # includes tensors that stay, which are more than the absent if few are absent
-        return min(region.moved_work_bytes, short_lived + sum(tensor.nbytes for tensor in absent))
-    # The largest tensor comes with its gradient. The region was measured with everything still on the device, so its
-    # peak may have been at another time. (A node that needs two tensors at once needs more.)
-    return short_lived + 2 * max(tensor.nbytes for tensor in absent)
+    # Without reads the peak may have been at another time: the largest tensor comes with its gradient. (A node that
+    # needs two tensors at once needs more.)
+    at_most = short_lived + 2 * max(tensor.nbytes for tensor in absent.values())
+    early: set[int] = set()
+    kept_bytes = reading = deriving = 0
+    for tensor in sorted(region.saved_tensors, key=lambda each: each.index, reverse=True):
+        early.discard(tensor.index)
+        if tensor.index in can_derive:
+            early |= _operands(tensor, absent, can_derive)
+            early_bytes = sum(absent[each].nbytes for each in early)
+            deriving = max(deriving, early_bytes + 2 * tensor.nbytes + tensor.derive_work_bytes)
+        kept_bytes += tensor.nbytes if tensor.index not in absent and tensor.read_bytes > 0 else 0
+        work_bytes = tensor.read_bytes - kept_bytes if region.has_reads else at_most
+        reading = max(reading, work_bytes + sum(absent[each].nbytes for each in early))
+    if region.has_reads:
+        # No more than was there while everything was on the device.
+        reading = min(reading, short_lived + sum(tensor.nbytes for tensor in absent.values()))
+    return max(reading, deriving)
+
+
+def _operands(tensor: SavedTensor, absent: Mapping[int, SavedTensor], can_derive: Collection[int]) -> set[int]:
+    """Absent saved tensors that have to be there to derive `tensor`, and to derive each other."""
+    found: set[int] = set()
+    asked = [tensor]
+    while asked:
+        new = absent.keys() & set(asked.pop().derived_from) - found
+        found |= new
+        asked += (absent[index] for index in new if index in can_derive)
+    return found
 
 
 def _recomputed(region: RegionProfile) -> Iterator[Option]:

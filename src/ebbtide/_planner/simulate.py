@@ -105,7 +105,8 @@ def windows_within(profile: Profile, choice: Sequence[Option], budget_bytes: int
     more = accumulate((_bytes_after_first(option) for option in choice), max, initial=0)
     carried = [room.backward[0], *room.entering] if room.backward else []
     prefetch = [max(0, min(r, c) - m) for r, c, m in zip(room.backward, carried, more, strict=False)]
-    forward = [*room.forward[:-1], *[min([window, *room.at_the_end]) for window in room.forward[-1:]]]
+    forward = [own_room + option.newest_bytes for own_room, option in zip(room.forward, choice, strict=True)]
+    forward[-1:] = [min([window, *room.at_the_end]) for window in forward[-1:]]
     return Windows(_same_by_name(profile, forward), tuple(room.at_points), _same_by_name(profile, prefetch))
 
 
@@ -142,7 +143,7 @@ class _Room:
     """Free bytes under a budget.
 
     Attributes:
-        forward: per region, for parcels on the way out in forward.
+        forward: per region, for parcels on the way out in forward besides the newest.
         at_points: the same at the post-region points where parcels may leave.
         at_the_end: the same at the end of the last region's forward, where nothing is saved: parcels that have not
             left by then have to fit, the last parcel included.
@@ -424,7 +425,8 @@ class _Simulation:
             most = self._run_region_forward(graph, sent, self._windows.forward[number], region.forward_s, option)
             sent += len(option.moved)
             self.now = self._launches.forward(self.now, number, option)
-            nbytes = fixed + most + self._ahead_bytes + option.forward_work_bytes
+            waiting_bytes = max(most, option.newest_bytes)
+            nbytes = fixed + waiting_bytes + self._ahead_bytes + option.forward_work_bytes - option.newest_bytes
             self._curve.append(Moment(self.now, nbytes, f"{region.name} forward"))
         self._run_post_region(fixed)
         graph.has_run = True

@@ -105,7 +105,7 @@ def _memory(
             works = ((own, grad_bytes, option.backward_work_bytes) for own, grad_bytes, option in backward)
             rows += [(own + min(0, work), grad_bytes, max(0, work)) for own, grad_bytes, work in works]
         else:
-            rows += [(own, 0, option.forward_work_bytes) for own, option in zip(kept, choice, strict=True)]
+            rows += [(own, 0, o.forward_work_bytes - o.newest_bytes) for own, o in zip(kept, choice, strict=True)]
             rows += [(fixed + all_kept, 0, point.peak_bytes) for point in profile.outside.post_region_points]
     alone = profile.outside.kept_bytes
     memory = [Memory(before, alone, 0, 0, 0)]

@@ -174,12 +174,13 @@ class _ProfileBuilder(NamedTuple):
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
         peaks, begin_bytes = self.peaks[k], present_bytes + self.incoming[k]
-        recompute_work_bytes = moved_work_bytes = 0
+        recompute_work_bytes = 0
         if recomputed is not None:
             recompute_work_bytes = max(1, peaks.handed_bytes + begin_bytes)
             # Tensors that belong to their readers may have the peak at another read.
-            moved_work_bytes = max(self.memory.moved_work(each, saved, present_bytes) for each in {k, peaks.held})
-            moved_work_bytes = max(1, moved_work_bytes + self.incoming[k]) if moved_work_bytes > 0 else 0
+            own, held = (self.memory.read_work(each, saved, begin_bytes) for each in (k, peaks.held))
+            read_bytes = {index: max(1, nbytes, held.get(index, 0)) for index, nbytes in own.items()}
+            saved = tuple(dataclasses.replace(each, read_bytes=read_bytes.get(each.index, 0)) for each in saved)
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -194,7 +195,6 @@ class _ProfileBuilder(NamedTuple):
             backward_work_bytes=max(0, peaks.held_bytes + begin_bytes),
             recompute_work_bytes=recompute_work_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
-            moved_work_bytes=moved_work_bytes,
             unused_bytes=self.memory.unused(k, saved),
             after_bytes=record.after_bytes,
             has_dead_tensors=source.has_dead_tensors,
@@ -360,21 +360,23 @@ class _MemoryCurve(StepParts):
         read = {owner for _, owner in self._reads(k, saved) if owner >= 0}
         return sum(each.nbytes for each in saved if read and each.index not in read)
 
-    def moved_work(self, k: int, saved: Sequence[SavedTensor], present_bytes: int) -> int:
-        """Peak of backward of pass `k` after recomputation, without saved tensors that are read later.
+    def read_work(self, k: int, saved: Sequence[SavedTensor], begin_bytes: int) -> dict[int, int]:
+        """`SavedTensor.read_bytes` of the tensors that backward of pass `k` reads after its recomputation, by index.
 
-        Inputs, `present_bytes`, are included. 0 if no read was recorded.
+        `begin_bytes`: allocated when the recomputation begins, of what counts. Empty if no read was recorded.
         """
         interval, reads = self.own[k], self._reads(k, saved)
         read = {owner for _, owner in reads if owner >= 0}
         if interval is None or not read:
-            return 0
-        unread = {each.index: each.nbytes for each in saved if each.index in read}  # unused tensors are freed by then
-        begin_bytes, most = interval.begin.memory.allocated_bytes, 0
+            return {}
+        sizes = {each.index: each.nbytes for each in saved if each.index in read}  # unused tensors are freed by then
+        least, found = max(read), dict.fromkeys(read, 1)
         for event, owner in reads:
-            most = max(most, event.memory.peak_bytes - begin_bytes + present_bytes - sum(unread.values()))
-            unread.pop(owner, None)
-        return most
+            nbytes = event.memory.peak_bytes - interval.begin.memory.allocated_bytes + begin_bytes
+            unread_bytes = sum(size for index, size in sizes.items() if index < least)
+            found[least] = max(found[least], nbytes - unread_bytes)
+            least = min(least, owner) if owner >= 0 else least
+        return found
 
     def _reads(self, k: int, saved: Sequence[SavedTensor]) -> list[tuple[StepEvent, int]]:
         """Events after the recomputation of pass `k`, each with the index of the saved tensor that owns the memory read

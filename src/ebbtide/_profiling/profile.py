@@ -14,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 6
+FORMAT = 7
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -40,6 +40,9 @@ class SavedTensor:
         derive_work_bytes: results in between, allocated meanwhile.
         derived_from: indices of the region's saved tensors among the operands.
         is_bits: whether the tensor is boolean, and travels as bits: an eighth of `nbytes`.
+        read_bytes: most that backward allocates from its read of the tensor on, until it reads another of smaller
+            index, without the region's saved tensors of smaller index. 0 if backward never reads the tensor, or if no
+            read was recorded; 1 if it reads another of smaller index before.
     """
 
     index: int
@@ -51,6 +54,7 @@ class SavedTensor:
     derive_work_bytes: int = 0
     derived_from: tuple[int, ...] = ()
     is_bits: bool = False
+    read_bytes: int = 0
 
     @property
     def transfer_bytes(self) -> int:
@@ -116,8 +120,6 @@ class RegionProfile:
         recompute_work_bytes: the same where each recomputed tensor belongs to the node that reads it; 0 if not
             measured.
         grad_bytes: memory that backward leaves allocated.
-        moved_work_bytes: most that backward without recomputation allocates, less the saved tensors that backward has
-            not asked for at the time; 0 if not measured.
         unused_bytes: part of `saved_tensors` that backward never asks for.
         after_bytes: saved outside of all regions between this region and the next. Stays on the device in any case.
         has_dead_tensors: whether the region saves further tensors in a branch without use, freed when forward ends.
@@ -139,7 +141,6 @@ class RegionProfile:
     backward_work_bytes: int
     grad_bytes: int
     recompute_work_bytes: int = 0
-    moved_work_bytes: int = 0
     unused_bytes: int = 0
     after_bytes: int = 0
     has_dead_tensors: bool = False
@@ -178,6 +179,11 @@ class RegionProfile:
         step without a watch gives `forward_s`."""
         last_s = max((row.at_s for row in (*self.saved_tensors, *self.expensive_ops)), default=0.0)
         return self.forward_s / last_s if last_s > self.forward_s else 1.0
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether the region was measured by a recomputation, and the reads of backward were recorded."""
+        return any(tensor.read_bytes > 0 for tensor in self.saved_tensors)
 
     @property
     def short_lived_bytes(self) -> int:

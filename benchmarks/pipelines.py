@@ -1,4 +1,4 @@
-"""A pipeline of two ranks: plain, and with saved tensors moved by an attached schedule.
+"""A pipeline of two ranks: plain, and with saved tensors moved by an attached schedule, in turns.
 
     torchrun --nproc-per-node 2 -m benchmarks.pipelines [--schedules Interleaved1F1B ...] [--layers 2] [--out FILE]
         [--commit HASH]
@@ -31,15 +31,15 @@ from benchmarks.facts import facts
 from benchmarks.measure import all_frozen
 from ebbtide._utils.sizes import GIB
 
-RANKS, MICROBATCHES, STEPS = 2, 8, 6
-WARM_UP_STEPS = 8  # the clocks of a cool GPU fall by a percent
+RANKS, MICROBATCHES, TURNS = 2, 8, 6
+STEPS = 2  # of a turn
+WARM_UP_STEPS = 4  # the clocks of a cool GPU fall by a percent
 MOST_PLANNED = 60  # steps until plans are made, corrected and frozen
 TOKENS, HIDDEN, HEADS, KV_HEADS, FFN = 4096, 4096, 32, 8, 14336
 
 _CORE_AND_QKV = ["layers.*.core", "layers.*.qkv"]
 # A budget is a share of what activations take at the peak of the plain step.
-MODES: dict[str, dict[str, Any] | None] = {
-    "plain": None,
+MODES: dict[str, dict[str, Any]] = {
     # Either way the bytes of a layer, not of a graph.
     "attention's core and qkv": {"include": _CORE_AND_QKV, "window": "128MiB", "prefetch": "128MiB"},
     "everything": {"mode": "all"},
@@ -47,7 +47,6 @@ MODES: dict[str, dict[str, Any] | None] = {
     "no budget": {},
     "half of the activations": {"budget": 0.5},
     "a quarter of the activations": {"budget": 0.25},
-    "plain again": None,
 }
 
 
@@ -112,6 +111,12 @@ class Rank:
         stages: Any = self.stages if len(self.stages) > 1 else self.stages[0]
         self.schedule = cls(stages, MICROBATCHES, loss_fn=lambda out, to: (out.float() - to).square().mean())
 
+    def share(self, other: "Rank") -> None:
+        """Compute with the parameters and gradients of `other`."""
+        for module, twin in zip(self.modules, other.modules, strict=True):
+            for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+                p.data, p.grad = q.data, q.grad
+
     def step(self) -> None:
         for module in self.modules:
             module.zero_grad(set_to_none=False)
@@ -120,6 +125,7 @@ class Rank:
 
     def fill_buffers(self) -> None:
         """Random numbers for what other ranks would send. After the first step, which makes the buffers."""
+        torch.manual_seed(0)
         for stage in self.stages:
             infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
             for buffer in (getattr(info, "buffer", None) for each in infos for info in each):
@@ -132,64 +138,94 @@ class Rank:
 
 
 def measure(name: str, rank: int, layers: int, device: torch.device, modes: Sequence[str]) -> dict[str, Any]:
-    own = Rank(name, rank, layers, device)
+    own, twin = Rank(name, rank, layers, device), Rank(name, rank, layers, device)
     own.step()
+    twin.share(own)
+    twin.step()
     if _is_alone():
         own.fill_buffers()
+        twin.fill_buffers()
     for _ in range(WARM_UP_STEPS):
-        own.step()
-    found: dict[str, Any] = {}
+        twin.step()
+    plain = _Turns(twin)
+    plain.run()
+    found: dict[str, Any] = {"plain": plain.figures()}
     for mode in modes:
         settings = MODES[mode]
         with contextlib.ExitStack() as undo:
-            if settings is not None and "budget" in settings:
+            if "budget" in settings:
                 before = torch.cuda.memory_allocated()
                 settings = {"budget": int(before + settings["budget"] * found["plain"]["peak_gib"] * GIB)}
-            handles = [undo.enter_context(ebbtide.offload(m, **settings)) for m in own.modules if settings is not None]
-            if handles:
-                undo.callback(ebbtide.pipeline.attach(own.schedule).remove)
-            is_planned = settings is not None and not settings.keys() - {"budget"}
+            handles = [undo.enter_context(ebbtide.offload(module, **settings)) for module in own.modules]
+            undo.callback(ebbtide.pipeline.attach(own.schedule).remove)
+            is_planned = not settings.keys() - {"budget"}
             for k in range(MOST_PLANNED):
                 own.step()
                 if k >= 2 and (not is_planned or all_frozen(handles)):
                     break
-            found[mode] = _timed(own, handles)
-            if settings is not None and "budget" in settings:
+            found[mode] = _in_turns(own, twin, handles)
+            if "budget" in settings:
                 found[mode]["budget_gib"] = (settings["budget"] - before) / GIB
         gc.collect()
         ebbtide.release_memory()
-    found["gradients are equal"] = len({each.pop("checksum") for each in found.values()}) == 1
     return found
 
 
-def _timed(own: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
-    before, times_ms, peaks = [handle.stats() for handle in handles], [], []
-    base = torch.cuda.memory_allocated()
-    for _ in range(STEPS):
-        if not _is_alone():
-            dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        began_s = time.perf_counter()
-        own.step()
-        torch.cuda.synchronize()
-        times_ms.append((time.perf_counter() - began_s) * 1e3)
-        peaks.append(torch.cuda.max_memory_allocated() - base)
-    checksum = own.checksum()
+class _Turns:
+    """Steps of one pipeline, `STEPS` a turn."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.turns_ms: list[float] = []  # the mean of each
+        self._times_ms: list[float] = []
+        self._peaks: list[int] = []
+
+    def run(self) -> None:
+        base = torch.cuda.memory_allocated()
+        for _ in range(STEPS):
+            if not _is_alone():
+                dist.barrier()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            began_s = time.perf_counter()
+            self.rank.step()
+            torch.cuda.synchronize()
+            self._times_ms.append((time.perf_counter() - began_s) * 1e3)
+            self._peaks.append(torch.cuda.max_memory_allocated() - base)
+        self.turns_ms.append(statistics.mean(self._times_ms[-STEPS:]))
+
+    def figures(self) -> dict[str, Any]:
+        return {"step_ms": statistics.median(self._times_ms), "peak_gib": max(self._peaks) / GIB}
+
+
+def _in_turns(own: Rank, twin: Rank, handles: list[ebbtide.OffloadHandle]) -> dict[str, Any]:
+    """Turns of `own` between turns of the plain `twin`."""
+    mine, plain, ratios = _Turns(own), _Turns(twin), list[float]()
+    before = [handle.stats() for handle in handles]
+    plain.run()
+    for _ in range(TURNS):
+        mine.run()
+        plain.run()
+        ratios.append(2 * mine.turns_ms[-1] / sum(plain.turns_ms[-2:]))
     pairs = [(handle.stats(), each) for handle, each in zip(handles, before, strict=True)]
+    twin.step()
+    checksum = twin.checksum()
+    own.step()
     moved: dict[str, Any] = {
-        f"{name}_gib": sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs) / STEPS / GIB
-        for name in ("out", "inbound", "misses")
-    }
+        **mine.figures(), "of_plain": statistics.median(ratios), "ratios": ratios, "plain_ms": plain.turns_ms,
+        "gradients are equal": own.checksum() == checksum,
+    }  # fmt: skip
+    for name in ("out", "inbound", "misses"):
+        nbytes = sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs)
+        moved[f"{name}_gib"] = nbytes / (TURNS * STEPS) / GIB
     moved["away_gib"] = _most_away(own, handles) / GIB
+    base = torch.cuda.memory_allocated()
     predicted = [plan.predicted for plan in (handle.plan for handle in handles) if plan.predicted is not None]
     if predicted:
         moved["predicted_graph_ms"] = [each.step_s * 1e3 for each in predicted]
         moved["predicted_peak_gib"] = [(each.peak_bytes - base) / GIB for each in predicted]
         moved["recipes"] = [_recipes(handle) for handle in handles]
-    return {
-        "step_ms": statistics.median(times_ms), "peak_gib": max(peaks) / GIB, "checksum": checksum, **moved,
-    }  # fmt: skip
+    return moved
 
 
 def _most_away(own: Rank, handles: list[ebbtide.OffloadHandle]) -> int:
@@ -232,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", nargs="*", default=["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "1F1B"])
     parser.add_argument("--rank", type=int, default=0, choices=range(RANKS), help="of a rank that runs alone")
-    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="'plain' first")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipelines.json")
     parser.add_argument("--commit", default=None, help="commit of the measured code, if the tree is no git repository")

@@ -417,14 +417,15 @@ def enlarged(profile):
     changes by between two looks."""
 
     def large(rows):
-        unread = {"read_bytes": 0} if hasattr(next(iter(rows), None), "read_bytes") else {}
+        unread = dict.fromkeys(("read_at", "read_bytes"), 0) if hasattr(next(iter(rows), None), "read_at") else {}
         return tuple(dataclasses.replace(row, nbytes=1024 * row.nbytes, **unread) for row in rows)
 
     regions = []
     for region in profile.regions:
         tensors = {name: large(getattr(region, name)) for name in ("saved_tensors", "inputs", "expensive_ops")}
-        names = ("forward_work_bytes", "recompute_work_bytes", "grad_bytes", "after_bytes")
-        nothing = dict.fromkeys(names, 0)
+        nothing = dict.fromkeys(
+            ("forward_work_bytes", "recompute_work_bytes", "moved_work_bytes", "grad_bytes", "after_bytes"), 0
+        )
         region = dataclasses.replace(region, **tensors, **nothing)
         regions.append(dataclasses.replace(region, backward_work_bytes=region.saved_bytes - region.unused_bytes))
     points = tuple(dataclasses.replace(point, peak_bytes=0) for point in profile.outside.post_region_points)

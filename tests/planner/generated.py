@@ -28,13 +28,16 @@ def regions(draw, name):
     moments = st.floats(0, 1).map(lambda share: share * forward_s)
     sizes = draw(st.lists(_megabytes, max_size=3))
     not_movable_bytes, backward_work_bytes = draw(_megabytes), draw(_megabytes)
-    read_bytes = [0] * len(sizes)
+    reads = [(0, 0)] * len(sizes)
     if sizes and draw(st.booleans()):  # measured, with all that was read still on the device
         works = [draw(_megabytes) for _ in sizes]
-        read_bytes = [max(1, sum(sizes[k:]) + work) for k, work in enumerate(works)]
+        order = draw(st.permutations(range(len(sizes))))
+        read = [sum(sizes[each] for each in order[: place + 1]) for place in range(len(sizes))]
+        places = [order.index(k) for k in range(len(sizes))]
+        reads = [(place + 1, max(1, read[place] + work)) for place, work in zip(places, works, strict=True)]
         backward_work_bytes = sum(sizes) + not_movable_bytes + max(works)
-    rows = enumerate(zip(sizes, read_bytes, strict=True))
-    tensors = tuple(SavedTensor(k, size, draw(moments), read_bytes=nbytes) for k, (size, nbytes) in rows)
+    rows = zip(range(len(sizes)), sizes, reads, strict=True)
+    tensors = tuple(SavedTensor(k, n, draw(moments), read_at=place, read_bytes=work) for k, n, (place, work) in rows)
     ops = tuple(
         ExpensiveOp(
             index=k,
@@ -59,6 +62,7 @@ def regions(draw, name):
         expensive_ops=ops,
         forward_work_bytes=draw(_megabytes),
         backward_work_bytes=backward_work_bytes,
+        moved_work_bytes=max((work for _, work in reads), default=0),
         grad_bytes=draw(st.sampled_from([0, 0, 5 * MB])),
     )
 

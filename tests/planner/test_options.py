@@ -161,39 +161,61 @@ def test_unused_tensors_are_gone_in_backward():
     assert moved.backward_work_bytes == 350 * MB
 
 
-def with_reads(*read_bytes):
-    tensors = zip(region().saved_tensors, read_bytes, strict=True)
-    return region(saved_tensors=tuple(replace(tensor, read_bytes=nbytes) for tensor, nbytes in tensors))
+def with_reads(*reads, **changes):
+    """Of each saved tensor: the place of its read, and MB."""
+    tensors = zip(region().saved_tensors, reads, strict=True)
+    read = (replace(tensor, read_at=place, read_bytes=n * MB) for tensor, (place, n) in tensors)
+    return region(saved_tensors=tuple(read), moved_work_bytes=max(n for _, n in reads) * MB, **changes)
 
 
 @pytest.mark.parametrize(
-    ("read_bytes", "sites", "expected"),
+    ("reads", "sites", "expected"),
     [
-        ((0, 0, 0), None, 300),
-        ((250, 120, 110), None, 250),
-        ((120, 250, 110), None, 250),
-        ((900, 120, 110), None, 400),  # everything there: 300 saved and 100 short-lived
-        ((1, 250, 130), None, 250),  # number 0 is read before
-        ((250, 210, 130), (0,), 50),  # of 100 each the others stay, which counts as kept
-        ((290, 210, 190), (0,), 90),
-        ((250, 240, 130), (0, 1), 150),
-        ((250, 0, 130), (0,), 150),  # backward does not read number 1
+        ([(3, 250), (2, 120), (1, 110)], None, 250),
+        ([(3, 120), (2, 250), (1, 110)], None, 250),
+        ([(3, 900), (2, 120), (1, 110)], None, 400),  # everything there: 300 saved and 100 short-lived
+        ([(3, 250), (2, 210), (1, 130)], (0,), 50),  # of 100 each the others stay, which counts as kept
+        ([(3, 390), (2, 210), (1, 190)], (0,), 190),
+        ([(3, 250), (2, 240), (1, 130)], (0, 1), 150),
+        ([(2, 250), (0, 0), (1, 130)], (0,), 150),  # backward does not read number 1, which stays
+        ([(1, 150), (2, 230), (3, 340)], (0,), 150),
+        ([(1, 150), (2, 230), (3, 340)], (2,), 140),
     ],
 )
-def test_recorded_reads_of_backward_replace_the_estimate(read_bytes, sites, expected):
-    each = with_reads(*(n * MB for n in read_bytes))
+def test_recorded_reads_of_backward_replace_the_estimate(reads, sites, expected):
+    each = with_reads(*reads)
     assert option_for(each, Recipe("offload", sites=sites)).backward_work_bytes == expected * MB
     assert option_for(each, Recipe("keep")).backward_work_bytes == 100 * MB
 
 
+def test_measured_work_of_backward_replaces_the_estimate():
+    """In files of earlier versions, and of ranks whose backwards read other tensors."""
+    measured = [option_for(region(moved_work_bytes=n), Recipe("offload")) for n in (0, 250_000_000, 900_000_000)]
+    all_present = 100_000_000 + 300_000_000
+    assert [option.backward_work_bytes for option in measured] == [300_000_000, 250_000_000, all_present]
+    kept = option_for(region(moved_work_bytes=50_000_000), Recipe("keep"))
+    assert kept.backward_work_bytes == 100_000_000
+
+
 def test_the_newest_parcel_waits_in_forward_or_is_part_of_the_work():
     """Measured while everything stayed, the work of 50 MB is without the newest tensor. Inputs of 20 MB are held."""
-    each, read = region(forward_work_bytes=50 * MB), replace(with_reads(1, 1, 1), forward_work_bytes=50 * MB)
+    each, read = region(forward_work_bytes=50 * MB), with_reads((3, 1), (2, 1), (1, 1), forward_work_bytes=50 * MB)
     kept, moved = (option_for(read, Recipe(action)) for action in ("keep", "offload"))
     assert (kept.forward_work_bytes, kept.newest_bytes) == (50 * MB, 0)
     assert (moved.forward_work_bytes, moved.newest_bytes) == (170 * MB, 100 * MB)
     unread = option_for(each, Recipe("offload"))
     assert (unread.forward_work_bytes, unread.newest_bytes) == (170 * MB, 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "newest", "beside"), [("is_gathered", 100, 100), ("is_bits", 12.5, 12.5 + 32 * 1.048576)]
+)
+def test_a_tensor_that_leaves_as_a_copy_takes_room_beside_older_parcels(form, newest, beside):
+    each = with_reads((3, 1), (2, 1), (1, 1), forward_work_bytes=50 * MB)
+    copied = replace(each, saved_tensors=tuple(replace(tensor, **{form: True}) for tensor in each.saved_tensors))
+    moved = option_for(copied, Recipe("offload"))
+    assert moved.newest_bytes == newest * MB
+    assert moved.forward_work_bytes == pytest.approx((50 + 20 + newest + beside) * MB)
 
 
 def test_recomputation_keeps_or_moves_inputs_and_outputs():

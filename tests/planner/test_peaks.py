@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ebbtide
 from ebbtide import _offload as entry_point
 from ebbtide._devices.cpu import CpuDevice
-from ebbtide._engine.derive import Derivation
+from ebbtide._engine import engine
+from ebbtide._engine.derive import Expression
 from ebbtide._planner.options import option_for
 from ebbtide._planner.simulate import least_budget
 from ebbtide._planner.solve import Solver
@@ -179,6 +180,29 @@ class Dropping(nn.Module):
         return x + torch.native_dropout(self.down(opened), 0.1, True)[0]
 
 
+class Mixed(Flat):
+    """Sums of saved tensors, wide gradients, gathered columns, and an input that backward reads first."""
+
+    def __init__(self, vocabulary):
+        super().__init__(vocabulary)
+        self.layers = nn.ModuleList(Mixing() for _ in range(5))
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
+        self.columns = nn.Linear(2 * WIDTH // 16, WIDTH)
+        self.rest = nn.Parameter(torch.randn(1, 6, 2 * WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        branches = [up(x) for up in self.ups]
+        read = sum(branch.sin().sum(1, keepdim=True) for branch in branches)
+        total = (branches[0] + branches[1] + branches[2]).sin()
+        wide = torch.cat([total[:, None], self.rest.expand(TOKENS, -1, -1)], 1).neg_().sum(1)
+        return x * (wide[:, :WIDTH] + self.columns(branches[0][:, ::16]) + read).sigmoid()
+
+
 class Apart(nn.Module):
     """Between layers: temporary tensors, an unused branch, and the input of the next layer, which backward needs
     there too."""
@@ -218,14 +242,20 @@ def counted(monkeypatch):
     def reset_peak_stats(_self):
         counted.peak = counted.allocated
 
-    compute = Derivation._compute
+    compute, make_dense = Expression.compute, engine.make_dense
 
-    def counted_compute(self, results):  # hidden from modes
-        value = compute(self, results)
+    def counted_compute(self, read, results):  # hidden from modes
+        value = compute(self, read, results)
         counted.count(value.untyped_storage())
         return value
 
-    monkeypatch.setattr(Derivation, "_compute", counted_compute)
+    def counted_dense(t, span):
+        dense = make_dense(t, span)
+        counted.count(dense)
+        return dense
+
+    monkeypatch.setattr(Expression, "compute", counted_compute)
+    monkeypatch.setattr(engine, "make_dense", counted_dense)
     monkeypatch.setattr(CpuDevice, "memory", lambda _self: Memory(counted.allocated, counted.peak))
     monkeypatch.setattr(CpuDevice, "reset_peak_stats", reset_peak_stats)
     monkeypatch.setattr(CpuDevice, "allocate", counted_allocate)
@@ -310,7 +340,7 @@ PARTS = {"regions": ("layers.*.attention", "layers.*.feed")}
 @pytest.mark.parametrize("vocabulary", [32, 2048])
 @pytest.mark.parametrize(
     ("make", "named"),
-    [(Model, {}), (Flat, {}), (Masked, {}), (Model, PARTS), (Apart, {"regions": ("layers.*",)})],
+    [(Model, {}), (Flat, {}), (Masked, {}), (Mixed, {}), (Model, PARTS), (Apart, {"regions": ("layers.*",)})],
 )
 def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, vocabulary):
     torch.manual_seed(0)

@@ -182,8 +182,8 @@ def _of_tensors(
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
     times = [(tensor.transfer_bytes, tensor.at_s * region.pace) for tensor in in_order]
     parcels = [Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times]
-    # Without reads the region was measured while everything stayed, and its working memory is without the tensor that
-    # is saved last. Otherwise the tensor is part of it while older parcels wait, and may wait itself later.
+    # Where reads were recorded nothing was saved meanwhile: the newest tensor is part of the working memory until the
+    # next is saved, and waits with the older ones later. Otherwise everything stayed, and it is part of neither.
     newest_bytes = max((parcel.nbytes for parcel in parcels), default=0) if region.has_reads else 0
     return Option(
         recipe=recipe,
@@ -201,7 +201,7 @@ def _of_tensors(
 
 def _leaving_bytes(region: RegionProfile, moved: Sequence[SavedTensor]) -> int:
     """Most that moved tensors take in forward besides the parcels that wait: the caller holds the region's inputs, and
-    booleans are packed first."""
+    some tensors leave as copies."""
     held_bytes = sum(tensor.nbytes for tensor in region.inputs) if moved else 0
     made = (tensor.packing_bytes + (0 if region.has_reads else tensor.nbytes) for tensor in moved)
     return held_bytes + max(made, default=0)
@@ -211,33 +211,42 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
     """Most that backward allocates beyond kept tensors, without recomputation of the region, if `moved` and `derived`
     are not on the device. Tensors that are back and not yet needed count as prefetched.
 
-    Backward reads in the reverse order of forward, about. Operands of a derived tensor are back, or derived, before
-    their own reader asks for them. The derived tensor is there before its reader allocates: results in between come on
-    top of the tensor and a gradient of the same size.
+    Operands of a derived tensor are back, or derived, before their own reader asks for them. The derived tensor is
+    there before its reader allocates: results in between come on top of the tensor and a gradient of the same size, or
+    of the gradients that backward holds.
     """
     absent = {tensor.index: tensor for tensor in (*moved, *derived)}
-    can_derive = {tensor.index for tensor in derived}
-    short_lived = region.short_lived_bytes
     if not absent:
-        return short_lived
-    # Without reads the peak may have been at another time: the largest tensor comes with its gradient. (A node that
-    # needs two tensors at once needs more.)
-    at_most = short_lived + 2 * max(tensor.nbytes for tensor in absent.values())
-    early: set[int] = set()
-    kept_bytes = reading = deriving = 0
-    for tensor in sorted(region.saved_tensors, key=lambda each: each.index, reverse=True):
-        early.discard(tensor.index)
-        if tensor.index in can_derive:
-            early |= _operands(tensor, absent, can_derive)
-            early_bytes = sum(absent[each].nbytes for each in early)
-            deriving = max(deriving, early_bytes + 2 * tensor.nbytes + tensor.derive_work_bytes)
-        kept_bytes += tensor.nbytes if tensor.index not in absent and tensor.read_bytes > 0 else 0
-        work_bytes = tensor.read_bytes - kept_bytes if region.has_reads else at_most
-        reading = max(reading, work_bytes + sum(absent[each].nbytes for each in early))
-    if region.has_reads:
-        # No more than was there while everything was on the device.
-        reading = min(reading, short_lived + sum(tensor.nbytes for tensor in absent.values()))
-    return max(reading, deriving)
+        return region.short_lived_bytes
+    all_there = region.short_lived_bytes + sum(tensor.nbytes for tensor in absent.values())
+    # Without measurement the peak may have been at another time: the largest tensor comes with its gradient. (A node
+    # that needs two tensors at once needs more.)
+    unmeasured = region.short_lived_bytes + 2 * max(tensor.nbytes for tensor in absent.values())
+    at_most = min(region.moved_work_bytes, all_there) if region.moved_work_bytes > 0 else unmeasured
+    needed = {tensor.index: _operands(tensor, absent, {each.index for each in derived}) for tensor in derived}
+    # Operands read before a tensor derived from them are there until then.
+    lasting = {k for each in derived for k in needed[each.index] if 0 < absent[k].read_at < each.read_at}
+    early, kept_bytes, most = set(lasting), 0, 0
+    for tensor in _in_order_of_reads(region):
+        early -= {tensor.index} - lasting
+        early |= needed.get(tensor.index, set())
+        early_bytes = sum(absent[each].nbytes for each in early)
+        kept_bytes += tensor.nbytes if tensor.index not in absent else 0
+        own_bytes = min(tensor.read_bytes - kept_bytes, all_there - early_bytes) if region.has_reads else at_most
+        work_bytes = early_bytes + own_bytes
+        most = max(most, work_bytes)
+        if tensor.index in needed:
+            held_bytes = max(early_bytes + 2 * tensor.nbytes, work_bytes)
+            most = max(most, held_bytes + tensor.derive_work_bytes)
+    return most
+
+
+def _in_order_of_reads(region: RegionProfile) -> list[SavedTensor]:
+    """The saved tensors that backward reads; if no read was recorded, all, in the reverse order of forward."""
+    read = [tensor for tensor in region.saved_tensors if tensor.read_at > 0]
+    if read:
+        return sorted(read, key=lambda tensor: tensor.read_at)
+    return sorted(region.saved_tensors, key=lambda tensor: tensor.index, reverse=True)
 
 
 def _operands(tensor: SavedTensor, absent: Mapping[int, SavedTensor], can_derive: Collection[int]) -> set[int]:

@@ -174,13 +174,22 @@ class _ProfileBuilder(NamedTuple):
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
         peaks, begin_bytes = self.peaks[k], present_bytes + self.incoming[k]
-        recompute_work_bytes = 0
+        # Where nothing was saved, parcels on their way are none of the region's working memory.
+        forward_work_bytes = self.memory.forward_work(k, record, saved if recomputed is None else ())
+        recompute_work_bytes, read_bytes = 0, dict[int, int]()
         if recomputed is not None:
             recompute_work_bytes = max(1, peaks.handed_bytes + begin_bytes)
             # Tensors that belong to their readers may have the peak at another read.
             own, held = (self.memory.read_work(each, saved, begin_bytes) for each in (k, peaks.held))
-            read_bytes = {index: max(1, nbytes, held.get(index, 0)) for index, nbytes in own.items()}
-            saved = tuple(dataclasses.replace(each, read_bytes=read_bytes.get(each.index, 0)) for each in saved)
+            is_alike = list(own) == list(held)
+            read_bytes = {index: max(1, nbytes, own[index] if is_alike else 0) for index, nbytes in held.items()}
+            places = {index: place for place, index in enumerate(read_bytes, 1)}
+            saved = tuple(
+                dataclasses.replace(each, read_at=places[each.index], read_bytes=read_bytes[each.index])
+                if each.index in places
+                else each
+                for each in saved
+            )
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],
@@ -191,10 +200,11 @@ class _ProfileBuilder(NamedTuple):
             inputs=inputs,
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
-            forward_work_bytes=max(0, self.memory.forward_work(k, record, saved) + record.freed_bytes - kept_bytes),
+            forward_work_bytes=max(0, forward_work_bytes + record.freed_bytes - kept_bytes),
             backward_work_bytes=max(0, peaks.held_bytes + begin_bytes),
             recompute_work_bytes=recompute_work_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
+            moved_work_bytes=max(read_bytes.values(), default=0),
             unused_bytes=self.memory.unused(k, saved),
             after_bytes=record.after_bytes,
             has_dead_tensors=source.has_dead_tensors,
@@ -205,7 +215,8 @@ class _ProfileBuilder(NamedTuple):
         at_s = self._between(record.began, seen.event)
         if stays and seen.shares == UNSHARED:
             return SavedTensor(seen.index, 0, at_s, OUTSIDE)
-        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), is_bits=seen.is_bits)
+        travels = {"is_bits": seen.is_bits, "is_gathered": seen.is_gathered}
+        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), **travels)
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
         """Fields of `SavedTensor` from `derive_s` on."""
@@ -346,7 +357,7 @@ class _MemoryCurve(StepParts):
         return found[::-1]
 
     def forward_work(self, k: int, record: RegionRecord, saved: Sequence[SavedTensor]) -> int:
-        """Working memory of forward, including work after the region, with the last saved tensor still on its way."""
+        """Working memory of forward, including work after the region, where the last of `saved` stays."""
         own = self.events[self.entered[k] : self.left[k] + 1]
         own_bytes = _peak(own[1:], own[0])
         if record.after_peak_bytes <= own[-1].memory.allocated_bytes:
@@ -361,21 +372,24 @@ class _MemoryCurve(StepParts):
         return sum(each.nbytes for each in saved if read and each.index not in read)
 
     def read_work(self, k: int, saved: Sequence[SavedTensor], begin_bytes: int) -> dict[int, int]:
-        """`SavedTensor.read_bytes` of the tensors that backward of pass `k` reads after its recomputation, by index.
+        """`SavedTensor.read_bytes` of the tensors that backward of pass `k` reads after its recomputation, by index, in
+        the order of first reads.
 
         `begin_bytes`: allocated when the recomputation begins, of what counts. Empty if no read was recorded.
         """
         interval, reads = self.own[k], self._reads(k, saved)
-        read = {owner for _, owner in reads if owner >= 0}
-        if interval is None or not read:
+        found = dict.fromkeys((owner for _, owner in reads if owner >= 0), 0)
+        if interval is None or not found:
             return {}
-        sizes = {each.index: each.nbytes for each in saved if each.index in read}  # unused tensors are freed by then
-        least, found = max(read), dict.fromkeys(read, 1)
+        unread = {each.index: each.nbytes for each in saved if each.index in found}  # unused tensors are freed by then
+        newest = next(iter(found))
+        unread.pop(newest, None)
         for event, owner in reads:
             nbytes = event.memory.peak_bytes - interval.begin.memory.allocated_bytes + begin_bytes
-            unread_bytes = sum(size for index, size in sizes.items() if index < least)
-            found[least] = max(found[least], nbytes - unread_bytes)
-            least = min(least, owner) if owner >= 0 else least
+            found[newest] = max(found[newest], nbytes - sum(unread.values()))
+            if owner in unread:
+                newest = owner
+                del unread[owner]
         return found
 
     def _reads(self, k: int, saved: Sequence[SavedTensor]) -> list[tuple[StepEvent, int]]:

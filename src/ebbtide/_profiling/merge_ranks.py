@@ -28,9 +28,10 @@ Row = TypeVar("Row")
 
 _SMALLEST = ("out", "back", "host_limit_bytes", "device_bytes", "launch_ahead_s")
 _ALIKE = (
-    "passes", "index", "tensor_index", "downstream", "users", "derived_from", "derive_ops", "activation_memory_budget",
+    "passes", "index", "tensor_index", "read_at", "downstream", "users", "derived_from", "derive_ops",
+    "activation_memory_budget",
 )  # fmt: skip
-_MEASURED = ("recompute_s", "recompute_work_bytes", "read_bytes", "derive_s")  # 0: not measured
+_MEASURED = ("recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")  # 0: not measured
 
 
 def structure_of(profile: Profile) -> tuple[int, int]:
@@ -126,11 +127,11 @@ def _slowest_region(regions: Sequence[RegionProfile]) -> RegionProfile:
         expensive_ops=_merged((op for region in regions for op in _agreed(region, regions)), "index"),
         points=tuple(_slowest_region([region.at(b) for region in regions]) for b in _common_points(regions)),
     )
-    for name in ("recompute_s", "recompute_work_bytes"):
+    for name in ("recompute_s", "recompute_work_bytes", "moved_work_bytes"):
         if not all(getattr(region, name) > 0 for region in regions):
             merged = dataclasses.replace(merged, **{name: type(getattr(merged, name))(0)})
-    if not all(region.has_reads for region in regions):
-        unread = (dataclasses.replace(tensor, read_bytes=0) for tensor in merged.saved_tensors)
+    if len({tuple((tensor.index, tensor.read_at) for tensor in region.saved_tensors) for region in regions}) > 1:
+        unread = (dataclasses.replace(tensor, read_at=0, read_bytes=0) for tensor in merged.saved_tensors)
         merged = dataclasses.replace(merged, saved_tensors=tuple(unread))
     return _with_backward_work(merged, max(map(_short_lived_bytes, regions)))
 

@@ -40,9 +40,11 @@ class SavedTensor:
         derive_work_bytes: results in between, allocated meanwhile.
         derived_from: indices of the region's saved tensors among the operands.
         is_bits: whether the tensor is boolean, and travels as bits: an eighth of `nbytes`.
-        read_bytes: most that backward allocates from its read of the tensor on, until it reads another of smaller
-            index, without the region's saved tensors of smaller index. 0 if backward never reads the tensor, or if no
-            read was recorded; 1 if it reads another of smaller index before.
+        is_gathered: whether the tensor travels as a dense copy, because it reaches over many times its bytes.
+        read_at: place of the tensor's first read among those of backward, from 1 on; 0 if another saved tensor's parcel
+            holds the memory, if backward never reads the tensor, or if no read was recorded.
+        read_bytes: most that backward allocates from then to the next first read, without those of the region's saved
+            tensors that it has not read yet. The first also counts what is allocated before. 0 where `read_at` is.
     """
 
     index: int
@@ -54,6 +56,8 @@ class SavedTensor:
     derive_work_bytes: int = 0
     derived_from: tuple[int, ...] = ()
     is_bits: bool = False
+    is_gathered: bool = False
+    read_at: int = 0
     read_bytes: int = 0
 
     @property
@@ -63,8 +67,9 @@ class SavedTensor:
 
     @property
     def packing_bytes(self) -> int:
-        """Allocated while the tensor leaves."""
-        return min(self.nbytes, PACKING_BYTES) if self.is_bits else 0
+        """Allocated while the tensor leaves: a parcel other than the tensor's memory, and what is made on the way."""
+        copied_bytes = self.transfer_bytes if self.is_bits or self.is_gathered else 0
+        return copied_bytes + (min(self.nbytes, PACKING_BYTES) if self.is_bits else 0)
 
     @property
     def is_of_another_region(self) -> bool:
@@ -120,6 +125,7 @@ class RegionProfile:
         recompute_work_bytes: the same where each recomputed tensor belongs to the node that reads it; 0 if not
             measured.
         grad_bytes: memory that backward leaves allocated.
+        moved_work_bytes: the largest `read_bytes`; 0 if not measured.
         unused_bytes: part of `saved_tensors` that backward never asks for.
         after_bytes: saved outside of all regions between this region and the next. Stays on the device in any case.
         has_dead_tensors: whether the region saves further tensors in a branch without use, freed when forward ends.
@@ -141,6 +147,7 @@ class RegionProfile:
     backward_work_bytes: int
     grad_bytes: int
     recompute_work_bytes: int = 0
+    moved_work_bytes: int = 0
     unused_bytes: int = 0
     after_bytes: int = 0
     has_dead_tensors: bool = False
@@ -183,7 +190,7 @@ class RegionProfile:
     @property
     def has_reads(self) -> bool:
         """Whether the region was measured by a recomputation, and the reads of backward were recorded."""
-        return any(tensor.read_bytes > 0 for tensor in self.saved_tensors)
+        return any(tensor.read_at > 0 for tensor in self.saved_tensors)
 
     @property
     def short_lived_bytes(self) -> int:

@@ -137,6 +137,7 @@ class SeenTensor:
     expression: Expression | None = None  # computes the tensor from others; with operands of type `Operand`
     signature: Signature = ()  # of the expression
     is_bits: bool = False  # travels as bits
+    is_gathered: bool = False  # travels as a dense copy
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -398,15 +399,15 @@ class ProfilingRecorder(BackwardObserver):
         storage = t.untyped_storage()
         span = span_of(t, storage.nbytes())
         event = self.device.record(self.device.current_stream())
-        own = SeenTensor(
-            index, span.nbytes, event, input_index=input_index, origin=_origin(record, t), is_bits=span.is_bits
-        )
+        own = SeenTensor(index, span.nbytes, event, input_index=input_index, origin=_origin(record, t))
+        own.is_bits, own.is_gathered = span.is_bits, span.is_gathered
         seen.append(own)
         if not is_input:
             with without_dispatch():
                 own.expression, own.signature = self._expression_of(record, index, t)
-            self._note_operand(record, index, t)
         first = (self._given_first if is_input else self._saved_first).setdefault(storage, _FirstUse(record, own, []))
+        if not is_input:
+            self._note_operand(record, index, t)
         if first.seen is own:
             return
         own.nbytes = 0

@@ -27,7 +27,6 @@ OLD_KEYS: Mapping[str, str | None] = {
     "led": "downstream",
     "led_ops": "downstream_ops",
     "led_s": "downstream_s",
-    "moved_work_bytes": None,
     "out_duplex": None,
     "save": "tensor_index",
     "saves": "saved_tensors",
@@ -37,7 +36,7 @@ OLD_KEYS: Mapping[str, str | None] = {
     "turns": "post_region_points",
     "unasked_bytes": "unused_bytes",
 }
-"""Field names of plans before format 2 and of profiles before format 7, with the names of today; None: dropped."""
+"""Field names of plans before format 2 and of profiles before format 5, with the names of today; None: dropped."""
 
 _MOST_BYTES = 256 << 20  # some thousand regions with some thousand saved tensors each
 

@@ -172,6 +172,10 @@ def _zoo(model: str, result: dict[str, Any]) -> Iterator[Bar]:
     predicted = [run for run in runs if run["predicted_ms"] is not None]
     off = max((abs(run["predicted_ms"] / run["step_ms"] - 1) for run in predicted), default=0.0)
     yield Bar(f"Z4 {model}", off, 0.05, "of a step: error of the predicted time, at the worst budget")
+    if "base_gib" in result:
+        pairs = [(each["predicted_peak_bytes"], each["peak_gib"]) for each in points if each["predicted_peak_bytes"]]
+        off = max((abs(own / (gib + result["base_gib"]) / GIB - 1) for own, gib in pairs), default=0.0)
+        yield Bar(f"Z4-peak {model}", off, 0.02, "of the peak: error of the predicted peak, at the worst budget")
     for bar, goal, most in (("Z5", "no budget", 1.01), ("Z5-slower", "at most 5 % slower", 1.055)):
         yield Bar(f"{bar} {model}", _of_rival(result[goal], result), most, f"x plain step: {goal}")
 
@@ -331,6 +335,7 @@ def _over_bound(result: dict[str, Any]) -> float:
 _JUDGES = {
     "A": _eager,
     "pipelines": _pipelines,
+    "pipelines-others": _pipelines,
     "fsdp2": _shards,
     "shards-2": _shards,
     "shards-4": _shards,

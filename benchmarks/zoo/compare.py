@@ -50,6 +50,7 @@ def measure_model(
     plain_peak, least_peak = _peak(plain), _peak(full)
     points: list[dict[str, object]] = []
     result: dict[str, object] = {
+        "base_gib": base / GIB,
         "plain_ms": _median(plain),
         "plain_peak_gib": plain_peak / GIB,
         "checkpoint_ms": _median(full),

@@ -182,8 +182,8 @@ def _of_tensors(
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
     times = [(tensor.transfer_bytes, tensor.at_s * region.pace) for tensor in in_order]
     parcels = [Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times]
-    # Where reads were recorded nothing was saved meanwhile: the newest tensor is part of the working memory until the
-    # next is saved, and waits with the older ones later. Otherwise everything stayed, and it is part of neither.
+    # Where reads were recorded the region saved nothing: the working memory includes the newest tensor until the region
+    # saves the next, and later the newest waits with older parcels. Otherwise everything stayed in forward.
     newest_bytes = max((parcel.nbytes for parcel in parcels), default=0) if region.has_reads else 0
     return Option(
         recipe=recipe,
@@ -211,9 +211,9 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
     """Most that backward allocates beyond kept tensors, without recomputation of the region, if `moved` and `derived`
     are not on the device. Tensors that are back and not yet needed count as prefetched.
 
-    Operands of a derived tensor are back, or derived, before their own reader asks for them. The derived tensor is
-    there before its reader allocates: results in between come on top of the tensor and a gradient of the same size, or
-    of the gradients that backward holds.
+    Operands of a derived tensor are back, or derived, before their own reader asks. The derived tensor is computed
+    before its reader allocates: results in between come on top of the tensor and a gradient of the same size, or of the
+    gradients on the device.
     """
     absent = {tensor.index: tensor for tensor in (*moved, *derived)}
     if not absent:
@@ -224,7 +224,7 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
     unmeasured = region.short_lived_bytes + 2 * max(tensor.nbytes for tensor in absent.values())
     at_most = min(region.moved_work_bytes, all_there) if region.moved_work_bytes > 0 else unmeasured
     needed = {tensor.index: _operands(tensor, absent, {each.index for each in derived}) for tensor in derived}
-    # Operands read before a tensor derived from them are there until then.
+    # An operand read before the tensor derived from the operand stays until the tensor is derived.
     lasting = {k for each in derived for k in needed[each.index] if 0 < absent[k].read_at < each.read_at}
     early, kept_bytes, most = set(lasting), 0, 0
     for tensor in _in_order_of_reads(region):
@@ -250,7 +250,7 @@ def _in_order_of_reads(region: RegionProfile) -> list[SavedTensor]:
 
 
 def _operands(tensor: SavedTensor, absent: Mapping[int, SavedTensor], can_derive: Collection[int]) -> set[int]:
-    """Absent saved tensors that have to be there to derive `tensor`, and to derive each other."""
+    """Absent saved tensors needed to derive `tensor`, directly or to derive an operand."""
     found: set[int] = set()
     asked = [tensor]
     while asked:

@@ -174,7 +174,7 @@ class _ProfileBuilder(NamedTuple):
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
         peaks, begin_bytes = self.peaks[k], present_bytes + self.incoming[k]
-        # Where nothing was saved, parcels on their way are none of the region's working memory.
+        # Parcels on their way belong to the working memory only where the region saved tensors.
         forward_work_bytes = self.memory.forward_work(k, record, saved if recomputed is None else ())
         recompute_work_bytes, read_bytes = 0, dict[int, int]()
         if recomputed is not None:

@@ -429,17 +429,6 @@ def test_a_gathered_view_is_shared_within_a_stream_only():
     assert device.faults == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_a_gathered_view_shares_a_parcel_of_the_whole_storage(rig, dtype):
-    wide = Data(CPU).tensor(64, 128).to(dtype)
-    views = [wide, wide[:, 5], wide[::2, 5:7].t()]
-    loss, seen, _ = save(rig.context, *views)
-    nbytes = 64 * 128 // 8 if dtype is torch.bool else 64 * 128 * 4
-    assert sent_and_shared(rig.stats) == (nbytes, 2)
-    loss.backward()
-    assert_equal(seen, views)
-
-
 def test_another_view_of_as_many_elements_is_gathered_again(rig):
     wide = Data(CPU).tensor(64, 128)
     views = [wide[:, 5], wide[:, 6], wide[:, 5], wide[:, 5:6], wide[::2, 5:7].t()]

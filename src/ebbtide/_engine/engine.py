@@ -577,11 +577,10 @@ def _has_bytes_of(parcel: Parcel, t: torch.Tensor, span: Span) -> bool:
     held = parcel.span
     if held.is_gathered:
         return geometry_of(t, held) == parcel.gathered
-    # Gathered elements are spread over the storage, and a parcel of all of it has them too.
-    start, nbytes = (0, t.untyped_storage().nbytes()) if span.is_gathered else (span.start, span.nbytes)
     return (
-        held.start <= start
-        and start + nbytes <= held.start + held.nbytes
+        not span.is_gathered
+        and held.start <= span.start
+        and span.start + span.nbytes <= held.start + held.nbytes
         and (not held.is_bits or span.is_bits)  # bits represent booleans only
     )
 

@@ -181,7 +181,7 @@ class Dropping(nn.Module):
 
 
 class Mixed(Flat):
-    """Sums of saved tensors, wide gradients, gathered columns, chunks, and an input that backward reads first."""
+    """Sums of saved tensors, wide gradients, and an input that backward reads first."""
 
     def __init__(self, vocabulary):
         super().__init__(vocabulary)
@@ -192,7 +192,6 @@ class Mixing(nn.Module):
     def __init__(self):
         super().__init__()
         self.ups = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
-        self.up, self.columns = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH // 16, WIDTH)
         self.rest = nn.Parameter(torch.randn(1, 6, 2 * WIDTH), requires_grad=False)
 
     def forward(self, x):
@@ -200,9 +199,7 @@ class Mixing(nn.Module):
         read = sum(branch.sin().sum(1, keepdim=True) for branch in branches)
         total = (branches[0] + branches[1] + branches[2]).sin()
         wide = torch.cat([total[:, None], self.rest.expand(TOKENS, -1, -1)], 1).neg_().sum(1)
-        columns = self.columns(self.up(x)[:, ::16])
-        chunks = torch.cat([chunk.cos() for chunk in columns.chunk(4)])
-        return x * (wide[:, :WIDTH] + chunks + read).sigmoid()
+        return x * (wide[:, :WIDTH] + read).sigmoid()
 
 
 class Apart(nn.Module):

@@ -215,9 +215,8 @@ class _ProfileBuilder(NamedTuple):
         at_s = self._between(record.began, seen.event)
         if stays and seen.shares == UNSHARED:
             return SavedTensor(seen.index, 0, at_s, OUTSIDE)
-        parcel_bytes = 0 if seen.parcel_bytes == seen.nbytes else seen.parcel_bytes
-        own = SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), is_bits=seen.is_bits)
-        return dataclasses.replace(own, is_gathered=seen.is_gathered, parcel_bytes=parcel_bytes)
+        form = {"is_bits": seen.is_bits, "is_gathered": seen.is_gathered}
+        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), **form)
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
         """Fields of `SavedTensor` from `derive_s` on."""

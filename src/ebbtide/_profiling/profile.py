@@ -41,8 +41,6 @@ class SavedTensor:
         derived_from: indices of the region's saved tensors among the operands.
         is_bits: whether the tensor is boolean, and travels as bits: an eighth of `nbytes`.
         is_gathered: whether the tensor travels as a dense copy, because it reaches over many times its bytes.
-        parcel_bytes: what travels of memory made by the region, with all parcels of views of the same memory, before
-            booleans are packed; 0: `nbytes`.
         read_at: place of the tensor's first read among those of backward, from 1 on; 0 if another saved tensor's parcel
             holds the memory, if backward never reads the tensor, or if no read was recorded.
         read_bytes: most that backward allocates from then to the next first read, without those of the region's saved
@@ -59,15 +57,13 @@ class SavedTensor:
     derived_from: tuple[int, ...] = ()
     is_bits: bool = False
     is_gathered: bool = False
-    parcel_bytes: int = 0
     read_at: int = 0
     read_bytes: int = 0
 
     @property
     def transfer_bytes(self) -> int:
         """Size of the parcel on the link, and on the device on the way."""
-        nbytes = self.parcel_bytes or self.nbytes
-        return -(-nbytes // 8) if self.is_bits else nbytes
+        return -(-self.nbytes // 8) if self.is_bits else self.nbytes
 
     @property
     def packing_bytes(self) -> int:
@@ -75,8 +71,7 @@ class SavedTensor:
         copied_bytes = self.transfer_bytes if self.is_bits or self.is_gathered else 0
         if not self.is_bits:
             return copied_bytes
-        nbytes = self.parcel_bytes or self.nbytes
-        return copied_bytes + min(nbytes, PACKING_BYTES) + (nbytes if self.is_gathered else 0)
+        return copied_bytes + min(self.nbytes, PACKING_BYTES) + (self.nbytes if self.is_gathered else 0)
 
     @property
     def is_of_another_region(self) -> bool:

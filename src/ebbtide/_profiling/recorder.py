@@ -36,7 +36,7 @@ from ebbtide._engine.context import HookContext
 from ebbtide._engine.derive import Expression, owner_of
 from ebbtide._engine.derive_rules import Deriver, KnownOperands, Signature
 from ebbtide._engine.engine import Engine
-from ebbtide._engine.geometry import Span, span_of
+from ebbtide._engine.geometry import span_of
 from ebbtide._engine.select import why_never
 from ebbtide._profiling.derive_check import MAY_BE_OPERAND, DerivationChecks, is_detached_input, is_operand
 from ebbtide._profiling.profile import OUTSIDE, UNSHARED
@@ -138,7 +138,6 @@ class SeenTensor:
     signature: Signature = ()  # of the expression
     is_bits: bool = False  # travels as bits
     is_gathered: bool = False  # travels as a dense copy
-    parcel_bytes: int = 0  # as of the profile's saved tensors
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -198,7 +197,6 @@ class _FirstUse(NamedTuple):
     record: RegionRecord
     seen: SeenTensor
     elsewhere: list[SeenTensor]
-    spans: list[Span]  # of the parcels
 
 
 class ProfilingRecorder(BackwardObserver):
@@ -389,18 +387,9 @@ class ProfilingRecorder(BackwardObserver):
         return set() if self._checks is None else self._checks.equal()
 
     def add_tensor(
-        self,
-        seen: list[SeenTensor],
-        record: RegionRecord,
-        index: int,
-        t: torch.Tensor,
-        input_index: int = -1,
-        is_made: bool = False,
+        self, seen: list[SeenTensor], record: RegionRecord, index: int, t: torch.Tensor, input_index: int = -1
     ) -> None:
-        """Append `t` to `seen`, a list of `record`, or count the bytes if no recipe moves `t`.
-
-        `is_made`: the region made the memory.
-        """
+        """Append `t` to `seen`, a list of `record`, or count the bytes if no recipe moves `t`."""
         reason, is_input = self.why_never(t), seen is record.inputs
         if reason is not None:
             record.not_movable_bytes += 0 if reason in _NO_ACTIVATION else nbytes_of(t)
@@ -410,25 +399,19 @@ class ProfilingRecorder(BackwardObserver):
         storage = t.untyped_storage()
         span = span_of(t, storage.nbytes())
         event = self.device.record(self.device.current_stream())
-        # Of memory that the region made, any saved part keeps the whole. Other memory may live on in any case.
-        nbytes = storage.nbytes() if is_made else span.nbytes
-        own = SeenTensor(index, nbytes, event, input_index=input_index, origin=_origin(record, t))
+        own = SeenTensor(index, span.nbytes, event, input_index=input_index, origin=_origin(record, t))
         own.is_bits, own.is_gathered = span.is_bits, span.is_gathered
-        own.parcel_bytes = span.nbytes if is_made else 0
         seen.append(own)
         if not is_input:
             with without_dispatch():
                 own.expression, own.signature = self._expression_of(record, index, t)
         uses = self._given_first if is_input else self._saved_first
-        first = uses.setdefault(storage, _FirstUse(record, own, [], [span]))
+        first = uses.setdefault(storage, _FirstUse(record, own, []))
         if not is_input:
             self._note_operand(record, index, t)
         if first.seen is own:
             return
-        own.nbytes = own.parcel_bytes = 0
-        if is_made and first.record is record and not any(_holds(parcel, span) for parcel in first.spans):
-            first.spans.append(span)
-            first.seen.parcel_bytes += span.nbytes
+        own.nbytes = 0
         if first.record is record:
             own.shares = first.seen.index
             return
@@ -564,8 +547,7 @@ class _TensorRecorder:
         t = _local(t)
         if not is_dead:
             input_index = self._inputs.get(t.untyped_storage(), -1) if _has_storage(t) else -1
-            is_made = input_index < 0 and _is_made(record, t)
-            self._recorder.add_tensor(record.saved_tensors, record, index, t, input_index, is_made)
+            self._recorder.add_tensor(record.saved_tensors, record, index, t, input_index)
             return
         origin = _origin(record, t)
         if record.provenance is not None and origin is not None:
@@ -679,18 +661,6 @@ def _has_storage(t: torch.Tensor) -> bool:
 
 def _base(t: torch.Tensor) -> torch.Tensor:
     return t if t._base is None else t._base
-
-
-def _is_made(record: RegionRecord, t: torch.Tensor) -> bool:
-    """Whether an operator of the pass made the memory of `t`, as far as autograd tells."""
-    node = _base(t).grad_fn
-    return node is not None and node._sequence_nr() >= record.first_node
-
-
-def _holds(parcel: Span, span: Span) -> bool:
-    """Whether the engine would let a view share the parcel of another, by what spans tell."""
-    is_within = parcel.start <= span.start and span.start + span.nbytes <= parcel.start + parcel.nbytes
-    return is_within and not parcel.is_gathered and not span.is_gathered
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:

@@ -208,11 +208,17 @@ def test_the_newest_parcel_waits_in_forward_or_is_part_of_the_work():
 
 
 @pytest.mark.parametrize(
-    ("form", "newest", "beside"), [("is_gathered", 100, 100), ("is_bits", 12.5, 12.5 + 32 * 1.048576)]
+    ("forms", "newest", "beside"),
+    [
+        (("is_gathered",), 100, 100),
+        (("is_bits",), 12.5, 12.5 + 32 * 1.048576),
+        (("is_gathered", "is_bits"), 12.5, 100 + 12.5 + 32 * 1.048576),
+    ],
 )
-def test_a_tensor_that_leaves_as_a_copy_takes_room_beside_older_parcels(form, newest, beside):
+def test_a_tensor_that_leaves_as_a_copy_takes_room_beside_older_parcels(forms, newest, beside):
     each = with_reads((3, 1), (2, 1), (1, 1), forward_work_bytes=50 * MB)
-    copied = replace(each, saved_tensors=tuple(replace(tensor, **{form: True}) for tensor in each.saved_tensors))
+    as_copies = dict.fromkeys(forms, True)
+    copied = replace(each, saved_tensors=tuple(replace(tensor, **as_copies) for tensor in each.saved_tensors))
     moved = option_for(copied, Recipe("offload"))
     assert moved.newest_bytes == newest * MB
     assert moved.forward_work_bytes == pytest.approx((50 + 20 + newest + beside) * MB)

@@ -29,7 +29,10 @@ def test_a_file_holds_all_of_it(tmp_path_factory, step):
 
 def test_the_file_says_its_format(tmp_path):
     workload_a().save(tmp_path / "profile.json")
-    assert json.loads((tmp_path / "profile.json").read_text())["format"] == 7
+    number = json.loads((tmp_path / "profile.json").read_text())["format"]
+    documented = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
+    assert f"\n| profile | {number} |" in documented
+    assert f" 1 to {number - 1} are read |" in documented
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 1, "regions": 3}', "\x00"])

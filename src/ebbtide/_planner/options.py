@@ -223,7 +223,8 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
     # that needs two tensors at once needs more.)
     unmeasured = region.short_lived_bytes + 2 * max(tensor.nbytes for tensor in absent.values())
     at_most = min(region.moved_work_bytes, all_there) if region.moved_work_bytes > 0 else unmeasured
-    needed = {tensor.index: _operands(tensor, absent, {each.index for each in derived}) for tensor in derived}
+    can_derive = {tensor.index for tensor in derived}
+    needed = {tensor.index: _operands(tensor, absent, can_derive) for tensor in derived}
     # An operand read before the tensor derived from the operand stays until the tensor is derived.
     lasting = {k for each in derived for k in needed[each.index] if 0 < absent[k].read_at < each.read_at}
     early, kept_bytes, most = set(lasting), 0, 0

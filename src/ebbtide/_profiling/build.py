@@ -183,13 +183,10 @@ class _ProfileBuilder(NamedTuple):
             own, held = (self.memory.read_work(each, saved, begin_bytes) for each in (k, peaks.held))
             is_alike = list(own) == list(held)
             read_bytes = {index: max(1, nbytes, own[index] if is_alike else 0) for index, nbytes in held.items()}
-            places = {index: place for place, index in enumerate(read_bytes, 1)}
-            saved = tuple(
-                dataclasses.replace(each, read_at=places[each.index], read_bytes=read_bytes[each.index])
-                if each.index in places
-                else each
-                for each in saved
-            )
+            reads = {index: (place, nbytes) for place, (index, nbytes) in enumerate(read_bytes.items(), 1)}
+            places = [reads.get(each.index, (0, 0)) for each in saved]
+            rows = zip(saved, places, strict=True)
+            saved = tuple(dataclasses.replace(each, read_at=at, read_bytes=nbytes) for each, (at, nbytes) in rows)
         return RegionProfile(
             name=record.region,
             forward_s=self.times.forward_s[k],

@@ -68,10 +68,8 @@ class SavedTensor:
     @property
     def packing_bytes(self) -> int:
         """Allocated while the tensor leaves: a parcel other than the tensor's memory, and what is made on the way."""
-        copied_bytes = self.transfer_bytes if self.is_bits or self.is_gathered else 0
-        if not self.is_bits:
-            return copied_bytes
-        return copied_bytes + min(self.nbytes, PACKING_BYTES) + (self.nbytes if self.is_gathered else 0)
+        dense_bytes = self.nbytes if self.is_gathered else 0
+        return dense_bytes + (self.transfer_bytes + min(self.nbytes, PACKING_BYTES) if self.is_bits else 0)
 
     @property
     def is_of_another_region(self) -> bool:

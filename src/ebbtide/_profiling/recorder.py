@@ -408,7 +408,7 @@ class ProfilingRecorder(BackwardObserver):
         uses = self._given_first if is_input else self._saved_first
         first = uses.setdefault(storage, _FirstUse(record, own, []))
         if not is_input:
-            self._note_operand(record, index, t)
+            self._note_operand(record, index, t)  # finds the index of the tensor by its memory
         if first.seen is own:
             return
         own.nbytes = 0

@@ -178,6 +178,8 @@ def _zoo(model: str, result: dict[str, Any]) -> Iterator[Bar]:
         yield Bar(f"Z4-peak {model}", off, 0.02, "of the peak: error of the predicted peak, at the worst budget")
     for bar, goal, most in (("Z5", "no budget", 1.01), ("Z5-slower", "at most 5 % slower", 1.055)):
         yield Bar(f"{bar} {model}", _of_rival(result[goal], result), most, f"x plain step: {goal}")
+    if all("solving_s" in run for run in runs):
+        yield Bar(f"Z7 {model}", max(run["solving_s"] for run in runs), 2.0, "s of one core to plan for a goal")
 
 
 def _of_rival(run: dict[str, Any], result: dict[str, Any]) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 import ebbtide
 
-OPTIONAL = ["matplotlib", "rich", "scipy", "transformers", "tyro"]
+OPTIONAL = ["highspy", "matplotlib", "rich", "transformers", "tyro"]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import copy
 import fnmatch
 import functools
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -20,6 +21,7 @@ from benchmarks.modes import HOST_LIMIT
 from benchmarks.turns import tidy
 from benchmarks.zoo.models import ZOO, built
 from ebbtide._devices.accelerator import AcceleratorDevice
+from ebbtide._planner.solve import Question, answer
 from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.sizes import GIB
 
@@ -147,10 +149,10 @@ def _online(
 ) -> dict[str, object]:
     """Steps from `offload` on: time, peak over `act_bytes`, and how long the first steps hold training up, with pinning
     apart: a process that has the memory already pins none. Turns of the rival, with `blocks` checkpointed blocks, come
-    between those of the final plan."""
+    between those of the final plan. At the end the goal is planned for once more, on one core."""
     handle = ebbtide.offload(model, host_limit=HOST_LIMIT, **settings)
     try:
-        with _pinning() as pinned:
+        with _pinning() as pinned, _log() as lines:
             steps: list[Step] = []
             turns: list[list[Step]] = []  # of the rival
             collecting_ms: list[float] = []  # Python's garbage collector, in each step
@@ -164,6 +166,7 @@ def _online(
                 if early is None and len(steps) >= FIRST and (len(steps) == MOST or handle.is_plan_frozen):
                     early = len(steps)
         is_frozen, predicted = handle.is_plan_frozen, handle.plan.predicted
+        solving_s = _solving_s(handle.profile, **settings)
     finally:
         handle.remove()
         tidy()
@@ -195,12 +198,37 @@ def _online(
         "pinning_s": sum(seconds for seconds, _ in pinned),
         "pinned_gib": sum(nbytes for _, nbytes in pinned) / GIB,
         "frozen_after": early if is_frozen else None,
+        "solving_s": solving_s,
+        "log": lines,
         "cost_until_frozen_s": sum(step.step_ms - typical_ms for step in steps[:early]) / 1e3,
         "slowest_later": max(ms for ms, _ in later_ms) / typical_ms,
         "slowest_later_without_collections": max(ms for _, ms in later_ms) / typical_ms,
         "steps_ms": [round(step.step_ms, 1) for step in steps],
         "peaks_gib": [round(step.act_peak_bytes / GIB, 3) for step in steps],
     }
+
+
+def _solving_s(profile: ebbtide.Profile, budget: int | None = None, max_slowdown: float | None = None) -> float:
+    """CPU seconds to plan for a goal."""
+    only_moves = budget is None and max_slowdown is None
+    began_s = time.process_time()
+    answer(Question(profile, budget, budget, max_slowdown=max_slowdown, only_moves=only_moves))
+    return time.process_time() - began_s
+
+
+@contextlib.contextmanager
+def _log() -> Iterator[list[str]]:
+    """What ebbtide logs inside."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("ebbtide"), logging.Handler(logging.INFO)
+    level, handler.emit = logger.level, lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

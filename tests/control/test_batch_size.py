@@ -117,8 +117,8 @@ def test_of_plans_that_differ_by_less_than_a_percent_the_newest_stays(own, why):
     assert choice.why == why
 
 
-@pytest.mark.parametrize(("predicted_s", "is_final"), [(0.9, False), (1.1, True)])
-def test_a_fallback_without_steps_has_a_turn_if_it_is_expected_to_be_faster(predicted_s, is_final):
+@pytest.mark.parametrize(("predicted_s", "is_final"), [(0.9, False), (1.04, False), (1.06, True)])
+def test_a_fallback_without_steps_has_a_turn_unless_it_is_expected_to_be_slower(predicted_s, is_final):
     size = size_of(ran(OWN, [1.0] * 4), fallback_s=predicted_s)
     choice = size.choose_within(2 * GIB)
     assert choice.is_final == is_final

@@ -6,9 +6,8 @@ likewise).
 """
 
 import numpy as np
-from scipy import optimize
-from scipy.sparse import coo_array
 
+from ebbtide._planner import highs
 from ebbtide._planner.groups import Grouping
 from ebbtide._planner.simulate import fixed_bytes
 from ebbtide._utils.sizes import GIB as _GIB
@@ -46,22 +45,17 @@ class _Program:
         self._memory()
         self._channels()
         values, rows, columns = self._entries
-        width = self._backward + 1
-        cost = np.zeros(width)
+        cost = np.zeros(self._backward + 1)
         cost[self._forward] = cost[self._backward] = 1.0
-        shares = coo_array(
-            (np.ones(self._kept), ([number for number, _ in self._flat], range(self._kept))),
-            shape=(self._regions, width),
-        )
-        found = optimize.linprog(
-            cost,
-            A_ub=coo_array((values, (rows, columns)), shape=(len(self._high), width)),
-            b_ub=self._high,
-            A_eq=shares if self._regions else None,
-            b_eq=np.ones(self._regions) if self._regions else None,
-            method="highs",
-        )
-        return float(found.fun) if found.status == 0 else 0.0
+        limits = np.zeros((len(self._high), len(cost)))
+        np.add.at(limits, (rows, columns), values)
+        shares = np.zeros((self._regions, len(cost)))
+        for column, (number, _) in enumerate(self._flat):
+            shares[number, column] = 1.0
+        ones = [1.0] * self._regions
+        least = [*(-np.inf for _ in self._high), *ones]
+        found = highs.least(highs.of_rows(np.vstack([limits, shares]), least, [*self._high, *ones]), cost)
+        return 0.0 if found is None else float(cost @ found)
 
     def _at_most(self, high, *terms):
         values, rows, columns = self._entries

@@ -619,14 +619,21 @@ def test_a_region_with_a_call_of_unknown_cost_is_not_recomputed():
 
 @pytest.mark.parametrize("own", [workload_a(4), profile(*layers(6)), profile(*layers(3), graphs=4)])
 def test_budgets_that_are_not_solved_have_the_solution_of_their_neighbours(own, monkeypatch):
-    relaxation, solved = Relaxation(Grouping(own, only_moves=False)), []
+    relaxation, solve, solved = Relaxation(Grouping(own, only_moves=False)), Relaxation._solved, {}
+
+    def noted(self, cost, budget_gib):
+        values = solve(self, cost, budget_gib)
+        solved[budget_gib] = float(cost @ values)
+        return values
+
+    monkeypatch.setattr(Relaxation, "_solved", noted)
     low, high = relaxation.smallest_budget, 2 * least_budget(own, [option_for(r, Recipe("keep")) for r in own.regions])
     budgets = [low + (high - low) * k // 64 for k in range(65)]
-    each = [counts for budget in budgets for counts in relaxation.solve([budget])]
-    solve = Relaxation._solved
-    monkeypatch.setattr(Relaxation, "_solved", lambda *args: solved.append(args) or solve(*args))
-    row = list(relaxation.solve(budgets))
-    assert [counts for k, counts in enumerate(each) if counts not in each[:k]] == [
-        counts for k, counts in enumerate(row) if counts not in row[:k]
-    ]
-    assert len(row) == len(solved) < len(budgets)
+    solved.clear()
+    assert len(list(relaxation.solve(budgets))) == len(solved) < len(budgets)
+    in_row = dict(solved)
+    for budget in budgets:
+        list(relaxation.solve([budget]))
+        at = budget / GIB
+        smaller, larger = max(each for each in in_row if each <= at), min(each for each in in_row if each >= at)
+        assert solved[at] == pytest.approx(in_row[smaller]) == pytest.approx(in_row[larger])

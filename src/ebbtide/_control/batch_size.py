@@ -8,7 +8,8 @@ plan with the faster steps in all turns stays, whatever was predicted. A differe
 newest plan stays, which was made by the most measurements.
 
 1. Within a budget the fallback and every plan that ran take part, if a step was as fast as a typical step of the
-   fastest plan.
+   fastest plan. A fallback that never ran takes part unless it is predicted to be slower than the fastest plan by more
+   than predictions err.
 2. Without a budget, speed is no goal. A plan whose steps look slower than with everything kept takes turns with keeping
    everything. After a plan that is slower indeed the next plan moves less, and the last resort is keeping everything.
 """
@@ -133,14 +134,15 @@ class BatchSize:
         return Choice(best, "recomputation alone was faster" if best.is_fallback else EARLIER, is_final=True)
 
     def _may_be_faster(self, other: Trial, best: Trial, limit_bytes: int) -> bool:
-        """Whether a step of `other` was faster than those of `best`, or is expected to be before there was any."""
+        """Whether a step of `other` was faster than those of `best`, or may be before there was any."""
         if other.seen.peak_bytes > limit_bytes:
             return False
         if other.seen.timed >= THRESHOLDS.baseline_steps:
             return other.seen.fastest_s < best.seen.typical_s
         # Fallbacks for less memory recompute more, and an early prediction is of a fast machine.
         earlier = (each.seen.fastest_s for each in self.tried if each.is_fallback and each.seen.timed)
-        return other.is_fallback and min([self.fallback_s, *earlier]) < best.seen.typical_s
+        # A prediction that is off by so little decides nothing.
+        return other.is_fallback and min([self.fallback_s / (1 + THRESHOLDS.off), *earlier]) < best.seen.typical_s
 
     def choose_without_budget(self, max_slowdown: float, *, may_keep_all: bool, may_correct: bool) -> Choice:
         """The last plan, if its steps are not much slower than with everything kept, as far as the spread of the latter

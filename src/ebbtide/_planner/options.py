@@ -228,7 +228,7 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
     # An operand read before the tensor derived from the operand stays until the tensor is derived.
     lasting = {k for each in derived for k in needed[each.index] if 0 < absent[k].read_at < each.read_at}
     early, kept_bytes, most = set(lasting), 0, 0
-    for tensor in _in_order_of_reads(region):
+    for tensor in region.in_order_of_reads:
         early -= {tensor.index} - lasting
         early |= needed.get(tensor.index, set())
         early_bytes = sum(absent[each].nbytes for each in early)
@@ -240,14 +240,6 @@ def _backward_work_bytes(region: RegionProfile, moved: Sequence[SavedTensor], de
             held_bytes = max(early_bytes + 2 * tensor.nbytes, work_bytes)
             most = max(most, held_bytes + tensor.derive_work_bytes)
     return most
-
-
-def _in_order_of_reads(region: RegionProfile) -> list[SavedTensor]:
-    """The saved tensors that backward reads; if no read was recorded, all, in the reverse order of forward."""
-    read = [tensor for tensor in region.saved_tensors if tensor.read_at > 0]
-    if read:
-        return sorted(read, key=lambda tensor: tensor.read_at)
-    return sorted(region.saved_tensors, key=lambda tensor: tensor.index, reverse=True)
 
 
 def _operands(tensor: SavedTensor, absent: Mapping[int, SavedTensor], can_derive: Collection[int]) -> set[int]:

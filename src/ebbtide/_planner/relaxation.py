@@ -12,11 +12,11 @@ depth with a backlog each (twice as slow, no better).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from statistics import fmean
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ebbtide._planner import highs
 from ebbtide._planner.groups import Grouping, Unit
 from ebbtide._planner.options import launch_overhead_s
 from ebbtide._planner.simulate import fixed_bytes
@@ -53,12 +53,16 @@ class Relaxation:
         self._rows: list[tuple[_Row, float]] = []  # with the most of the sum
         self._cost = self._add_time()
         self._add_memory()
-        self._matrix = np.array([row for row, _ in self._rows])
-        self._most = [most for _, most in self._rows]
-        self._of_group = np.array(
-            [self._row({}, np.array([float(own is group) for own, _ in self._columns])) for group in grouping.groups]
+        of_group = [
+            self._row({}, np.array([float(own is group) for own, _ in self._columns])) for group in grouping.groups
+        ]
+        totals = [float(len(group)) for group in grouping.groups]
+        self._program = highs.of_rows(
+            np.array([*(row for row, _ in self._rows), *of_group]),
+            [*(-np.inf for _ in self._rows), *totals],
+            [*(most for _, most in self._rows), *totals],
         )
-        self._totals = [len(group) for group in grouping.groups]
+        self._program.changeColBounds(_RECOMPUTES, 0.0, 1.0)
 
     def solve(self, budgets: Sequence[int]) -> Iterator[list[Counts]]:
         """Counts per group at each of the ascending `budgets` in bytes that something fits.
@@ -84,13 +88,9 @@ class Relaxation:
         return int(values[_BUDGET] * GIB)
 
     def _solved(self, cost: _Row, budget_gib: float | None) -> _Row | None:
-        from scipy import optimize
-
-        bounds: list[tuple[float, float | None]] = [(0.0, None)] * len(cost)
-        bounds[_RECOMPUTES] = (0.0, 1.0)
-        bounds[_BUDGET] = (0.0 if budget_gib is None else budget_gib, budget_gib)
-        solve = cast(Any, optimize).linprog
-        return solve(cost, self._matrix, self._most, self._of_group, self._totals, bounds, method="highs").x
+        least_gib, most_gib = (0.0, np.inf) if budget_gib is None else (budget_gib, budget_gib)
+        self._program.changeColBounds(_BUDGET, least_gib, most_gib)
+        return highs.least(self._program, cost)
 
     def _row(self, others: Mapping[int, float], counts: _Row) -> _Row:
         row = np.concatenate([np.zeros(_OTHERS), counts])

@@ -14,12 +14,10 @@ the way out and parcels back early have one limit for all stages, and count for 
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from ebbtide._planner import highs
 from ebbtide._planner.solve import Answer, Question, Share, Solver, answer
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import GIB, MIB
@@ -91,30 +89,26 @@ def _shared_out(rows: Sequence[Sequence[_StagePlan]], room_bytes: int) -> list[i
     if _fits(rows, everything, room_bytes):
         return everything  # as a stage alone: nothing moves for nothing
     smallest = [0] * len(rows)
-    from scipy import optimize
+    program = highs.empty()
+    program.setOptionValue("mip_rel_gap", 0.0)
+    picks = [[program.addBinary() for _ in row] for row in rows]
+    longest_s = max(choice.step_s for row in rows for choice in row) or 1.0
 
-    program = cast(Any, optimize)
-    choices = [choice for row in rows for choice in row]
-    of_stage = np.array([[float(own is row) for own in rows for _ in own] for row in rows])
-    held = np.array([choice.held_bytes for choice in choices]) / GIB
-    more = np.array([choice.peak_bytes for choice in choices]) / GIB - held  # while the stage itself runs
-    # The last column is the largest of `more` of all stages.
-    seconds = np.array([*(choice.step_s for choice in choices), 0.0])
-    found = program.milp(
-        seconds / (seconds.max() or 1.0),
-        integrality=np.array([1] * len(choices) + [0]),
-        bounds=program.Bounds(0.0, np.array([1.0] * len(choices) + [np.inf])),
-        constraints=[
-            program.LinearConstraint(np.column_stack([of_stage, np.zeros(len(rows))]), 1.0, 1.0),
-            program.LinearConstraint(np.column_stack([of_stage * more, -np.ones(len(rows))]), -np.inf, 0.0),
-            program.LinearConstraint(np.array([*held, 1.0]), -np.inf, (room_bytes - _TOLERANCE_BYTES) / GIB),
-        ],
-        options={"mip_rel_gap": 0.0},
-    ).x
-    if found is None:
+    def total(of: Callable[[_StagePlan], float], row: Sequence[_StagePlan], pick: Sequence[Any]) -> Any:
+        return program.qsum([of(choice) * one for choice, one in zip(row, pick, strict=True)])
+
+    most = program.addVariable(lb=0.0)  # while a stage itself runs, beyond what the stage holds
+    held, seconds = 0.0, 0.0
+    for row, pick in zip(rows, picks, strict=True):
+        program.addConstr(program.qsum(pick) == 1)
+        program.addConstr(total(lambda choice: (choice.peak_bytes - choice.held_bytes) / GIB, row, pick) <= most)
+        held += total(lambda choice: choice.held_bytes / GIB, row, pick)
+        seconds += total(lambda choice: choice.step_s / longest_s, row, pick)
+    program.addConstr(held + most <= (room_bytes - _TOLERANCE_BYTES) / GIB)
+    program.minimize(seconds)
+    if not highs.is_solved(program):
         return smallest
-    ends = np.cumsum([0, *map(len, rows)])
-    chosen = [int(np.argmax(found[start:end])) for start, end in itertools.pairwise(ends)]
+    chosen = [max(range(len(pick)), key=lambda at, pick=pick: program.val(pick[at])) for pick in picks]
     return chosen if _fits(rows, chosen, room_bytes) else smallest
 
 

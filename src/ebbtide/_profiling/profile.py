@@ -187,10 +187,17 @@ class RegionProfile:
         last_s = max((row.at_s for row in (*self.saved_tensors, *self.expensive_ops)), default=0.0)
         return self.forward_s / last_s if last_s > self.forward_s else 1.0
 
-    @property
+    @cached_property
     def has_reads(self) -> bool:
         """Whether the region was measured by a recomputation, and the reads of backward were recorded."""
         return any(tensor.read_at > 0 for tensor in self.saved_tensors)
+
+    @cached_property
+    def in_order_of_reads(self) -> tuple[SavedTensor, ...]:
+        """The saved tensors that backward reads; if no read was recorded, all, in the reverse order of forward."""
+        read = [tensor for tensor in self.saved_tensors if tensor.read_at > 0]
+        in_order = sorted(read, key=lambda tensor: tensor.read_at)
+        return tuple(in_order or sorted(self.saved_tensors, key=lambda tensor: tensor.index, reverse=True))
 
     @property
     def short_lived_bytes(self) -> int:

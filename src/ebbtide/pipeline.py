@@ -148,7 +148,8 @@ class AttachedSchedule:
             for engine, _ in self._engines(done.stage):
                 for number in (self._numbers.get(done._replace(kind=kind)) for kind in "BIW"):
                     if number is not None:
-                        self._marks[number].guess(engine.newest)
+                        if engine.newest is not None:
+                            self._marks[number].guess(engine.newest)
                         self._marks[number].is_closed = False
             if self._steps <= _LOOKED_AT:
                 for name, nbytes in _held_bytes(self._stages.values()).items():

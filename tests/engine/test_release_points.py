@@ -392,6 +392,18 @@ def test_what_comes_back_early(name):
         assert [block for block, _ in run.ahead] == [None, *[2] * 4, *[1] * 4, *[0] * 4]
 
 
+@pytest.mark.parametrize("before", [name for name in AHEAD if name.startswith("run again")])
+@pytest.mark.parametrize("name", ["as the context says", "each block for itself", "in one block"])
+def test_after_other_recipes_nothing_comes_early_by_their_order(name, before):
+    """A plan's first step has more ahead than the window where the order before puts early what comes late."""
+    context, plan, _ = AHEAD[name]
+    fresh, other = Run(plan, window=1, prefetch=context), Run(AHEAD[before][1], window=1, prefetch=context).step()
+    other.handle.set_plan(plan)
+    other.step()
+    assert other.ahead == fresh.ahead
+    assert other.of(EventKind.MISSED) == fresh.of(EventKind.MISSED)
+
+
 def test_what_blocks_share_comes_early_alone():
     """Backward needs the shared input first in block 1. In block 2 the input has room behind the block's own. Block 0
     saved the input and needs it too, but has to wait with the rest."""

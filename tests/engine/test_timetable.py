@@ -40,6 +40,20 @@ def test_a_plain_loop_is_known_after_one_step():
     assert learn(table, order) == 10
 
 
+def test_in_another_order_what_was_learned_is_forgotten():
+    a, b, c = sites(3)
+    learn(Timetable(), [a, b, c, a, b])
+    for site in (a, b):
+        site.begin(1)
+        assert site.expected_after(None) is site.expected_after(c) is None
+    a.guess(b)
+    assert a.expected_after(c) is b
+    c.guess(a)  # a mark, which begins no order by itself
+    assert c.expected_after(b) is a
+    a.begin(1)
+    assert a.expected_after(c) is b
+
+
 def test_two_habits_at_one_site_are_told_apart_by_what_came_before():
     """Alternating orders: a first-order memory would miss every second time."""
     table = Timetable()

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -235,6 +235,7 @@ class HookContext:
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
+        order: number of the order of needs (Note [Order is a guess], 6).
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
 
@@ -245,12 +246,17 @@ class HookContext:
     parameters: dict[str, RegionParameters] = field(default_factory=dict[str, RegionParameters])
     derived: set[Hashable] = field(default_factory=set[Hashable])
     microbatch: int = -1
+    order: int = 0
     _forward: "weakref.ref[Forward] | None" = None
     run_file: object = None
     _weights: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )
     _size: int = 0
+    _orders: dict[int, tuple[Mapping[str, object], int]] = field(
+        default_factory=dict[int, tuple[Mapping[str, object], int]]
+    )
+    _order_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _numbers: dict[tuple[int, int, str], CallNumbers] = field(default_factory=dict[tuple[int, int, str], CallNumbers])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
 
@@ -272,6 +278,14 @@ class HookContext:
         Plans and the order of needs differ between sizes: learned in turns, every guess would be wrong.
         """
         self._size = size
+
+    def follow(self, recipes: Mapping[str, object]) -> None:
+        """Run by `recipes`, by region, from the next call on: batches of the present size have another order of needs
+        if the recipes are others than before."""
+        known = self._orders.get(self._size)
+        if known is None or known[0] != recipes:
+            known = self._orders[self._size] = recipes, next(self._order_numbers)
+        self.order = known[1]
 
     def register_weights(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keep the storages of `parameters` on the device, however they are saved.

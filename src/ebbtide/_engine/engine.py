@@ -162,6 +162,7 @@ class Engine:
         region_call: RegionCall,
         site: Site,
     ) -> LifetimeToken | Reason:
+        site.begin(region_call.context.order)
         if site.should_stay():
             self._held.add(storage)
             self._has_held = True
@@ -192,9 +193,10 @@ class Engine:
         site.live = ref
         site.is_recomputed = region_call.recomputes
         # Backward may take forwards in any order: a guess is for the tensors of one.
-        if self.newest is not site and region_call.forward.number == self._forward:
-            site.guess(self.newest)
-        self.newest, self._forward = site, region_call.forward.number
+        newest, number = self.newest, region_call.forward.number
+        if newest is not None and newest is not site and number == self._forward:
+            site.guess(newest)
+        self.newest, self._forward = site, number
         self._outbound.join(parcel)
         self._make_room(region_call.limits.window_bytes, spared=1)
         return token
@@ -433,7 +435,7 @@ class Engine:
                 yield at, following, token
             # Stop after a round. A step without any need so far passes the site needed last. Behind backward's end the
             # order continues with the next step, without living parcels: 64 dead sites end the look.
-            if following is self._timetable.last or dead == 64:
+            if self._timetable.is_last(following) or dead == 64:
                 break
             before, at = at, following
         else:

@@ -11,7 +11,9 @@ Note [Order is a guess]
 5. A tensor that backward reads again after the tensor has left once more (a retained graph, a split backward) has a
    second site: the order of second needs is another habit. Look-ahead stops before a tensor that may still leave: what
    comes behind would take the room.
-6. The value of a tensor never depends on the timetable.
+6. Recipes decide which tensors are needed, and when: under a plan with other recipes sites learn anew. An order learned
+   under others would fetch too early what is needed late, on top of the memory that the plan counts on.
+7. The value of a tensor never depends on the timetable.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Site:
         not_derived: signature of an expression whose result was not equal to the saved tensor; see derive.py.
         numbers: of the region's calls, if known.
         is_closed: a mark; nothing behind is fetched before something else, a forward, has happened.
+        order: number of the order of needs in which the site learned.
         batch: first site of the recompute batch, the sites that one recomputation reads together. A tensor shared by
             several regions belongs to the batch of the region that reads first, which may not have saved the tensor.
     """
@@ -59,6 +62,7 @@ class Site:
         self.is_derived = False
         self.not_derived: tuple[Any, ...] | None = None
         self.is_closed = False
+        self.order: int = 0
         self._again: Site | None = None
         self._first: Site | None = None  # of an `again`: the site of the first need
         self._next: Site | None = None
@@ -103,8 +107,17 @@ class Site:
         """Whether a recomputation reads both sites together."""
         return self.is_recomputed and other.is_recomputed and self.batch is other.batch is not None
 
-    def guess(self, following: Site | None) -> None:
-        """Expect `following` behind the site as long as nothing is known."""
+    def begin(self, order: int) -> None:
+        """Forget what was learned in another order than the one with the number `order`."""
+        if order != self.order:
+            self.order, self._next = order, None
+            self._next_after.clear()
+            if self._again is not None:
+                self._again.begin(order)  # whose `again` is itself
+
+    def guess(self, following: Site) -> None:
+        """Expect `following` behind the site as long as nothing is known in the order of `following`."""
+        self.begin(following.order)
         if self._next is None:
             self._next = following
 
@@ -130,11 +143,16 @@ class Timetable:
     def __init__(self) -> None:
         self.last: Site | None = None
         self.before_last: Site | None = None
+        self._order = 0  # of the last need
+
+    def is_last(self, site: Site) -> bool:
+        """Whether `site` was needed last, in the order of the site."""
+        return site is self.last and site.order == self._order
 
     def needed(self, site: Site) -> bool:
         """Learn that backward needed `site`. Returns whether `site` was expected."""
         was_expected = self.last is not None and self.last.expected_after(self.before_last) is site
         if self.last is not None:
             self.last.follow_with(self.before_last, site)
-        self.before_last, self.last = self.last, site
+        self.before_last, self.last, self._order = self.last, site, site.order
         return was_expected

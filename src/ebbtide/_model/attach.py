@@ -147,6 +147,7 @@ class Attachment:
         self._scope_hooks = [OpScopeHook(self, module, pattern) for module, pattern in dict.fromkeys(pairs)]
         has_regions = bool(plan.regions or self.plan.regions)
         self.plan = plan
+        self.context.follow(recipes if plan.outside is None else {**recipes, "": plan.outside.recipe})
         known = self.context.parameters
         self.context.parameters = {
             name: known[name] if name in known and former[name] is module else RegionParameters(name, module)

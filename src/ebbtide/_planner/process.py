@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import Future
 
 from ebbtide._errors import PlanError
+from ebbtide._planner import highs
 from ebbtide._planner.solve import Answer, Question
 from ebbtide._planner.stages import answer_for_stage
 
@@ -50,6 +51,7 @@ def serve() -> None:
     """Read one question from the standard input, and write the answer, or the error, to the standard output, behind a
     mark: modules may print during their import."""
     found: Answer | PlanError
+    highs.use_one_core()
     try:
         found = answer_for_stage(pickle.load(sys.stdin.buffer))  # noqa: S301 (of the parent process)
     except PlanError as error:

@@ -48,16 +48,24 @@ def of_rows(matrix: NDArray[np.float64], least: Sequence[float], most: Sequence[
 def least(program: Any, cost: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """The columns with the least `cost`; None if no columns satisfy all rows. A solution before is the beginning."""
     _check(program.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost))
-    _check(program.run())
+    program.run()
+    if _status(program) not in ("Optimal", "Infeasible"):
+        program.clearSolver()  # one in 2000 fails from the solution before, and few of these from nothing
+        _check(program.run())
     return np.array(program.getSolution().col_value) if is_solved(program) else None
 
 
 def is_solved(program: Any) -> bool:
-    """Whether the last run found the best solution; False if no columns satisfy all rows. Raises ValueError."""
-    status = program.modelStatusToString(program.getModelStatus())
-    if status not in ("Optimal", "Infeasible"):
+    """Whether the last run found the best solution; False if no columns satisfy all rows, or if rounding decides
+    whether any do ("Unknown"). Raises ValueError."""
+    status = _status(program)
+    if status not in ("Optimal", "Infeasible", "Unknown"):
         raise ValueError(f"HiGHS did not solve a program of the planner: {status}")
     return status == "Optimal"
+
+
+def _status(program: Any) -> str:
+    return program.modelStatusToString(program.getModelStatus())
 
 
 def _check(status: Any) -> None:

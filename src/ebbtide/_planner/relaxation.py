@@ -11,7 +11,6 @@ depth with a backlog each (twice as slow, no better).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +100,7 @@ class Relaxation:
     def _mean(self, of: Callable[[Unit, int], float]) -> _Row:
         """Per column of a group: the mean of the group's units, as times of equal units differ by noise."""
         units = self._grouping.units
-        return np.array([fmean(of(units[number], choice) for number in group) for group, choice in self._columns])
+        return np.array([sum(of(units[k], choice) for k in group) / len(group) for group, choice in self._columns])
 
     def _add_time(self) -> _Row:
         """Returns the milliseconds that each column adds to the step."""
@@ -157,8 +156,10 @@ class Relaxation:
 
     def _rounded(self, values: _Row) -> list[Counts]:
         counts: dict[tuple[int, ...], dict[int, float]] = {group: {} for group in self._grouping.groups}
-        for (group, choice), value in zip(self._columns, values[_OTHERS:], strict=True):
-            counts[group][choice] = float(value)
+        chosen = values[_OTHERS:]
+        for column in np.flatnonzero(chosen):
+            group, choice = self._columns[column]
+            counts[group][choice] = float(chosen[column])
         return [_whole(counts[group], len(group)) for group in self._grouping.groups]
 
 

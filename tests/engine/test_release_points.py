@@ -392,16 +392,40 @@ def test_what_comes_back_early(name):
         assert [block for block, _ in run.ahead] == [None, *[2] * 4, *[1] * 4, *[0] * 4]
 
 
-@pytest.mark.parametrize("before", [name for name in AHEAD if name.startswith("run again")])
-@pytest.mark.parametrize("name", ["as the context says", "each block for itself", "in one block"])
+RUN_AGAIN = Recipe("recompute", inputs="keep")
+BEFORE = {
+    **{name: plan for name, (_, plan, _) in AHEAD.items() if name.startswith("run again")},
+    "the last need is in the middle": ["keep", "offload", "keep"],
+    "the last need stays": [Recipe("offload"), Recipe("offload", sites=(0,)), "keep"],
+}
+NOW = {
+    **{name: AHEAD[name][1] for name in ("as the context says", "each block for itself", "in one block")},
+    "looked ahead before the first need": ["offload", "offload", RUN_AGAIN],
+    "nothing to move at first": ["keep", "offload", RUN_AGAIN],
+}
+
+
+def as_plan(blocks):
+    if isinstance(blocks, Plan):
+        return blocks
+    regions = {f"layers.{k}": RegionPlan(recipe, prefetch_bytes=4 * UNIT) for k, recipe in enumerate(blocks)}
+    return Plan(regions, outside=RegionPlan("keep"))
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("name", NOW)
 def test_after_other_recipes_nothing_comes_early_by_their_order(name, before):
-    """A plan's first step has more ahead than the window where the order before puts early what comes late."""
-    context, plan, _ = AHEAD[name]
-    fresh, other = Run(plan, window=1, prefetch=context), Run(AHEAD[before][1], window=1, prefetch=context).step()
-    other.handle.set_plan(plan)
-    other.step()
-    assert other.ahead == fresh.ahead
-    assert other.of(EventKind.MISSED) == fresh.of(EventKind.MISSED)
+    """What an order before would fetch, and backward needs late, comes on top of the memory that the plan counts on."""
+    context = AHEAD[name][0] if name in AHEAD else 1
+    fresh, other = (Run(as_plan(plan), window=1, prefetch=context) for plan in (NOW[name], BEFORE[before]))
+    first = fresh.ahead, fresh.of(EventKind.MISSED)
+    second = fresh.step().ahead, fresh.of(EventKind.MISSED)
+    other.step().handle.set_plan(as_plan(NOW[name]))
+    assert (other.step().ahead, other.of(EventKind.MISSED)) in (first, second)
+    for _ in range(2):  # recipes in turns, each with an order of its own
+        other.handle.set_plan(as_plan(BEFORE[before]))
+        other.step().handle.set_plan(as_plan(NOW[name]))
+        assert len(other.step().of(EventKind.MISSED)) <= len(second[1])
 
 
 def test_what_blocks_share_comes_early_alone():

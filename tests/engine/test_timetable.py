@@ -40,18 +40,32 @@ def test_a_plain_loop_is_known_after_one_step():
     assert learn(table, order) == 10
 
 
-def test_in_another_order_what_was_learned_is_forgotten():
+def test_each_order_is_learned_apart():
+    table = Timetable()
+    a, b, c, d = sites(4)
+    for number, order in ((0, [a, b, c]), (1, [c, b, d]), (2, [b, d])) * 2:
+        for site in order:
+            site.begin(number)
+        assert table.last is None or number == 0
+        learn(table, order * 2)
+        assert learn(table, order) == len(order)
+    for number, order in ((0, [a, b, c]), (1, [c, b, d])):
+        for site in order:
+            site.begin(number)
+        assert learn(table, order) == len(order) - 1  # the first need of an order follows nothing
+
+
+def test_a_guess_counts_until_the_order_tells():
     a, b, c = sites(3)
-    learn(Timetable(), [a, b, c, a, b])
-    for site in (a, b):
-        site.begin(1)
-        assert site.expected_after(None) is site.expected_after(c) is None
-    a.guess(b)
-    assert a.expected_after(c) is b
-    c.guess(a)  # a mark, which begins no order by itself
-    assert c.expected_after(b) is a
+    c.guess(a)
+    learn(Timetable(), [c, b])
+    c.guess(a)
+    assert c.expected_after(None) is b
+    b.begin(1)  # under other recipes, and no successor any more
+    assert c.expected_after(None) is None
     a.begin(1)
-    assert a.expected_after(c) is b
+    c.guess(a)  # a mark, which begins no order by itself
+    assert c.expected_after(None) is a
 
 
 def test_two_habits_at_one_site_are_told_apart_by_what_came_before():
@@ -86,7 +100,7 @@ def test_habits_of_one_site_are_bounded(order):
     known = sites(31)
     for at in order:
         learn(table, [known[at], known[0]])  # many come before site 0
-    assert max(len(site._next_after) for site in known) <= 16
+    assert max(len(site._own.after) for site in known) <= 16
 
 
 def test_without_the_site_before_the_last_habit_counts():

@@ -630,7 +630,7 @@ class PlanTuner:
         if plan is None and (self.limit_bytes is not None or not self._only_moves):
             plan = self._first
         if plan is not None:
-            is_first = size.tokens == self._measured_tokens  # continues with the timetable of the measured steps
+            is_first = size.tokens == self._measured_tokens  # with the sites of the measured steps
             self._handle.apply_plan(plan, 0 if is_first else size.tokens)
 
     def _log_plan(self, what: str, plan: Plan, solving_s: float) -> None:

@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,9 +12,11 @@ import torch
 
 from ebbtide._engine.derive_parameters import RegionParameters
 from ebbtide._engine.stats import StatsRecorder
-from ebbtide._engine.timetable import Site
+from ebbtide._engine.timetable import ORDERS, Site
 from ebbtide._plans import ReleasePoint
 from ebbtide._utils.torch_private import plain_tensors
+
+_order_numbers = itertools.count(1)
 
 _MOST = 64  # calls of a region that wait for their backward together; graphs without a backward stay alive as well
 
@@ -133,6 +135,7 @@ class RegionCall:
         derives: numbers of the saved tensors that are dropped if they can be derived; None: all. See derive.py.
         noticed: numbers of the saved tensors that may do anything but stay, or are operands of derivations, if known.
         operands: those of `noticed` that stay.
+        order: number of the order of needs (Note [Order is a guess], 6).
         first_node: autograd's number of the first node of the call, where tensors are derived.
         parameters: of the region, where tensors are derived.
     """
@@ -149,6 +152,7 @@ class RegionCall:
         "next_index",
         "noticed",
         "operands",
+        "order",
         "parameters",
         "points",
         "recomputes",
@@ -160,6 +164,7 @@ class RegionCall:
     def __init__(self, context: "HookContext", numbers: CallNumbers) -> None:
         self.context = context
         self.forward = context.current_forward()
+        self.order = context.order
         self.region = numbers.region
         self.next_index = 0
         self.limits = context.limits
@@ -235,7 +240,7 @@ class HookContext:
         derived: derivations whose result was equal to a saved tensor: by index, type and signature, the same for equal
             regions. With a norm by region as well.
         microbatch: number of the microbatch whose forward runs, where a schedule tells: its sites are its own.
-        order: number of the order of needs (Note [Order is a guess], 6).
+        order: number of the order of needs of the next calls.
         run_file: of a context, what writes its report at the end of the process, if EBBTIDE_REPORT is set.
     """
 
@@ -253,10 +258,9 @@ class HookContext:
         default_factory=dict[int, "weakref.ref[torch.UntypedStorage]"]
     )
     _size: int = 0
-    _orders: dict[int, tuple[Mapping[str, object], int]] = field(
-        default_factory=dict[int, tuple[Mapping[str, object], int]]
+    _orders: dict[int, list[tuple[Mapping[str, object], int]]] = field(
+        default_factory=dict[int, list[tuple[Mapping[str, object], int]]]
     )
-    _order_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _numbers: dict[tuple[int, int, str], CallNumbers] = field(default_factory=dict[tuple[int, int, str], CallNumbers])
     _serves: dict[torch.device, bool] = field(default_factory=dict[torch.device, bool])
 
@@ -280,12 +284,14 @@ class HookContext:
         self._size = size
 
     def follow(self, recipes: Mapping[str, object]) -> None:
-        """Run by `recipes`, by region, from the next call on: batches of the present size have another order of needs
-        if the recipes are others than before."""
-        known = self._orders.get(self._size)
-        if known is None or known[0] != recipes:
-            known = self._orders[self._size] = recipes, next(self._order_numbers)
-        self.order = known[1]
+        """Run by `recipes`, by region, from the next call on. Batches of one size have an order of needs for each of
+        the last recipes."""
+        known = self._orders.setdefault(self._size, [])
+        number = next((number for former, number in known if former == recipes), None)
+        if number is None:
+            number = next(_order_numbers)
+            known[:] = [*known[1 - ORDERS :], (recipes, number)]
+        self.order = number
 
     def register_weights(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keep the storages of `parameters` on the device, however they are saved.

@@ -162,7 +162,7 @@ class Engine:
         region_call: RegionCall,
         site: Site,
     ) -> LifetimeToken | Reason:
-        site.begin(region_call.context.order)
+        site.begin(region_call.order)
         if site.should_stay():
             self._held.add(storage)
             self._has_held = True
@@ -435,7 +435,7 @@ class Engine:
                 yield at, following, token
             # Stop after a round. A step without any need so far passes the site needed last. Behind backward's end the
             # order continues with the next step, without living parcels: 64 dead sites end the look.
-            if self._timetable.is_last(following) or dead == 64:
+            if following is self._timetable.last or dead == 64:
                 break
             before, at = at, following
         else:

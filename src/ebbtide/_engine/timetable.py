@@ -11,21 +11,46 @@ Note [Order is a guess]
 5. A tensor that backward reads again after the tensor has left once more (a retained graph, a split backward) has a
    second site: the order of second needs is another habit. Look-ahead stops before a tensor that may still leave: what
    comes behind would take the room.
-6. Recipes decide which tensors are needed, and when: under a plan with other recipes sites learn anew. An order learned
-   under others would fetch too early what is needed late, on top of the memory that the plan counts on.
+6. Recipes decide which tensors are needed, and when: sites learn apart under other recipes, each in an order with a
+   number. Another order would fetch too early what is needed late, on top of the memory that the plan counts on. A site
+   that has begun another order since is no successor any more, and the site needed last no place to look from.
 7. The value of a tensor never depends on the timetable.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+ORDERS = 4  # that are remembered; the oldest is forgotten for another
 
 
 class Numbers(Protocol):
     """The numbers of a region's calls: `last` is the number taken last."""
 
     last: int
+
+
+class _Successor(NamedTuple):
+    """A site needed next, and its order at that time."""
+
+    site: Site
+    order: int
+
+    @property
+    def now(self) -> Site | None:
+        return self.site if self.site.order == self.order else None
+
+
+class _Learned:
+    """What a site has learned in one order of needs."""
+
+    __slots__ = ("after", "successor")
+
+    def __init__(self) -> None:
+        self.successor: _Successor | None = None
+        # Keyed by id: a strong reference would keep the site before alive, also when the model is long gone.
+        self.after: dict[int, tuple[weakref.ref[Site], _Successor]] = {}
 
 
 class Site:
@@ -43,7 +68,7 @@ class Site:
         not_derived: signature of an expression whose result was not equal to the saved tensor; see derive.py.
         numbers: of the region's calls, if known.
         is_closed: a mark; nothing behind is fetched before something else, a forward, has happened.
-        order: number of the order of needs in which the site learned.
+        order: number of the order of needs in which the site learns.
         batch: first site of the recompute batch, the sites that one recomputation reads together. A tensor shared by
             several regions belongs to the batch of the region that reads first, which may not have saved the tensor.
     """
@@ -65,9 +90,8 @@ class Site:
         self.order: int = 0
         self._again: Site | None = None
         self._first: Site | None = None  # of an `again`: the site of the first need
-        self._next: Site | None = None
-        # Keyed by id: a strong reference would keep the site before alive, also when the model is long gone.
-        self._next_after: dict[int, tuple[weakref.ref[Site], Site]] = {}
+        self._own = _Learned()
+        self._learned = {0: self._own}
 
     def __str__(self) -> str:
         return f"{self.region or '<root>'}#{self.call}.{self.index}"
@@ -79,6 +103,7 @@ class Site:
             self._again = Site(self.region, self.call, self.index, self.numbers)
             self._again._again, self._again._first = self._again, self
         self._again.is_recomputed = self.is_recomputed
+        self._again.begin(self.order)
         return self._again
 
     @property
@@ -108,51 +133,57 @@ class Site:
         return self.is_recomputed and other.is_recomputed and self.batch is other.batch is not None
 
     def begin(self, order: int) -> None:
-        """Forget what was learned in another order than the one with the number `order`."""
-        if order != self.order:
-            self.order, self._next = order, None
-            self._next_after.clear()
-            if self._again is not None:
-                self._again.begin(order)  # whose `again` is itself
+        """Learn in the order with the number `order` from now on."""
+        if order == self.order:
+            return
+        self.order = order
+        if order not in self._learned and len(self._learned) == ORDERS:
+            del self._learned[next(iter(self._learned))]
+        self._own = self._learned.setdefault(order, _Learned())
 
     def guess(self, following: Site) -> None:
         """Expect `following` behind the site as long as nothing is known in the order of `following`."""
         self.begin(following.order)
-        if self._next is None:
-            self._next = following
+        known = self._own.successor
+        if known is None or known.now is None:
+            self._own.successor = _Successor(following, following.order)
 
     def follow_with(self, before: Site | None, following: Site) -> None:
         """Learn that `following` was needed after the site, which was needed after `before`."""
-        self._next = following
+        own = self._own
+        own.successor = found = _Successor(following, following.order)
         if before is not None:
             number = id(before)
             # Dynamic control flow may put many sites before a site: at 16 habits all are forgotten.
-            if len(self._next_after) == 16 and number not in self._next_after:
-                self._next_after.clear()
-            self._next_after[number] = weakref.ref(before), following
+            if len(own.after) == 16 and number not in own.after:
+                own.after.clear()
+            own.after[number] = weakref.ref(before), found
 
     def expected_after(self, before: Site | None) -> Site | None:
         """The site expected next when the present site is needed after `before`."""
-        known = None if before is None else self._next_after.get(id(before))
-        return known[1] if known is not None and known[0]() is before else self._next
+        known = None if before is None else self._own.after.get(id(before))
+        found = known[1] if known is not None and known[0]() is before else self._own.successor
+        return None if found is None else found.now
 
 
 class Timetable:
     """The sites that backward needed last, and the learned successors."""
 
     def __init__(self) -> None:
-        self.last: Site | None = None
         self.before_last: Site | None = None
+        self._last: Site | None = None
         self._order = 0  # of the last need
 
-    def is_last(self, site: Site) -> bool:
-        """Whether `site` was needed last, in the order of the site."""
-        return site is self.last and site.order == self._order
+    @property
+    def last(self) -> Site | None:
+        """The site needed last; None if the site has begun another order since."""
+        return self._last if self._last is not None and self._last.order == self._order else None
 
     def needed(self, site: Site) -> bool:
         """Learn that backward needed `site`. Returns whether `site` was expected."""
-        was_expected = self.last is not None and self.last.expected_after(self.before_last) is site
-        if self.last is not None:
-            self.last.follow_with(self.before_last, site)
-        self.before_last, self.last, self._order = self.last, site, site.order
+        last = self.last
+        was_expected = last is not None and last.expected_after(self.before_last) is site
+        if last is not None:
+            last.follow_with(self.before_last, site)
+        self.before_last, self._last, self._order = self._last, site, site.order
         return was_expected

@@ -27,6 +27,8 @@ def regions(draw, name):
     forward_s = draw(_times)
     moments = st.floats(0, 1).map(lambda share: share * forward_s)
     sizes = draw(st.lists(_megabytes, max_size=3))
+    held_for = draw(st.sampled_from([0, 0, 1, 2]))  # by the caller: an input, which the region saves or not
+    saves_input = held_for > 0 and bool(sizes) and draw(st.booleans())
     not_movable_bytes, backward_work_bytes = draw(_megabytes), draw(_megabytes)
     reads = [(0, 0)] * len(sizes)
     if sizes and draw(st.booleans()):  # measured, with all that was read still on the device
@@ -37,7 +39,13 @@ def regions(draw, name):
         reads = [(place + 1, max(1, read[place] + work)) for place, work in zip(places, works, strict=True)]
         backward_work_bytes = sum(sizes) + not_movable_bytes + max(works)
     rows = zip(range(len(sizes)), sizes, reads, strict=True)
-    tensors = tuple(SavedTensor(k, n, draw(moments), read_at=place, read_bytes=work) for k, n, (place, work) in rows)
+    tensors = tuple(
+        SavedTensor(
+            k, n, draw(moments), read_at=place, read_bytes=work, held_for=held_for if k == 0 and saves_input else 0
+        )
+        for k, n, (place, work) in rows
+    )
+    inputs = sizes[:1] if saves_input else draw(st.lists(_megabytes, max_size=1))
     ops = tuple(
         ExpensiveOp(
             index=k,
@@ -58,7 +66,7 @@ def regions(draw, name):
         recompute_s=draw(st.one_of(st.just(0.0), _times)),
         saved_tensors=tensors,
         not_movable_bytes=not_movable_bytes,
-        inputs=tuple(SavedTensor(0, size, 0.0) for size in draw(st.lists(_megabytes, max_size=1))),
+        inputs=tuple(SavedTensor(0, size, 0.0, held_for=held_for) for size in inputs),
         expensive_ops=ops,
         forward_work_bytes=draw(_megabytes),
         backward_work_bytes=backward_work_bytes,

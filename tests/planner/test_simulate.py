@@ -152,6 +152,43 @@ def test_a_small_region_leaves_room_for_the_large_region_before():
     assert outcome.peak_bytes <= budget
 
 
+def skipping(held_for, **changes):
+    """The caller holds the first region's input; the third region needs 500 MB in forward."""
+    held = SavedTensor(0, 50 * MB, 0.0, held_for=held_for)
+    first = region(saved_tensors=(held,), inputs=(held,), backward_work_bytes=0, forward_work_bytes=0, **changes)
+    large = region("layers.2", saved_tensors=(), inputs=(), forward_work_bytes=500 * MB, backward_work_bytes=0)
+    return profile(first, one_parcel(20, name="layers.1"), large)
+
+
+@pytest.mark.parametrize("recipe", [Recipe("offload"), Recipe("recompute")])
+def test_what_the_caller_holds_stays_though_it_has_left(recipe):
+    freed, held = ([option_for(each, recipe) for each in skipping(k).regions] for k in (1, 2))
+    assert least_budget(skipping(2), held) == least_budget(skipping(1), freed) + 50 * MB
+    kept = [option_for(each, Recipe("keep")) for each in skipping(2).regions[:1]]
+    assert least_budget(skipping(2), kept + held[1:]) == least_budget(skipping(2), held)
+
+
+@pytest.mark.parametrize("free", [0, 10, 20, 30])
+def test_what_the_caller_holds_may_wait_to_leave_without_taking_more(free):
+    step = skipping(2)
+    options = moving(step)
+    budget = least_budget(step, options) + free * MB
+    window = windows_within(step, options, budget).forward[2]
+    # The newest 20 MB are of the second region: behind them the held 50 MB wait for nothing.
+    assert window == (free + (50 if free >= 20 else 0)) * MB
+    outcome = simulate(step, options, windows_within(step, options, budget))
+    assert outcome.peak_bytes <= budget
+
+
+def test_an_input_that_the_region_does_not_save_is_held_as_well():
+    step = skipping(2)
+    first = dataclasses.replace(step.regions[0], saved_tensors=())
+    step = dataclasses.replace(step, regions=(first, *step.regions[1:]))
+    for recipe in (Recipe("keep"), Recipe("offload"), Recipe("recompute")):
+        options = [option_for(first, recipe), *moving(step)[1:]]
+        assert least_budget(step, options) == least_budget(skipping(2), moving(skipping(2)))
+
+
 def test_a_region_called_twice_has_one_window():
     step = profile(*(region("shared") for _ in range(3)))
     options = moving(step)

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -545,12 +545,12 @@ class Engine:
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
-    def waiting_bytes(self, region: str, staying: Container[torch.UntypedStorage]) -> int:
-        """Bytes on the device that wait to leave, except parcels saved in `region` and storages in `staying`."""
+    def waiting(self) -> list[Parcel]:
+        """Parcels on the device that wait to leave."""
         with self.lock:
             if self._pending_frees:
                 self._drain_frees()
-            return self._outbound.waiting_bytes(region, staying)
+            return self._outbound.waiting()
 
     def store_stats(self) -> StoreStats:
         with self.lock:

@@ -26,7 +26,7 @@ Captures (captures.py) have no times: all waits are made, and no event is querie
 
 import weakref
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -204,12 +204,10 @@ class Outbound(_Lane):
             for stream in self._streams_of(parcel):
                 self._device.free_after(parcel.source, parcel.landed, stream)
 
-    def waiting_bytes(self, region: str, staying: Container[torch.UntypedStorage]) -> int:
-        """Bytes of queued parcels, except parcels saved in `region` and storages in `staying`."""
+    def waiting(self) -> list[Parcel]:
+        """The queued parcels, oldest first."""
         tokens = (ref() for ref in self._queue)
-        waiting = (token.parcel for token in tokens if token is not None and token.parcel.location is Location.LEAVING)
-        leaving = (parcel for parcel in waiting if parcel.site.region != region)
-        return sum(parcel.nbytes for parcel in leaving if parcel.source is not None and parcel.source not in staying)
+        return [token.parcel for token in tokens if token is not None and token.parcel.location is Location.LEAVING]
 
 
 def _is_waiting(token: LifetimeToken | None) -> bool:

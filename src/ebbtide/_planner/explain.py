@@ -5,7 +5,7 @@ from itertools import accumulate
 from math import ceil
 
 from ebbtide._planner.options import Option, describe
-from ebbtide._planner.simulate import Outcome, fixed_bytes, least_budget
+from ebbtide._planner.simulate import Outcome, fixed_bytes, held_bytes, least_budget
 from ebbtide._plans import Prediction
 from ebbtide._profiling.profile import Profile
 from ebbtide._utils.sizes import GIB, MIB, format_bytes
@@ -67,8 +67,10 @@ def _at_the_peak(profile: Profile, options: Sequence[Option]) -> Mapping[str, in
     kept = list(accumulate(option.kept_bytes for option in options))
     grads = list(accumulate(region.grad_bytes for region in reversed(profile.regions)))[::-1]
     places = [_place(kept[-1] if kept else 0, "peak after the last region (logits, loss)", profile.outside.peak_bytes)]
-    for k, g, option, region in zip(kept, grads, options, profile.regions, strict=True):
-        places.append(_place(k, f"working memory of {region.name} in forward", option.forward_work_bytes))
+    all_held = held_bytes([option.all_held for option in options])
+    for k, g, held, option, region in zip(kept, grads, all_held, options, profile.regions, strict=True):
+        forward = _place(k, f"working memory of {region.name} in forward", option.forward_work_bytes)
+        places.append({**forward, "moved, and held by the model for later blocks": held})
         backward = _place(k, f"working memory of {region.name} in backward", option.backward_work_bytes)
         places.append({**backward, "gradients made in backward": g})
     return max(places, key=lambda place: sum(place.values()))

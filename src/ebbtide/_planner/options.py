@@ -1,9 +1,11 @@
 """Options of one region: every recipe worth considering, with its cost. Pure."""
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +23,20 @@ class Moved:
         nbytes: size.
         at_s: time from the begin of the region's forward until the parcel can leave.
         needed_s: time from the begin of the region's backward (or recomputation) until the parcel is needed.
+        held_for: number of later regions in whose forward the memory stays although the parcel has left.
     """
 
     nbytes: int
     at_s: float
     needed_s: float
+    held_for: int = 0
+
+
+class Held(NamedTuple):
+    """Memory that the caller holds in forward of `held_for` later regions."""
+
+    nbytes: int
+    held_for: int
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,12 @@ class Option:
             has gone through what follows already; may be negative.
         is_recompute_batch: whether backward needs all parcels at its begin.
         newest_bytes: part of `forward_work_bytes` that parcels on the way out may take too: the newest does not leave
-            before the next is saved.
+            before the next is saved, and recomputed regions send their inputs alone.
         saved_outputs: number of expensive calls whose outputs recomputation reuses.
         pruned_ops: number of further operators that recomputation skips.
         derived: number of derived tensors.
         derived_ops: number of further operators that derive them.
+        held: inputs held by the caller that neither stay nor leave as they are.
     """
 
     recipe: Recipe
@@ -62,10 +74,20 @@ class Option:
     pruned_ops: int = 0
     derived: int = 0
     derived_ops: int = 0
+    held: tuple[Held, ...] = ()
 
     @cached_property
     def moved_bytes(self) -> int:
         return sum(parcel.nbytes for parcel in self.moved)
+
+    @cached_property
+    def has_held_parcels(self) -> bool:
+        return any(parcel.held_for > 0 for parcel in self.moved)
+
+    @cached_property
+    def all_held(self) -> tuple[Held, ...]:
+        """`held`, and the parcels among the inputs that the caller holds."""
+        return *self.held, *(Held(parcel.nbytes, parcel.held_for) for parcel in self.moved if parcel.held_for > 0)
 
 
 _MARKS = tuple(step / 8 for step in range(1, 8))
@@ -180,8 +202,8 @@ def _of_tensors(
     freed_bytes = sum(tensor.nbytes for tensor in (*moved, *derived))
     scale = region.backward_s / region.forward_s if region.forward_s > 0 else 0.0
     in_order = sorted(moved, key=lambda tensor: (tensor.at_s, tensor.index))
-    times = [(tensor.transfer_bytes, tensor.at_s * region.pace) for tensor in in_order]
-    parcels = [Moved(nbytes, at_s, max(0.0, region.forward_s - at_s) * scale) for nbytes, at_s in times]
+    times = [(tensor, tensor.at_s * region.pace) for tensor in in_order]
+    parcels = [_moved(tensor, at_s, max(0.0, region.forward_s - at_s) * scale) for tensor, at_s in times]
     # Where reads were recorded the region saved nothing: the working memory includes the newest tensor until the region
     # saves the next, and later the newest waits with older parcels. Otherwise everything stayed in forward.
     newest_bytes = max((parcel.nbytes for parcel in parcels), default=0) if region.has_reads else 0
@@ -196,7 +218,25 @@ def _of_tensors(
         newest_bytes=newest_bytes,
         derived=len(derived),
         derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
+        held=_held(region, region.saved_tensors, {t.index for t in derived} | {t.index for t in moved if t.is_copied}),
     )
+
+
+def _moved(tensor: SavedTensor, at_s: float, needed_s: float) -> Moved:
+    return Moved(tensor.transfer_bytes, at_s, needed_s, 0 if tensor.is_copied else tensor.held_for)
+
+
+def _held(region: RegionProfile, saved: Sequence[SavedTensor], absent: Collection[int]) -> tuple[Held, ...]:
+    """What the caller holds of the inputs for later regions, without those among the `saved` tensors that stay or leave
+    as they are. `absent`: indices of saved tensors that do neither."""
+    if all(tensor.held_for == 0 for tensor in region.inputs):
+        return ()
+    nbytes: Counter[int] = Counter()
+    for tensor in region.inputs:
+        nbytes[tensor.held_for] += tensor.nbytes
+    for tensor in saved:
+        nbytes[tensor.held_for] -= tensor.nbytes if tensor.index not in absent else 0
+    return tuple(Held(most, held_for) for held_for, most in nbytes.items() if held_for > 0 and most > 0)
 
 
 def _leaving_bytes(region: RegionProfile, moved: Sequence[SavedTensor]) -> int:
@@ -338,10 +378,13 @@ def _pruned(region: RegionProfile, op: ExpensiveOp) -> _Reusable:
 
 
 def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusable]) -> Option:
-    inputs = [Moved(tensor.transfer_bytes, 0.0, 0.0) for tensor in region.inputs if tensor.nbytes > 0]
+    inputs = [_moved(tensor, 0.0, 0.0) for tensor in region.inputs if tensor.nbytes > 0]
     in_order = sorted(reused, key=lambda each: (each.at_s, each.call))
     outputs = [Moved(each.transfer_bytes, each.at_s * region.pace, 0.0) for each in in_order]
-    moved = (inputs if recipe.inputs == "offload" else []) + (outputs if recipe.outputs == "offload" else [])
+    leaving_inputs = inputs if recipe.inputs == "offload" else []
+    leaving_outputs = outputs if recipe.outputs == "offload" else []
+    # The caller holds the inputs while the region runs. They are the last to leave unless outputs follow.
+    input_bytes = sum(parcel.nbytes for parcel in leaving_inputs)
     kept = (region.inputs if recipe.inputs == "keep" else (), reused if recipe.outputs == "keep" else ())
     kept_bytes = sum(each.nbytes for each in itertools.chain(*kept))
     spared_s = sum(each.spared_s for each in reused)
@@ -351,13 +394,15 @@ def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusab
     return Option(
         recipe=recipe,
         kept_bytes=kept_bytes + region.after_bytes,
-        moved=tuple(moved),
+        moved=(*leaving_inputs, *leaving_outputs),
         recompute_s=max(0.0, region.recompute_s - spared_s),  # measured apart, so the sum may be larger
-        forward_work_bytes=region.forward_work_bytes,
+        forward_work_bytes=region.forward_work_bytes + input_bytes,
         backward_work_bytes=max(0, work_bytes - kept_bytes) - region.after_bytes,
         is_recompute_batch=True,
+        newest_bytes=0 if leaving_outputs else input_bytes,
         saved_outputs=len(reused),
         pruned_ops=sum(each.pruned_ops for each in reused),
+        held=_held(region, region.inputs, {t.index for t in region.inputs if t.is_copied and leaving_inputs}),
     )
 
 

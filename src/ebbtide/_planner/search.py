@@ -8,6 +8,7 @@ is a proposal at every budget large enough for the solution. Measured and reject
 of a row half as dense (three times as long, no faster plans).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -112,21 +113,27 @@ def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
     chosen: dict[int, int] = {}
     unit_of = {v: (number, place) for number, unit in enumerate(grouping.units) for place, v in enumerate(unit.calls)}
     grads = sum(region.grad_bytes for region in profile.regions)
+    ends: Counter[int] = Counter()  # of what the caller holds: the bytes, by the first region without
     for call, region in enumerate(profile.regions):
+        ends.pop(call, None)
+        held = ends.total()
         number, place = unit_of[call]
         unit = grouping.units[number]
         allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
-        fitting = [choice for choice in allowed if _least_room(unit.costs[choice][place], grads) <= room]
+        fitting = [choice for choice in allowed if _least_room(unit.costs[choice][place], grads, held) <= room]
         if not fitting:
             return None
         chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
-        room -= unit.costs[chosen[number]][place].kept_bytes
+        option = unit.costs[chosen[number]][place]
+        for each in option.all_held:
+            ends[call + each.held_for + 1] += each.nbytes
+        room -= option.kept_bytes
         grads -= region.grad_bytes
     return [chosen[number] for number in range(len(grouping.units))]
 
 
-def _least_room(option: Option, grads: int) -> int:
-    return option.kept_bytes + max(option.forward_work_bytes, grads + option.backward_work_bytes)
+def _least_room(option: Option, grads: int, held: int) -> int:
+    return option.kept_bytes + max(held + option.forward_work_bytes, grads + option.backward_work_bytes)
 
 
 def _with_a_last_that_fits(grouping: Grouping, choices: list[int], budget_bytes: int) -> Choices | None:

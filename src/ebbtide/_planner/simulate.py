@@ -29,10 +29,10 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from ebbtide._planner.options import Option, launch_overhead_s, option_for
+from ebbtide._planner.options import Held, Option, launch_overhead_s, option_for
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Host, Profile, are_backward
 from ebbtide._profiling.timeline import Interval, Lane, Timeline
@@ -106,6 +106,7 @@ def windows_within(profile: Profile, choice: Sequence[Option], budget_bytes: int
     carried = [room.backward[0], *room.entering] if room.backward else []
     prefetch = [max(0, min(r, c) - m) for r, c, m in zip(room.backward, carried, more, strict=False)]
     forward = [own_room + option.newest_bytes for own_room, option in zip(room.forward, choice, strict=True)]
+    forward = _with_held(forward, choice)
     forward[-1:] = [min([window, *room.at_the_end]) for window in forward[-1:]]
     return Windows(_same_by_name(profile, forward), tuple(room.at_points), _same_by_name(profile, prefetch))
 
@@ -120,6 +121,41 @@ def _shared_out(profile: Profile, choice: Sequence[Option], room: int) -> Window
     share = 1.0 - forward_s / max(LAST_DIGITS_S, _compute_s(profile, choice))
     out_bytes = int(room * share)
     return equal_windows(profile, out_bytes, max(0, room - out_bytes - max(map(_bytes_after_first, choice), default=0)))
+
+
+def held_bytes(rows: Sequence[Sequence[Held]]) -> list[int]:
+    """Per region: what the caller holds in forward of the region. `rows`: per region, of its inputs."""
+    more = [0] * (len(rows) + 1)
+    for number, row in enumerate(rows[:-1], 1):
+        for held in row:
+            more[number] += held.nbytes
+            more[min(number + held.held_for, len(rows))] -= held.nbytes
+    return list(accumulate(more[:-1]))
+
+
+def _with_held(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
+    """Per region: most that may wait on the way out, where `room` bytes are left by working memory and everything that
+    the caller holds. Of the newest parcels those that the caller holds take no room."""
+    rows = [_newest_first(number, option) for number, option in enumerate(choice)]
+    found = list(room)
+    oldest = next((number for number, option in enumerate(choice) if option.has_held_parcels), len(rows))
+    for number in range(oldest + 1, len(rows)):
+        left = room[number]
+        for nbytes, own, until in chain.from_iterable(rows[number] for number in range(number, oldest - 1, -1)):
+            if own < number <= until:
+                found[number] += nbytes
+            elif nbytes <= left:
+                left -= nbytes
+            else:
+                break
+    return found
+
+
+def _newest_first(number: int, option: Option) -> list[tuple[int, int, int]]:
+    """Parcels of a region: bytes, the region, and the last region in whose forward the caller holds them."""
+    if not option.has_held_parcels:
+        return [(option.moved_bytes, number, number)]  # as good as one
+    return [(moved.nbytes, number, number + moved.held_for) for moved in reversed(option.moved)]
 
 
 def fixed_bytes(profile: Profile, kept_bytes: int, others: int | None = None) -> int:
@@ -143,7 +179,7 @@ class _Room:
     """Free bytes under a budget.
 
     Attributes:
-        forward: per region, for parcels on the way out in forward besides the newest.
+        forward: per region, for parcels on the way out in forward besides the newest and what the caller holds.
         at_points: the same at the post-region points where parcels may leave.
         at_the_end: the same at the end of the last region's forward, where nothing is saved: parcels that have not
             left by then have to fit, the last parcel included.
@@ -172,8 +208,9 @@ class _Room:
         at_points = [room for index, room in points if index >= 0]
         at_the_end = [room for index, room in points if index < 0] + ([] if at_points else entering[-1:])
         at_points[-1:] = [min([room, *entering[-1:]]) for room in at_points[-1:]]
+        rows = zip(kept, held_bytes([option.all_held for option in choice]), choice, strict=True)
         return cls(
-            forward=[fixed - k - option.forward_work_bytes for k, option in zip(kept, choice, strict=True)],
+            forward=[fixed - k - held - option.forward_work_bytes for k, held, option in rows],
             at_points=at_points,
             at_the_end=[room - last for room in at_the_end],
             backward=backward,
@@ -325,6 +362,12 @@ class _Simulation:
         # Parcels that have not left, oldest first: when they have landed, graph and number.
         self._queue: deque[tuple[float, _Graph, int]] = deque()
         self._waiting_bytes = 0  # of the parcels in the queue
+        # Per parcel: the own region, and the last region in whose forward the caller holds the memory.
+        self._spans = [(k, k + moved.held_for) for k, option in enumerate(choice) for moved in option.moved]
+        self._no_parcels_held = held_bytes([option.held for option in choice])
+        self._left_held: list[int] = []  # parcels of the present forward that have left and are held
+        self._held_bytes = 0  # by the caller in forward of the present region, besides the queue
+        self._region = 0  # in whose forward the simulation is
         self._ahead_bytes = 0  # on the device before backward needs them, beside the queue
         self._out_free_s = self._back_free_s = 0.0
         self._stalled_out_s = self._stalled_back_s = self._forward_s = 0.0
@@ -417,16 +460,19 @@ class _Simulation:
         self._pass(outside.before_s)
         self.now = self._launches.before(self.now)
         self._regions_began_s.append(self.now)
+        self._left_held.clear()
         sent = 0
         for number, (region, option) in enumerate(zip(self._profile.regions, self._choice, strict=True)):
             if self._is_late():
                 return False
             fixed += option.kept_bytes
-            most = self._run_region_forward(graph, sent, self._windows.forward[number], region.forward_s, option)
+            self._region = number
+            self._left_held = [parcel for parcel in self._left_held if self._spans[parcel][1] >= number]
+            self._held_bytes = self._no_parcels_held[number] + sum(self._sizes[parcel] for parcel in self._left_held)
+            most = self._run_region_forward(graph, number, sent)
             sent += len(option.moved)
             self.now = self._launches.forward(self.now, number, option)
-            waiting_bytes = max(most, option.newest_bytes)
-            nbytes = fixed + waiting_bytes + self._ahead_bytes + option.forward_work_bytes - option.newest_bytes
+            nbytes = fixed + most + self._ahead_bytes + option.forward_work_bytes - option.newest_bytes
             self._curve.append(Moment(self.now, nbytes, f"{region.name} forward"))
         self._run_post_region(fixed)
         graph.has_run = True
@@ -447,19 +493,22 @@ class _Simulation:
             self._curve.append(Moment(self.now, nbytes, "after the last region"))
         self._pass(outside.after_s - passed_s)
 
-    def _run_region_forward(self, graph: _Graph, sent: int, window: int, forward_s: float, option: Option) -> int:
-        """Returns the most that waits on the way out meanwhile. `sent`: number of the region's first parcel."""
+    def _run_region_forward(self, graph: _Graph, number: int, sent: int) -> int:
+        """Returns the most that waits on the way out meanwhile, with what the caller holds. `sent`: number of the
+        region's first parcel."""
+        option, window = self._choice[number], self._windows.forward[number]
         self._release(window, spared=0)
-        most = self._waiting_bytes
+        most = max(self._waiting_bytes, option.newest_bytes) + self._held_bytes
         passed_s = 0.0
-        for number, moved in enumerate(option.moved, sent):
+        for parcel, moved in enumerate(option.moved, sent):
             self._pass(moved.at_s - passed_s)
             passed_s = moved.at_s
-            self._send(graph, number)
+            self._send(graph, parcel)
             if self._waiting_bytes > window:
                 self._release(window, spared=1)  # the newest parcel is in use by its region
-            most = max(most, min(self._waiting_bytes, window))
-        self._pass(forward_s - passed_s)
+            waiting_bytes = max(min(self._waiting_bytes, window), option.newest_bytes)
+            most = max(most, waiting_bytes + self._held_bytes)
+        self._pass(self._profile.regions[number].forward_s - passed_s)
         return most
 
     def _send(self, graph: _Graph, number: int) -> None:
@@ -481,6 +530,10 @@ class _Simulation:
             self._waiting_bytes -= self._sizes[number]
             graph.has_left[number] = True
             self._moved_bytes += self._sizes[number]
+            own, until = self._spans[number]
+            if own < until and not graph.has_run:
+                self._left_held.append(number)
+                self._held_bytes += self._sizes[number] if own < self._region <= until else 0
             if landed_s > self.now:
                 self._stalls.append((number, self.now, landed_s))
                 self._stalled_out_s += landed_s - self.now

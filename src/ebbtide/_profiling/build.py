@@ -70,7 +70,8 @@ def profile_of(
         return None
     seconds_between = times.device.seconds_between
     timed = RegionTimes(times.events, names, lambda a, b: inputs.time_scale * seconds_between(a.event, b.event))
-    records = [record for record in details.records if record.region in names]
+    numbers = [number for number, record in enumerate(details.records) if record.region in names]
+    records = [details.records[number] for number in numbers]
     # Between forward and backward of a graph in flight come passes of others, which are no part of either.
     is_in_flight = inputs.is_stage or inputs.graphs > 1
     is_apart = [is_in_flight and each.is_interrupted for each in (times, details)]
@@ -85,7 +86,10 @@ def profile_of(
     is_exact = details.device.tracks_peak and max(times.graphs, details.graphs) == 1
     behind = [record.after_bytes for record in records]  # as if it were there until the region's backward has run
     incoming = memory.incoming(records, recomputed, grad_bytes) if is_exact else behind
-    builder = _ProfileBuilder(timed, memory, details.device, inputs, grad_bytes, slowdown, peaks, incoming)
+    held = memory.held(records, recomputed) if is_exact else [0] * len(records)
+    builder = _ProfileBuilder(
+        timed, memory, details.device, inputs, grad_bytes, slowdown, peaks, incoming, held, numbers
+    )
     regions = tuple(builder.region(k, *passes) for k, passes in enumerate(zip(records, recomputed, strict=True)))
     sources = [record if own is None else own for record, own in zip(records, recomputed, strict=True)]
     return Profile(
@@ -160,14 +164,20 @@ class _ProfileBuilder(NamedTuple):
     slowdown: float
     peaks: Sequence[_Peaks]
     incoming: Sequence[int]
+    held: Sequence[int]
+    numbers: Sequence[int]  # of the passes among all that were recorded
 
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
         """Profile of pass `k`. Saved tensors were recorded during recomputation, or in forward if the region keeps."""
         source = record if recomputed is None else recomputed
         staying = {seen.index for seen in record.inputs if seen.shares == OUTSIDE}
-        saved = tuple(self._saved_tensor(seen, source, seen.input_index in staying) for seen in source.saved_tensors)
+        held_for = {seen.index: self._held_for(k, seen) for seen in record.inputs}
+        saved = tuple(
+            self._saved_tensor(seen, source, held_for.get(seen.input_index, 0), seen.input_index in staying)
+            for seen in source.saved_tensors
+        )
         kept_bytes = sum(each.nbytes for each in saved) + source.not_movable_bytes if recomputed is None else 0
-        inputs = tuple(self._saved_tensor(seen, record) for seen in record.inputs)
+        inputs = tuple(self._saved_tensor(seen, record, held_for[seen.index]) for seen in record.inputs)
         # Inputs are on the device before recomputation begins, which is where working memory is counted from.
         present_bytes = kept_bytes if recomputed is None else sum(each.nbytes for each in inputs)
         is_hidden = record.region in self.inputs.compiled
@@ -197,7 +207,7 @@ class _ProfileBuilder(NamedTuple):
             inputs=inputs,
             expensive_ops=tuple(self._expensive_op(seen, source) for seen in ops),
             # Memory freed during forward makes room that does not belong to the region.
-            forward_work_bytes=max(0, forward_work_bytes + record.freed_bytes - kept_bytes),
+            forward_work_bytes=max(0, max(0, forward_work_bytes + record.freed_bytes - kept_bytes) + self.held[k]),
             backward_work_bytes=max(0, peaks.held_bytes + begin_bytes),
             recompute_work_bytes=recompute_work_bytes,
             grad_bytes=max(self.grad_bytes[k], self.memory.left_bytes[k] if recomputed is not None else 0),
@@ -207,13 +217,26 @@ class _ProfileBuilder(NamedTuple):
             has_dead_tensors=source.has_dead_tensors,
         )
 
-    def _saved_tensor(self, seen: SeenTensor, record: RegionRecord, stays: bool = False) -> SavedTensor:
+    def _held_for(self, k: int, seen: SeenTensor) -> int:
+        return sum(number <= seen.held_at for number in self.numbers[k + 1 :])
+
+    def _saved_tensor(
+        self, seen: SeenTensor, record: RegionRecord, held_for: int = 0, stays: bool = False
+    ) -> SavedTensor:
         """`stays`: an input that is saved outside of all regions too, and stays on the device."""
         at_s = self._between(record.began, seen.event)
         if stays and seen.shares == UNSHARED:
             return SavedTensor(seen.index, 0, at_s, OUTSIDE)
-        form = {"is_bits": seen.is_bits, "is_gathered": seen.is_gathered}
-        return SavedTensor(seen.index, seen.nbytes, at_s, seen.shares, *self._derivation(seen), **form)
+        return SavedTensor(
+            seen.index,
+            seen.nbytes,
+            at_s,
+            seen.shares,
+            *self._derivation(seen),
+            is_bits=seen.is_bits,
+            is_gathered=seen.is_gathered,
+            held_for=held_for,
+        )
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
         """Fields of `SavedTensor` from `derive_s` on."""
@@ -334,6 +357,19 @@ class _MemoryCurve(StepParts):
             more = following.begin.memory.allocated_bytes - interval.begin.memory.allocated_bytes
             left[own] = min(max(0, more + inputs[own] - inputs[other] + after[other]), most)
         return left
+
+    def held(self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None]) -> list[int]:
+        """Bytes that are allocated when forward enters a recomputed pass beyond what is allocated in a simulated step,
+        where the caller holds some inputs of earlier regions: what the caller holds besides, passed to no region.
+        Negative where the caller has freed the first region's input, part of the memory from before the regions."""
+        known = self.base_bytes + self.kept_bytes
+        found: list[int] = []
+        for record, own, entered in zip(records, recomputed, self.entered, strict=True):
+            made_bytes = sum(seen.nbytes for seen in record.inputs if seen.made_in_regions)
+            allocated_bytes = self.events[entered].memory.allocated_bytes
+            found.append(0 if own is None else allocated_bytes - known - record.known_bytes - made_bytes)
+            known += _saved_bytes(record) + (0 if record.saved_tensors else record.not_movable_bytes)
+        return found
 
     def incoming(
         self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None], grads: Sequence[int]

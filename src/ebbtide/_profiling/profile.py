@@ -14,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 7
+FORMAT = 8
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -45,6 +45,8 @@ class SavedTensor:
             holds the memory, if backward never reads the tensor, or if no read was recorded.
         read_bytes: most that backward allocates from then to the next first read, without those of the region's saved
             tensors that it has not read yet. The first also counts what is allocated before. 0 where `read_at` is.
+        held_for: number of later regions in whose forward the caller still holds an input, made in forward of the
+            regions: a skip connection. The memory stays until then, whether the parcel has left or not.
     """
 
     index: int
@@ -59,6 +61,7 @@ class SavedTensor:
     is_gathered: bool = False
     read_at: int = 0
     read_bytes: int = 0
+    held_for: int = 0
 
     @property
     def transfer_bytes(self) -> int:
@@ -70,6 +73,11 @@ class SavedTensor:
         """Allocated while the tensor leaves: a parcel other than the tensor's memory, and what is made on the way."""
         dense_bytes = self.nbytes if self.is_gathered else 0
         return dense_bytes + (self.transfer_bytes + min(self.nbytes, PACKING_BYTES) if self.is_bits else 0)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a copy leaves on the device already, in another form than the tensor's memory."""
+        return self.is_bits or self.is_gathered
 
     @property
     def is_of_another_region(self) -> bool:
@@ -119,7 +127,8 @@ class RegionProfile:
             these bytes too.
         inputs: tensors passed to the region.
         expensive_ops: calls of expensive operators in the recomputation; empty if a compiler hides the operators.
-        forward_work_bytes: most that forward allocates beyond the memory at its begin, saved tensors not counted.
+        forward_work_bytes: most that forward allocates beyond the memory at its begin, saved tensors not counted, with
+            what the caller holds then and no region saves or is passed.
         backward_work_bytes: most that recomputation and backward allocate together, inputs included, where saved
             tensors live as long as kept ones.
         recompute_work_bytes: the same where each recomputed tensor belongs to the node that reads it; 0 if not

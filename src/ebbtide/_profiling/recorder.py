@@ -37,6 +37,7 @@ from ebbtide._engine.derive import Expression, owner_of
 from ebbtide._engine.derive_rules import Deriver, KnownOperands, Signature
 from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
+from ebbtide._engine.parcel import Parcel
 from ebbtide._engine.select import why_never
 from ebbtide._profiling.derive_check import MAY_BE_OPERAND, DerivationChecks, is_detached_input, is_operand
 from ebbtide._profiling.profile import OUTSIDE, UNSHARED
@@ -138,6 +139,9 @@ class SeenTensor:
     signature: Signature = ()  # of the expression
     is_bits: bool = False  # travels as bits
     is_gathered: bool = False  # travels as a dense copy
+    made_in_regions: bool = False  # of an input: made since forward entered the first region
+    tensors: tuple[weakref.ref[torch.Tensor], ...] = ()  # of an input: as passed to the region, and its base
+    held_at: int = -1  # of such an input: number of the last pass at whose begin the caller held the tensor; -1: none
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -156,6 +160,7 @@ class RegionRecord:
     ops: int = 0
     saves: int = 0  # saved tensors of any kind
     freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
+    known_bytes: int = 0  # inputs of earlier regions on the device when forward entered: waiting to leave, or held
     after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
@@ -256,7 +261,8 @@ class ProfilingRecorder(BackwardObserver):
         self._earlier_s = cpu_region_s
         self._checks = DerivationChecks(context, engine.device, limit_bytes) if is_first else None
         self._compared: list[tuple[str, int, torch.Tensor]] = []
-        self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        # Inputs of several regions: the bytes, and whether made in forward of the regions.
+        self._common: dict[weakref.ref[torch.UntypedStorage], tuple[int, bool]] = {}
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
         self._given_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -290,8 +296,28 @@ class ProfilingRecorder(BackwardObserver):
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
                 self.records[-1].after_peak_bytes = max(after)
             self.records.append(RegionRecord(region, self.events[-1].event, first_node=next_node()))
+            if self._is_detailed:
+                self._note_held(self.records[-1])
             known = itertools.chain(self._saved_first, self._given_first)
             self._alive_at_entry = [(weakref.ref(storage), storage.nbytes()) for storage in known]
+
+    def _note_held(self, record: RegionRecord) -> None:
+        """Which inputs of earlier regions the caller holds as `record` begins: the memory is alive although no parcel
+        waits with it and autograd does not save it, or the tensor is, to which the caller alone refers."""
+        waiting = self._engine.waiting()
+        # What is freed before a region keeps it would be missing: counted as if it were still there.
+        freed = (nbytes for ref, (nbytes, is_new) in self._common.items() if not is_new and ref() is None)
+        record.known_bytes = self._bytes_of(waiting) - sum(freed)
+        on_device = {parcel.source for parcel in waiting}
+        for storage, first in self._given_first.items():
+            seen = first.seen
+            if not seen.made_in_regions or storage in self._saved_first or storage in self._after:
+                continue
+            if storage not in on_device:
+                record.known_bytes += seen.nbytes
+            elif all(ref() is None for ref in seen.tensors):
+                continue
+            seen.held_at = len(self.records) - 1
 
     def left(self, region: str) -> None:
         with self._cpu_clock.stopped():
@@ -300,13 +326,13 @@ class ProfilingRecorder(BackwardObserver):
                 self._context.parameters[region].leave()
             self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
             self.outside.clear()
-            self.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
+            self.waiting_bytes = self._bytes_of(self._engine.waiting())
 
     def forward_ended(self) -> None:
         super().forward_ended()
         self.add(StepEventKind.FORWARD_ENDED, "")
         self._count_after_bytes()
-        self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common.items() if ref() is None)
+        self.freed_common_bytes = sum(nbytes for ref, (nbytes, _) in self._common.items() if ref() is None)
 
     def read(self, region: str) -> None:
         if graph_task_id() == -1 or region == self._region_read:
@@ -340,7 +366,7 @@ class ProfilingRecorder(BackwardObserver):
         self.add(StepEventKind.RECOMPUTE_BEGAN, region)
         record = RegionRecord(region, first_node=next_node())
         if self._is_detailed and self.records:
-            record.waiting_bytes = self._engine.waiting_bytes(self.records[0].region, self._after)
+            record.waiting_bytes = self._bytes_of(self._engine.waiting())
         self.recomputed.append(record)
         try:
             with self._mode(region, record), self._recompute_recorder(record) as recorder:
@@ -378,6 +404,13 @@ class ProfilingRecorder(BackwardObserver):
             return _OverwriteCheck(region, self._compared_by, self._compared, self._checks)
         return contextlib.nullcontext()
 
+    def _bytes_of(self, waiting: Sequence[Parcel]) -> int:
+        """Of parcels on the device, without those of the first region and those of storages that stay in any case."""
+        leaving = (parcel for parcel in waiting if parcel.site.region != self.records[0].region)
+        return sum(
+            parcel.nbytes for parcel in leaving if parcel.source is not None and parcel.source not in self._after
+        )
+
     def overwritten(self) -> set[tuple[str, int]]:
         """Region and index of each overwritten output of an expensive operator. Waits for the device."""
         return {(region, index) for region, index, differs in self._compared if bool(differs)}
@@ -401,6 +434,9 @@ class ProfilingRecorder(BackwardObserver):
         event = self.device.record(self.device.current_stream())
         own = SeenTensor(index, span.nbytes, event, input_index=input_index, origin=_origin(record, t))
         own.is_bits, own.is_gathered = span.is_bits, span.is_gathered
+        if is_input:
+            own.made_in_regions = _made_since(self.records[0].first_node, t)
+            own.tensors = weakref.ref(t), weakref.ref(_base(t))
         seen.append(own)
         if not is_input:
             with without_dispatch():
@@ -418,7 +454,7 @@ class ProfilingRecorder(BackwardObserver):
         first.elsewhere.append(own)
         if is_input:
             record.common_bytes += span.nbytes
-            self._common.setdefault(weakref.ref(storage), span.nbytes)
+            self._common.setdefault(weakref.ref(storage), (span.nbytes, first.seen.made_in_regions))
 
     def is_to_hand_over(self, kind: Hashable) -> bool:
         """Of the regions of a kind, the third and fourth in backward, and so on. Not every second: blocks of two sorts
@@ -648,6 +684,12 @@ class _OverwriteCheck(OperatorMode):
             for index, storage, sums in alive:
                 if storage is not None:
                     self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
+
+
+def _made_since(node: int, t: torch.Tensor) -> bool:
+    """Whether an operator recorded by autograd as number `node` or later made the memory of `t`, as far as known."""
+    maker = _base(t).grad_fn
+    return maker is not None and maker._sequence_nr() >= node
 
 
 def _origin(record: RegionRecord, t: torch.Tensor) -> StorageTrace | None:

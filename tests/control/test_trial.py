@@ -44,24 +44,26 @@ def trial(step_s=1.0, peaks=(9.5,), count=6, predicted_peak=9.5, recipe="recompu
     ],
 )
 def test_verdicts_within_a_budget(case, margin_gib, may_correct, expected):
-    assert verdict(trial(**case), LIMIT, int(margin_gib * GIB), may_correct) is expected
+    found = trial(**case)
+    found.margin_bytes = int(margin_gib * GIB)
+    assert verdict(found, LIMIT, may_correct) is expected
 
 
 @pytest.mark.parametrize("step_s", [1.5, 0.8])
 def test_without_a_budget_no_step_is_too_slow_by_itself(step_s):
-    assert verdict(trial(step_s), None, 0, may_correct=True) is TrialVerdict.STAY
+    assert verdict(trial(step_s), None, may_correct=True) is TrialVerdict.STAY
 
 
 def test_a_frozen_plan_has_no_further_verdict():
     frozen = trial(step_s=3.0, peaks=(11.0,))
     frozen.is_frozen = True
-    assert verdict(frozen, LIMIT, 0, may_correct=True) is TrialVerdict.WAIT
+    assert verdict(frozen, LIMIT, may_correct=True) is TrialVerdict.WAIT
 
 
 def test_a_trial_without_timed_steps_ends():
     endless = trial(count=0)
     endless.begun = THRESHOLDS.longest + 1
-    assert verdict(endless, LIMIT, 0, may_correct=True) is TrialVerdict.STAY
+    assert verdict(endless, LIMIT, may_correct=True) is TrialVerdict.STAY
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,19 @@ def test_a_first_plan_faster_than_the_smallest_recipes_is_followed(monkeypatch):
     assert handle.plan.regions != smallest.regions
 
 
+def test_a_first_plan_as_predicted_is_corrected_for_what_it_left_free(monkeypatch):
+    """The recipes with the smallest peak have shown meanwhile that the margin need not be as wide."""
+    controller, handle, answers = ran_smallest(monkeypatch, step_s=0.5)
+    answers.give()
+    step(controller)
+    question, predicted = answers.questions[-1], handle.plan.predicted
+    handle.device.step_s, handle.device.peak_bytes = predicted.step_s, int(1.3 * GIB)
+    for _ in range(8):
+        step(controller)
+    assert answers.questions[-1].budget_bytes > question.budget_bytes
+    assert not controller.tuner._size.trial.is_frozen
+
+
 def test_recipes_that_fit_are_no_error_though_none_were_predicted_to(monkeypatch):
     """Recomputation was recorded with tensors that live longer than in later steps."""
     controller, _ = controller_of(starts=False)

@@ -64,6 +64,7 @@ class Trial:
         plan: the plan.
         predicted: what the planner has predicted for the trial; `plan` may carry the measured time by now.
         plain_s: seconds of a plain step in the profile that the prediction is from, of the measured batch size.
+        margin_bytes: part of the budget that the plan leaves free on purpose.
         is_fallback: whether the plan is a fallback.
         is_as_measured: the step time of `plan.predicted` was measured.
         begun: forwards since the plan was put in force.
@@ -77,10 +78,17 @@ class Trial:
     """
 
     def __init__(
-        self, plan: Plan, plain_s: float = 0.0, *, is_fallback: bool = False, is_as_measured: bool = False
+        self,
+        plan: Plan,
+        plain_s: float = 0.0,
+        *,
+        margin_bytes: int = 0,
+        is_fallback: bool = False,
+        is_as_measured: bool = False,
     ) -> None:
         self.plan = plan
         self.plain_s = plain_s
+        self.margin_bytes = margin_bytes
         self.predicted = plan.predicted
         self.is_fallback = is_fallback
         self.is_as_measured = is_as_measured
@@ -180,13 +188,12 @@ class Trial:
         return own_s / max(predicted.step_s - predicted.stall_forward_s - predicted.stall_backward_s, 1e-9)
 
 
-def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correct: bool) -> TrialVerdict:
+def verdict(trial: Trial, limit_bytes: int | None, may_correct: bool) -> TrialVerdict:
     """The verdict on a plan.
 
     Args:
         trial: the plan and its steps.
         limit_bytes: the budget; None: none.
-        margin_bytes: part of the budget that the plan left free on purpose.
         may_correct: whether corrections are left.
     """
     peak_bytes = trial.seen.peak_bytes
@@ -200,7 +207,7 @@ def verdict(trial: Trial, limit_bytes: int | None, margin_bytes: int, may_correc
     is_settled = trial.is_as_measured or trial.plan.keeps_all  # no plan is faster than keeping everything
     if limit_bytes is None or not may_correct or is_settled:
         return TrialVerdict.STAY
-    room_bytes = margin_bytes - margin_after(trial, limit_bytes, margin_bytes)
+    room_bytes = trial.margin_bytes - margin_after(trial, limit_bytes, trial.margin_bytes)
     is_to_correct = trial.is_off or room_bytes > THRESHOLDS.room * limit_bytes
     return TrialVerdict.CORRECT if is_to_correct else TrialVerdict.STAY
 

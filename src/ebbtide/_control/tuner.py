@@ -326,7 +326,7 @@ class PlanTuner:
         if trial is None:
             return
         may_correct = size.corrections < THRESHOLDS.corrections and not size.compares
-        found = verdict(trial, limit_bytes, size.margin_bytes, may_correct)
+        found = verdict(trial, limit_bytes, may_correct)
         if found is TrialVerdict.OVER and limit_bytes is not None:
             self._leave_more_free(size, trial, limit_bytes)
         elif size.wanted or size.answer is None:
@@ -344,7 +344,7 @@ class PlanTuner:
             self._refit(trial)
             reasons.append(trial.took)
         margin_bytes = margin_after(trial, limit_bytes, size.margin_bytes, self._sharing)
-        if margin_bytes != size.margin_bytes:
+        if margin_bytes != trial.margin_bytes:
             reasons.append(f"the peak was {format_bytes(trial.seen.peak_bytes)}")
         size.margin_bytes = margin_bytes
         fastest = min((trial, *size.measured(limit_bytes)), key=lambda each: each.seen.typical_s)
@@ -531,7 +531,7 @@ class PlanTuner:
         else:
             assert answer.plan is not None
             size.wanted, self._share = "", answer.share
-            self._take(size, asked.why, answer, answer.plan)
+            self._take(size, asked, answer, answer.plan)
 
     def _take_fallback(self, size: BatchSize, plan: Plan | None) -> None:
         """Run the fallback until there is a plan: the question stays. No fallback fits the smallest budgets: there the
@@ -549,7 +549,7 @@ class PlanTuner:
                 self._apply()
         self._ask_next()
 
-    def _take(self, size: BatchSize, why: str, answer: Answer, plan: Plan) -> None:
+    def _take(self, size: BatchSize, asked: _Asked, answer: Answer, plan: Plan) -> None:
         limit_bytes, fallback = self.limit_bytes, answer.fallback
         was_first, size.answer = size.answer is None, answer
         is_too_large = limit_bytes is not None and answer.smallest_bytes > limit_bytes
@@ -575,9 +575,11 @@ class PlanTuner:
         if size.has_run(plan) and not was_first:
             self._choose(size, may_correct=False)
             return
-        trial = Trial(plan, size.profile.plain_s, is_fallback=limit_bytes is None and plan.keeps_all)
+        is_fallback, planned_bytes = limit_bytes is None and plan.keeps_all, asked.question.budget_bytes
+        margin_bytes = 0 if limit_bytes is None or planned_bytes is None else limit_bytes - planned_bytes
+        trial = Trial(plan, size.profile.plain_s, margin_bytes=margin_bytes, is_fallback=is_fallback)
         if size.is_used:
-            self._follow(size, trial, f"corrected, {why}", answer.seconds)
+            self._follow(size, trial, f"corrected, {asked.why}", answer.seconds)
         else:
             size.follow(trial)
             if size is self._size:

@@ -367,7 +367,9 @@ class _MemoryCurve(StepParts):
         for record, own, entered in zip(records, recomputed, self.entered, strict=True):
             made_bytes = sum(seen.nbytes for seen in record.inputs if seen.made_in_regions)
             allocated_bytes = self.events[entered].memory.allocated_bytes
-            found.append(0 if own is None else allocated_bytes - known - record.known_bytes - made_bytes)
+            more_bytes = allocated_bytes - known - record.known_bytes - made_bytes
+            # Whatever else was freed since the step began may be there in another step.
+            found.append(0 if own is None else max(more_bytes, -record.freed_input_bytes))
             known += _saved_bytes(record) + (0 if record.saved_tensors else record.not_movable_bytes)
         return found
 

@@ -161,6 +161,7 @@ class RegionRecord:
     saves: int = 0  # saved tensors of any kind
     freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
     known_bytes: int = 0  # inputs of earlier regions on the device when forward entered: waiting to leave, or held
+    freed_input_bytes: int = 0  # inputs of earlier regions, made before all regions, that the caller had freed by then
     after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
@@ -261,8 +262,8 @@ class ProfilingRecorder(BackwardObserver):
         self._earlier_s = cpu_region_s
         self._checks = DerivationChecks(context, engine.device, limit_bytes) if is_first else None
         self._compared: list[tuple[str, int, torch.Tensor]] = []
-        # Inputs of several regions: the bytes, and whether made in forward of the regions.
-        self._common: dict[weakref.ref[torch.UntypedStorage], tuple[int, bool]] = {}
+        self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._older: list[tuple[weakref.ref[torch.UntypedStorage], _FirstUse]] = []  # inputs made before the regions
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
         self._given_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -305,9 +306,12 @@ class ProfilingRecorder(BackwardObserver):
         """Which inputs of earlier regions the caller holds as `record` begins: the memory is alive although no parcel
         waits with it and autograd does not save it, or the tensor is, to which the caller alone refers."""
         waiting = self._engine.waiting()
-        # What is freed before a region keeps it would be missing: counted as if it were still there.
-        freed = (nbytes for ref, (nbytes, is_new) in self._common.items() if not is_new and ref() is None)
-        record.known_bytes = self._bytes_of(waiting) - sum(freed)
+        record.known_bytes = self._bytes_of(waiting)
+        for first in (first for ref, first in self._older if ref() is None):
+            if first.elsewhere:
+                record.known_bytes -= first.seen.nbytes  # as if still there: another region may keep the tensor
+            else:
+                record.freed_input_bytes += first.seen.nbytes
         on_device = {parcel.source for parcel in waiting}
         for storage, first in self._given_first.items():
             seen = first.seen
@@ -332,7 +336,7 @@ class ProfilingRecorder(BackwardObserver):
         super().forward_ended()
         self.add(StepEventKind.FORWARD_ENDED, "")
         self._count_after_bytes()
-        self.freed_common_bytes = sum(nbytes for ref, (nbytes, _) in self._common.items() if ref() is None)
+        self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common.items() if ref() is None)
 
     def read(self, region: str) -> None:
         if graph_task_id() == -1 or region == self._region_read:
@@ -446,6 +450,8 @@ class ProfilingRecorder(BackwardObserver):
         if not is_input:
             self._note_operand(record, index, t)  # finds the index of the tensor by its memory
         if first.seen is own:
+            if is_input and not own.made_in_regions:
+                self._older.append((weakref.ref(storage), first))
             return
         own.nbytes = 0
         if first.record is record:
@@ -454,7 +460,7 @@ class ProfilingRecorder(BackwardObserver):
         first.elsewhere.append(own)
         if is_input:
             record.common_bytes += span.nbytes
-            self._common.setdefault(weakref.ref(storage), (span.nbytes, first.seen.made_in_regions))
+            self._common.setdefault(weakref.ref(storage), span.nbytes)
 
     def is_to_hand_over(self, kind: Hashable) -> bool:
         """Of the regions of a kind, the third and fourth in backward, and so on. Not every second: blocks of two sorts

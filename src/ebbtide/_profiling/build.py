@@ -399,6 +399,7 @@ class _MemoryCurve(StepParts):
             return own_bytes
         newest_bytes = next((each.nbytes for each in reversed(saved) if each.nbytes > 0), 0)
         after_bytes = record.after_peak_bytes - record.after_bytes - own[0].memory.allocated_bytes
+        after_bytes += max(0, record.after_freed_bytes - record.freed_bytes)
         return max(own_bytes, after_bytes + newest_bytes)
 
     def unused(self, k: int, saved: Sequence[SavedTensor]) -> int:

@@ -161,9 +161,10 @@ class RegionRecord:
     saves: int = 0  # saved tensors of any kind
     freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
     known_bytes: int = 0  # inputs of earlier regions on the device when forward entered: waiting to leave, or held
-    freed_input_bytes: int = 0  # inputs of earlier regions, made before all regions, that the caller had freed by then
+    freed_input_bytes: int = 0  # inputs of the first region that the caller had freed by then
     after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
+    after_freed_bytes: int = 0  # as `freed_bytes`, by the begin of the next region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
@@ -263,7 +264,7 @@ class ProfilingRecorder(BackwardObserver):
         self._checks = DerivationChecks(context, engine.device, limit_bytes) if is_first else None
         self._compared: list[tuple[str, int, torch.Tensor]] = []
         self._common: dict[weakref.ref[torch.UntypedStorage], int] = {}
-        self._older: list[tuple[weakref.ref[torch.UntypedStorage], _FirstUse]] = []  # inputs made before the regions
+        self._older: list[tuple[weakref.ref[torch.UntypedStorage], _FirstUse]] = []  # inputs of the first region
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
         self._given_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
@@ -296,6 +297,7 @@ class ProfilingRecorder(BackwardObserver):
             if self.records:
                 after = (each.memory.peak_bytes for each in (*self.outside, self.events[-1]))
                 self.records[-1].after_peak_bytes = max(after)
+                self.records[-1].after_freed_bytes = self._freed_bytes()
             self.records.append(RegionRecord(region, self.events[-1].event, first_node=next_node()))
             if self._is_detailed:
                 self._note_held(self.records[-1])
@@ -328,7 +330,7 @@ class ProfilingRecorder(BackwardObserver):
             self.add(StepEventKind.REGION_LEFT, region)
             if self._sees_parameters and region in self._context.parameters:
                 self._context.parameters[region].leave()
-            self.records[-1].freed_bytes = sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
+            self.records[-1].freed_bytes = self._freed_bytes()
             self.outside.clear()
             self.waiting_bytes = self._bytes_of(self._engine.waiting())
 
@@ -408,6 +410,9 @@ class ProfilingRecorder(BackwardObserver):
             return _OverwriteCheck(region, self._compared_by, self._compared, self._checks)
         return contextlib.nullcontext()
 
+    def _freed_bytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
+
     def _bytes_of(self, waiting: Sequence[Parcel]) -> int:
         """Of parcels on the device, without those of the first region and those of storages that stay in any case."""
         leaving = (parcel for parcel in waiting if parcel.site.region != self.records[0].region)
@@ -450,7 +455,7 @@ class ProfilingRecorder(BackwardObserver):
         if not is_input:
             self._note_operand(record, index, t)  # finds the index of the tensor by its memory
         if first.seen is own:
-            if is_input and not own.made_in_regions:
+            if is_input and record is self.records[0]:
                 self._older.append((weakref.ref(storage), first))
             return
         own.nbytes = 0

@@ -359,16 +359,16 @@ class _MemoryCurve(StepParts):
         return left
 
     def held(self, records: Sequence[RegionRecord], recomputed: Sequence[RegionRecord | None]) -> list[int]:
-        """Bytes that are allocated when forward enters a recomputed pass beyond what is allocated in a simulated step,
-        where the caller holds some inputs of earlier regions: what the caller holds besides, passed to no region.
-        Negative where the caller has freed the first region's input, part of the memory from before the regions."""
+        """Per pass: bytes allocated as forward enters a recomputed pass, beyond a simulated step with equal inputs of
+        earlier regions held by the caller: further memory of the caller, passed to no region. Negative once the caller
+        has freed the first region's input, part of the memory from before the regions."""
         known = self.base_bytes + self.kept_bytes
         found: list[int] = []
         for record, own, entered in zip(records, recomputed, self.entered, strict=True):
             made_bytes = sum(seen.nbytes for seen in record.inputs if seen.made_in_regions)
             allocated_bytes = self.events[entered].memory.allocated_bytes
             more_bytes = allocated_bytes - known - record.known_bytes - made_bytes
-            # Whatever else was freed since the step began may be there in another step.
+            # Other memory freed since the step began may stay in another step.
             found.append(0 if own is None else max(more_bytes, -record.freed_input_bytes))
             known += _saved_bytes(record) + (0 if record.saved_tensors else record.not_movable_bytes)
         return found

@@ -75,7 +75,8 @@ def _likely_choices(grouping: Grouping) -> Iterator[Choices]:
 
 
 def leanest(grouping: Grouping) -> Choices:
-    """The choices with the smallest budget; exact if every region is called once.
+    """The choices with the smallest budget; exact if every region is called once, and the caller holds no input for a
+    later region: of those an option that keeps less may leave more.
 
     Of two options that fit, the option that keeps less is never worse for later regions, nor for other graphs in
     flight. So a greedy pass from the first region to the last decides whether a budget is enough, and bisection finds
@@ -123,7 +124,8 @@ def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
         fitting = [choice for choice in allowed if _least_room(unit.costs[choice][place], grads, held) <= room]
         if not fitting:
             return None
-        chosen[number] = min(fitting, key=unit.kept_bytes.__getitem__)
+        # Of options that keep as much, parcels of one take room at the end of forward.
+        chosen[number] = min(fitting, key=lambda choice, unit=unit: (unit.kept_bytes[choice], unit.moved_bytes[choice]))
         option = unit.costs[chosen[number]][place]
         for each in option.all_held:
             ends[call + each.held_for + 1] += each.nbytes

@@ -141,7 +141,7 @@ def _with_held(room: Sequence[int], choice: Sequence[Option]) -> list[int]:
     oldest = next((number for number, option in enumerate(choice) if option.has_held_parcels), len(rows))
     for number in range(oldest + 1, len(rows)):
         left = room[number]
-        for nbytes, own, until in chain.from_iterable(rows[number] for number in range(number, oldest - 1, -1)):
+        for nbytes, own, until in chain.from_iterable(reversed(rows[oldest : number + 1])):
             if own < number <= until:
                 found[number] += nbytes
             elif nbytes <= left:

@@ -54,7 +54,7 @@ class _Program:
             shares[number, column] = 1.0
         ones = [1.0] * self._regions
         least = [*(-np.inf for _ in self._high), *ones]
-        found = highs.least(highs.of_rows(np.vstack([limits, shares]), least, [*self._high, *ones]), cost)
+        found = highs.Program(np.vstack([limits, shares]), least, [*self._high, *ones]).solve(cost)
         return 0.0 if found is None else float(cost @ found)
 
     def _at_most(self, high, *terms):

@@ -123,7 +123,8 @@ def test_a_backward_leaves_the_memory_that_the_next_backward_begins_with():
     recorded = events_of(events)
     for common_bytes, expected in ((800, 700), (600, 600), (0, 0)):  # at most the common inputs
         visits = [RegionRecord("a", inputs=[SeenTensor(0, 50, None)])]
-        visits.append(RegionRecord("b", inputs=[SeenTensor(0, 100, None)], common_bytes=common_bytes))
+        common = [(SeenTensor(1, 0, None), common_bytes)]
+        visits.append(RegionRecord("b", inputs=[SeenTensor(0, 100, None)], common=common))
         curve = _MemoryCurve(recorder_of(recorded, visits), ("a", "b"), 0)
         assert curve.left_bytes == [0, expected]
 

@@ -233,6 +233,31 @@ def test_spinning_before_the_first_region_is_no_part_of_the_step():
     assert host_of(recorder, ("a",), [region("a", recompute_s=0.0, inputs=())], (0,)).launch_ahead_s == 0.0
 
 
+def test_waits_for_copies_count_to_no_region():
+    """Compute waits for 6 ms of the first forward, for 3 around the border of two, and for 4 of a backward in which it
+    spins too."""
+    recorder = recorder_of(
+        (Kind.STEP_BEGAN, "", 100, 0, 0),
+        (Kind.REGION_ENTERED, "a", 101, 1, 1),
+        (Kind.REGION_LEFT, "a", 119, 4, 1),
+        (Kind.REGION_ENTERED, "b", 120, 4, 1),
+        (Kind.REGION_LEFT, "b", 130, 6, 1),
+        (Kind.FORWARD_ENDED, "", 130, 6, 1),
+        (Kind.REGION_READ, "b", 131, 8, 1),
+        (Kind.SPIN_BEGAN, "", 132, 8, 1),
+        (Kind.SPIN_ENDED, "", 142, 8, 1),
+        (Kind.REGION_READ, "a", 151, 9, 1),
+        (Kind.STEP_ENDED, "", 161, 10, 1),
+    )
+    made = {(since, until): recorder_of((Kind.STALL_BEGAN, "", since, 0, 0), (Kind.STALL_ENDED, "", until, 0, 0)).events
+            for since, until in [(105, 111), (118, 121), (131, 135), (160, 160)]}  # fmt: skip
+    stalls = list(map(tuple, made.values()))
+    times = RegionTimes(recorder.events, ("a", "b"), lambda start, end: end.event - start.event, stalls)
+    assert times.forward_s == pytest.approx([19 * MS - 8 * MS, 10 * MS - 1 * MS])
+    # Of the wait in backward 1 ms is before the spin, and 3 of the spin are a wait.
+    assert times.backward_s == pytest.approx([10 * MS, 20 * MS - 1 * MS - 10 * MS])
+
+
 def host(count, forward_ms, backward_ms=1.0, **changes):
     times = HostTime(forward_ms * MS, backward_ms * MS, 2 * MS, ops=10)
     given = {

@@ -67,6 +67,33 @@ def test_every_region_has_the_points_of_its_kind():
         assert region.at(0.5).saved_bytes == 50_000_000 + nearest
 
 
+def test_a_point_has_its_regions_own_numbers_of_common_memory():
+    """Each region receives memory k, and passes on memory k + 1. The nearest measured region has other numbers."""
+    chained = replace(
+        STEP,
+        regions=tuple(
+            replace(
+                each,
+                inputs=(SavedTensor(0, 1000, 0.0, common=k),),
+                saved_tensors=(SavedTensor(90, 1000, 0.0, common=k), SavedTensor(91, 0, 0.0, common=k + 1)),
+            )
+            for k, each in enumerate(STEP.regions, 1)
+        ),
+    )
+    (budgets,) = rounds_of(chained, CLASSES, BUDGETS)
+    other = measured(budgets, step=chained)
+    changed = [
+        replace(each, saved_tensors=(replace(each.saved_tensors[0], common=each.inputs[0].common + 1, nbytes=0),))
+        if budgets[each.name] is not None
+        else each
+        for each in other.regions
+    ]
+    found = with_points(chained, CLASSES, [(budgets, replace(other, regions=tuple(changed)))])
+    assert [[point.saved_tensors[0].common for point in each.points] for each in found.regions] == [
+        [k + 1, k + 1] for k in range(1, 7)
+    ]
+
+
 def test_a_step_at_another_clock_speed_is_corrected_by_the_regions_without_a_budget():
     (budgets,) = rounds_of(STEP, CLASSES, BUDGETS)
     found = with_points(STEP, CLASSES, [(budgets, measured(budgets, speed=1.25))])

@@ -84,7 +84,7 @@ def test_a_file_with_the_old_names_of_fields_is_read(name, tmp_path):
 OF_TENSORS = {"derive_s", "derive_ops", "derive_work_bytes", "derived_from"}
 OF_POINTS = {"points", "activation_memory_budget", "partition_s"}
 OF_HOSTS = {"saved", "derived_s", "derived_op_s", "hook_s"}
-OF_FORMS = {"is_bits", "is_gathered", "read_at", "read_bytes", "held_for"}
+OF_FORMS = {"is_bits", "is_gathered", "read_at", "read_bytes", "held_for", "common"}
 ADDED = {*OF_TENSORS, *OF_POINTS, *OF_HOSTS, *OF_FORMS, "recompute_work_bytes"}
 """Fields of today that no old file has."""
 

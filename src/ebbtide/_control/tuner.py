@@ -48,7 +48,7 @@ from ebbtide._engine.stats import StatsRecorder
 from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner import simulate
 from ebbtide._planner.explain import out_of_memory, used_bytes
-from ebbtide._planner.options import option_for
+from ebbtide._planner.options import choice_of
 from ebbtide._planner.process import solve_elsewhere, solve_here
 from ebbtide._planner.solve import Answer, Question, Share
 from ebbtide._planner.thresholds import THRESHOLDS
@@ -598,7 +598,8 @@ class PlanTuner:
         on. Their peak tells what recomputation needs at most, and how far predictions are off."""
         seen, profile, limit_bytes = trial.seen, self._profile.scaled(size.tokens), self.limit_bytes
         assert limit_bytes is not None
-        options = [option_for(each, trial.plan.recipe_of(each.name) or Recipe("keep")) for each in profile.regions]
+        recipes = (trial.plan.recipe_of(region.name) or Recipe("keep") for region in profile.regions)
+        options = choice_of(profile.regions, recipes)
         moved_bytes = sum(option.moved_bytes for option in options)
         predicted_bytes = simulate.least_budget(profile, options)
         trial.predicted = Prediction(seen.typical_s, 0.0, seen.stall_s, predicted_bytes, moved_bytes, moved_bytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TypeAlias
 
-from ebbtide._planner.options import Option, option_for, options_of
+from ebbtide._planner.options import Option, option_for, options_of, settled
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Profile, RegionProfile
@@ -76,12 +76,18 @@ class Grouping:
             recipes.update(dict.fromkeys(group, _recipes(profile.regions, calls[names[group[0]]], only_moves)))
         self.units = tuple(_unit(cost_of, name, calls[name], recipes[unit]) for unit, name in enumerate(names))
 
+    @cached_property
+    def common_bytes(self) -> dict[int, int]:
+        """Bytes of the memory that several regions save, by number."""
+        rows = (row for region in self.profile.regions for row in (*region.saved_tensors, *region.inputs))
+        return {row.common: row.nbytes for row in rows if row.common and row.nbytes}
+
     def options(self, choices: Choices) -> tuple[Option, ...]:
         """An option for every region."""
         spread: list[tuple[int, Option]] = []
         for unit, choice in zip(self.units, choices, strict=True):
             spread += zip(unit.calls, unit.costs[choice], strict=True)
-        return tuple(option for _, option in sorted(spread, key=lambda pair: pair[0]))
+        return settled([option for _, option in sorted(spread, key=lambda pair: pair[0])])
 
 
 def _grouped(regions: Sequence[RegionProfile], calls: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -140,7 +146,7 @@ def _alike(one: RegionProfile, other: RegionProfile) -> bool:
 def _shape(region: RegionProfile) -> tuple[object, ...]:
     ops = tuple((row.index, row.op, row.downstream, row.users) for row in region.expensive_ops)
     tensors, inputs = (
-        tuple((row.index, row.shares, row.derive_s > 0) for row in rows)
+        tuple((row.index, row.shares, row.derive_s > 0, row.common > 0) for row in rows)
         for rows in (region.saved_tensors, region.inputs)
     )
     return tensors, inputs, ops, tuple((point.activation_memory_budget, _shape(point)) for point in region.points)

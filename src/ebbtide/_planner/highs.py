@@ -31,30 +31,47 @@ def use_one_core() -> None:
     program.run()
 
 
-def of_rows(matrix: NDArray[np.float64], least: Sequence[float], most: Sequence[float]) -> Any:
-    """A program with columns of at least 0, and rows of `matrix` between `least` and `most`. Raises PlanError if HiGHS
-    refuses the figures."""
-    program, (height, width) = empty(), matrix.shape
-    program.addVars(width, np.zeros(width), np.full(width, np.inf))
-    entries = matrix != 0
-    starts = np.cumsum([0, *entries.sum(axis=1)][:-1], dtype=np.int32)
-    columns = entries.nonzero()[1].astype(np.int32)
-    limits = np.array(least), np.array(most)
-    status = program.addRows(height, *limits, len(columns), starts, columns, matrix[entries])
-    if status.name == "kError" or not np.isfinite(matrix).all():
-        raise PlanError("no plan can be made: the profile has times or sizes out of all range")
-    return program
+class Program:
+    """A program with columns of at least 0, and rows of `matrix` between `least` and `most`.
 
+    Raises:
+        PlanError: HiGHS refuses the figures.
+    """
 
-def least(program: Any, cost: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """The columns with the least `cost`; None if no columns satisfy all rows, or if rounding decides whether any do. A
-    solution before is the beginning."""
-    program.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-    program.run()
-    if not is_solved(program):
-        program.clearSolver()  # one in 2000 fails from the solution before, and few of these from nothing
-        program.run()
-    return np.array(program.getSolution().col_value) if is_solved(program) else None
+    def __init__(self, matrix: NDArray[np.float64], least: Sequence[float], most: Sequence[float]) -> None:
+        (height, width), entries = matrix.shape, matrix != 0
+        self._matrix, self._least, self._most = matrix, np.array(least), np.array(most)
+        self._solver = empty()
+        self._solver.addVars(width, np.zeros(width), np.full(width, np.inf))
+        starts = np.cumsum([0, *entries.sum(axis=1)][:-1], dtype=np.int32)
+        columns = entries.nonzero()[1].astype(np.int32)
+        status = self._solver.addRows(height, self._least, self._most, len(columns), starts, columns, matrix[entries])
+        if status.name == "kError" or not np.isfinite(matrix).all():
+            raise PlanError("no plan can be made: the profile has times or sizes out of all range")
+
+    def bound(self, column: int, least: float, most: float) -> None:
+        self._solver.changeColBounds(column, least, most)
+
+    def solve(self, cost: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """The columns with the least `cost`, beginning with a solution before; None if no columns satisfy all rows, or
+        if rounding decides whether any do."""
+        self._solver.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        found = self._run()
+        if found is None:
+            self._solver.clearSolver()  # one in 2000 fails from the solution before, and few of these from nothing
+            found = self._run()
+        return found
+
+    def _run(self) -> NDArray[np.float64] | None:
+        self._solver.run()
+        if not is_solved(self._solver):
+            return None
+        columns = np.array(self._solver.getSolution().col_value)
+        rows = self._matrix @ columns
+        # From a solution before, HiGHS (1.16) has called columns the best that contradict a row.
+        slack = 1e-6 * np.maximum(1.0, np.abs(self._matrix) @ np.abs(columns))
+        is_right = (rows >= self._least - slack) & (rows <= self._most + slack)
+        return columns if is_right.all() else None
 
 
 def is_solved(program: Any) -> bool:

@@ -2,10 +2,10 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -60,6 +60,10 @@ class Option:
         derived: number of derived tensors.
         derived_ops: number of further operators that derive them.
         held: inputs held by the caller that neither stay nor leave as they are.
+        keeps: memory that other regions save as well and the option keeps: the number (`SavedTensor.common`), and what
+            the memory adds to `kept_bytes`.
+        frees: memory that other regions save as well, counted here and freed unless another region keeps the memory.
+        shares: numbers of memory that the region saves or is passed, and another region counts.
     """
 
     recipe: Recipe
@@ -75,6 +79,9 @@ class Option:
     derived: int = 0
     derived_ops: int = 0
     held: tuple[Held, ...] = ()
+    keeps: tuple[tuple[int, int], ...] = ()
+    frees: tuple[tuple[int, int], ...] = ()
+    shares: frozenset[int] = frozenset()
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -219,6 +226,58 @@ def _of_tensors(
         derived=len(derived),
         derived_ops=sum(tensor.derive_ops - 1 for tensor in derived),
         held=_held(region, region.saved_tensors, {t.index for t in derived} | {t.index for t in moved if t.is_copied}),
+        **_of_several(region, _kept(region, recipe, {tensor.index for tensor in (*moved, *derived)})),
+    )
+
+
+def _kept(region: RegionProfile, recipe: Recipe, freed: Collection[int]) -> Iterator[SavedTensor]:
+    """Saved tensors that stay, where indices `freed` leave; a tensor counted in another region leaves by a site too."""
+    for tensor in region.saved_tensors:
+        leaves = recipe.action == "offload" and tensor.nbytes == 0 and _takes(recipe, tensor)
+        if tensor.index not in freed and not leaves:
+            yield tensor
+
+
+class _OfSeveral(TypedDict):
+    keeps: tuple[tuple[int, int], ...]
+    frees: tuple[tuple[int, int], ...]
+    shares: frozenset[int]
+
+
+def _of_several(region: RegionProfile, kept: Iterable[SavedTensor]) -> _OfSeveral:
+    """`Option.keeps`, `frees` and `shares`, if the region keeps the saved tensors or inputs `kept`."""
+    common = [tensor for tensor in (*region.saved_tensors, *region.inputs) if tensor.common]
+    own = {tensor.common: tensor.nbytes for tensor in common if tensor.nbytes}
+    keeps = {tensor.common: own.get(tensor.common, 0) for tensor in kept if tensor.common}
+    return {
+        "keeps": tuple(keeps.items()),
+        "frees": tuple(each for each in own.items() if each[0] not in keeps),
+        "shares": frozenset(tensor.common for tensor in common if tensor.common not in own),
+    }
+
+
+def choice_of(regions: Sequence[RegionProfile], recipes: Iterable[Recipe]) -> tuple[Option, ...]:
+    """The costs of any recipes, one for each region."""
+    return settled([option_for(region, recipe) for region, recipe in zip(regions, recipes, strict=True)])
+
+
+def settled(choice: Sequence[Option]) -> tuple[Option, ...]:
+    """The options of all regions. Memory that several regions save stays if one region keeps it, and is otherwise back
+    as soon as backward comes to the last region that needs it."""
+    kept = {number for option in choice for number, _ in option.keeps}
+    last = {number: place for place, option in enumerate(choice) for number in option.shares}
+    stays, is_back = [0] * len(choice), [0] * len(choice)
+    for place, option in enumerate(choice):
+        for number, nbytes in option.frees:
+            if number in kept:
+                stays[place] += nbytes
+            for behind in range(place + 1, 0 if number in kept else last.get(number, 0) + 1):
+                is_back[behind] += nbytes
+    return tuple(
+        replace(option, kept_bytes=option.kept_bytes + more, backward_work_bytes=option.backward_work_bytes + back)
+        if more or back
+        else option
+        for option, more, back in zip(choice, stays, is_back, strict=True)
     )
 
 
@@ -403,13 +462,17 @@ def _recomputing(region: RegionProfile, recipe: Recipe, reused: Sequence[_Reusab
         saved_outputs=len(reused),
         pruned_ops=sum(each.pruned_ops for each in reused),
         held=_held(region, region.inputs, {t.index for t in region.inputs if t.is_copied and leaving_inputs}),
+        **_of_several(region, kept[0]),
     )
 
 
 def _without_dominated(options: Sequence[Option]) -> list[Option]:
     """Drop options that another option beats in every respect, but never the first."""
     costs = np.array(
-        [(each.kept_bytes, each.moved_bytes, each.recompute_s, each.backward_work_bytes) for each in options]
+        [
+            (each.kept_bytes, each.moved_bytes, each.recompute_s, each.backward_work_bytes, len(each.keeps))
+            for each in options
+        ]
     )
     one, other = costs[:, None], costs[None]
     is_worse = ((one <= other).all(axis=2) & (one != other).any(axis=2)).any(axis=0)

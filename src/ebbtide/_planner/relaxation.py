@@ -56,12 +56,12 @@ class Relaxation:
             self._row({}, np.array([float(own is group) for own, _ in self._columns])) for group in grouping.groups
         ]
         totals = [float(len(group)) for group in grouping.groups]
-        self._program = highs.of_rows(
+        self._program = highs.Program(
             np.array([*(row for row, _ in self._rows), *of_group]),
             [*(-np.inf for _ in self._rows), *totals],
             [*(most for _, most in self._rows), *totals],
         )
-        self._program.changeColBounds(_RECOMPUTES, 0.0, 1.0)
+        self._program.bound(_RECOMPUTES, 0.0, 1.0)
 
     def solve(self, budgets: Sequence[int]) -> Iterator[list[Counts]]:
         """Counts per group at each of the ascending `budgets` in bytes that something fits.
@@ -87,8 +87,8 @@ class Relaxation:
 
     def _solved(self, cost: _Row, budget_gib: float | None) -> _Row | None:
         least_gib, most_gib = (0.0, np.inf) if budget_gib is None else (budget_gib, budget_gib)
-        self._program.changeColBounds(_BUDGET, least_gib, most_gib)
-        return highs.least(self._program, cost)
+        self._program.bound(_BUDGET, least_gib, most_gib)
+        return self._program.solve(cost)
 
     def _row(self, others: Mapping[int, float], counts: _Row) -> _Row:
         row = np.concatenate([np.zeros(_OTHERS), counts])

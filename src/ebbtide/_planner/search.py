@@ -9,7 +9,7 @@ of a row half as dense (three times as long, no faster plans).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -75,8 +75,8 @@ def _likely_choices(grouping: Grouping) -> Iterator[Choices]:
 
 
 def leanest(grouping: Grouping) -> Choices:
-    """The choices with the smallest budget; exact if every region is called once, and the caller holds no input for a
-    later region: of those an option that keeps less may leave more.
+    """The choices with the smallest budget; exact if every region is called once, the caller holds no input for a later
+    region, and no two regions save the same memory. Otherwise an option that keeps less may leave more.
 
     Of two options that fit, the option that keeps less is never worse for later regions, nor for other graphs in
     flight. So a greedy pass from the first region to the last decides whether a budget is enough, and bisection finds
@@ -115,23 +115,34 @@ def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
     unit_of = {v: (number, place) for number, unit in enumerate(grouping.units) for place, v in enumerate(unit.calls)}
     grads = sum(region.grad_bytes for region in profile.regions)
     ends: Counter[int] = Counter()  # of what the caller holds: the bytes, by the first region without
+    kept = set[int]()  # memory that several regions save: see `SavedTensor.common`
     for call, region in enumerate(profile.regions):
         ends.pop(call, None)
         held = ends.total()
         number, place = unit_of[call]
         unit = grouping.units[number]
         allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
-        fitting = [choice for choice in allowed if _least_room(unit.costs[choice][place], grads, held) <= room]
+        options = [unit.costs[choice][place] for choice in range(len(unit.recipes))]
+        # Memory that several regions save counts where it is kept first.
+        more = [_more_kept(grouping.common_bytes, option, kept) for option in options]
+        fitting = [each for each in allowed if more[each] + _least_room(options[each], grads, held) <= room]
         if not fitting:
             return None
-        # Of options that keep as much, parcels of one take room at the end of forward.
-        chosen[number] = min(fitting, key=lambda choice, unit=unit: (unit.kept_bytes[choice], unit.moved_bytes[choice]))
-        option = unit.costs[chosen[number]][place]
+        # Of options that keep as much the one with the fewest parcels: parcels take room at the end of forward.
+        least = [(unit.kept_bytes[each] + more[each], unit.moved_bytes[each]) for each in range(len(options))]
+        chosen[number] = min(fitting, key=least.__getitem__)
+        option = options[chosen[number]]
         for each in option.all_held:
             ends[call + each.held_for + 1] += each.nbytes
-        room -= option.kept_bytes
+        room -= option.kept_bytes + more[chosen[number]]
+        kept.update(number for number, _ in option.keeps)
         grads -= region.grad_bytes
     return [chosen[number] for number in range(len(grouping.units))]
+
+
+def _more_kept(common_bytes: Mapping[int, int], option: Option, kept: Collection[int]) -> int:
+    """Bytes that an option keeps besides `kept_bytes`, where the memory of numbers `kept` stays in any case."""
+    return sum((0 if number in kept else common_bytes.get(number, 0)) - nbytes for number, nbytes in option.keeps)
 
 
 def _least_room(option: Option, grads: int, held: int) -> int:

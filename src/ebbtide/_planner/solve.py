@@ -20,7 +20,7 @@ from math import inf
 from ebbtide._errors import PlanError
 from ebbtide._planner.explain import budget_parts, explanations, too_small
 from ebbtide._planner.groups import Grouping, costs_of
-from ebbtide._planner.options import option_for
+from ebbtide._planner.options import option_for, settled
 from ebbtide._planner.search import Assignment, assignment_of, assignments_of
 from ebbtide._planner.simulate import LAST_DIGITS_S, Outcome, Windows, fixed_bytes, simulate_below, windows_within
 from ebbtide._planner.thresholds import THRESHOLDS
@@ -228,7 +228,7 @@ class _Space:
         recipes = Recipe("keep"), Recipe("recompute", inputs="keep"), Recipe("recompute")
         rows = [(region.name, [option_for(region, recipe) for recipe in recipes]) for region in self._profile.regions]
         return [
-            assignment_of(self._profile, [options[(name in some) + (name in moved)] for name, options in rows])
+            assignment_of(self._profile, settled([options[(name in some) + (name in moved)] for name, options in rows]))
             for some, moved in chosen
         ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ebbtide._planner.options import Option, option_for
+from ebbtide._planner.options import Option, choice_of
 from ebbtide._planner.simulate import Outcome, Windows, fixed_bytes, least_budget, simulate, timeline, windows_within
 from ebbtide._plans import Plan, Recipe
 from ebbtide._profiling.profile import Profile, are_backward, in_flight
@@ -52,13 +52,14 @@ class StepView:
 
 def view_of_plan(profile: Profile, plan: Plan) -> StepView:
     """The step of a planner's plan, for regions of `profile`."""
-    return _view(profile, [option_for(region, _recipe(plan, region.name)) for region in profile.regions], plan)
+    recipes = (_recipe(plan, region.name) for region in profile.regions)
+    return _view(profile, choice_of(profile.regions, recipes), plan)
 
 
 def view_with(profile: Profile, recipe: Recipe) -> StepView:
     """The step with one recipe for all regions. Regions without recomputation times keep instead of recomputing."""
     found = [Recipe("keep") if recipe.recomputes and region.recompute_s == 0 else recipe for region in profile.regions]
-    return _view(profile, [option_for(*pair) for pair in zip(profile.regions, found, strict=True)])
+    return _view(profile, choice_of(profile.regions, found))
 
 
 def _view(profile: Profile, choice: Sequence[Option], plan: Plan | None = None) -> StepView:

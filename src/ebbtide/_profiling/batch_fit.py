@@ -25,7 +25,7 @@ from ebbtide._profiling.profile import Profile, changed
 
 Row = TypeVar("Row")
 
-_POSITIVE = ("nbytes", "recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")
+_POSITIVE = ("nbytes", "common", "recompute_s", "recompute_work_bytes", "moved_work_bytes", "derive_s")
 """Fields with another meaning at 0: shared memory, or not measured."""
 
 

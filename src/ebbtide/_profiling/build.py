@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -69,7 +69,9 @@ def profile_of(
     if not (_is_sequential(times, names) and _is_sequential(details, names)):
         return None
     seconds_between = times.device.seconds_between
-    timed = RegionTimes(times.events, names, lambda a, b: inputs.time_scale * seconds_between(a.event, b.event))
+    timed = RegionTimes(
+        times.events, names, lambda a, b: inputs.time_scale * seconds_between(a.event, b.event), times.stalls
+    )
     numbers = [number for number, record in enumerate(details.records) if record.region in names]
     records = [details.records[number] for number in numbers]
     # Between forward and backward of a graph in flight come passes of others, which are no part of either.
@@ -170,16 +172,17 @@ class _ProfileBuilder(NamedTuple):
     def region(self, k: int, record: RegionRecord, recomputed: RegionRecord | None) -> RegionProfile:
         """Profile of pass `k`. Saved tensors were recorded during recomputation, or in forward if the region keeps."""
         source = record if recomputed is None else recomputed
-        staying = {seen.index for seen in record.inputs if seen.shares == OUTSIDE}
-        held_for = {seen.index: self._held_for(k, seen) for seen in record.inputs}
-        saved = tuple(
-            self._saved_tensor(seen, source, held_for.get(seen.input_index, 0), seen.input_index in staying)
+        given, elsewhere = {seen.index: seen for seen in record.inputs}, self._counted_elsewhere(k, record, recomputed)
+        saved = _counted_once(
+            elsewhere.get(seen.index) or self._saved_tensor(k, seen, source, given.get(seen.input_index))
             for seen in source.saved_tensors
         )
         kept_bytes = sum(each.nbytes for each in saved) + source.not_movable_bytes if recomputed is None else 0
-        inputs = tuple(self._saved_tensor(seen, record, held_for[seen.index]) for seen in record.inputs)
+        inputs = tuple(self._saved_tensor(k, seen, record, seen) for seen in record.inputs)
         # Inputs are on the device before recomputation begins, which is where working memory is counted from.
-        present_bytes = kept_bytes if recomputed is None else sum(each.nbytes for each in inputs)
+        present_bytes = sum(each.nbytes for each in inputs)
+        if recomputed is None:
+            present_bytes = kept_bytes + sum(seen.nbytes for seen in source.saved_tensors if seen.index in elsewhere)
         is_hidden = record.region in self.inputs.compiled
         no_output = {index for region, index in self.inputs.overwritten if region == record.region}
         ops = [] if is_hidden else [seen for seen in source.expensive_ops if seen.index not in no_output]
@@ -217,25 +220,44 @@ class _ProfileBuilder(NamedTuple):
             has_dead_tensors=source.has_dead_tensors,
         )
 
-    def _held_for(self, k: int, seen: SeenTensor) -> int:
-        return sum(number <= seen.held_at for number in self.numbers[k + 1 :])
+    def _counted_elsewhere(
+        self, k: int, record: RegionRecord, recomputed: RegionRecord | None
+    ) -> dict[int, SavedTensor]:
+        """Saved tensors, by index, with the memory of an input of the next region, or saved outside of all regions."""
+        source = record if recomputed is None else recomputed
+        is_followed = self.numbers[k + 1 : k + 2] == [self.numbers[k] + 1]
+        found: dict[int, SavedTensor] = {}
+        for seen in source.saved_tensors:
+            owner = seen.index if seen.shares == UNSHARED else seen.shares
+            given, at_s = record.passed_on.get(owner), self._between(source.began, seen.event)
+            if recomputed is not None and owner in record.held_outside:
+                found[seen.index] = SavedTensor(seen.index, 0, at_s, OUTSIDE)
+            elif given is not None and is_followed and _has_bytes(source, owner, given.nbytes):
+                found[seen.index] = SavedTensor(seen.index, 0, at_s, common=given.common)
+        return found
 
     def _saved_tensor(
-        self, seen: SeenTensor, record: RegionRecord, held_for: int = 0, stays: bool = False
+        self, k: int, seen: SeenTensor, record: RegionRecord, given: SeenTensor | None = None
     ) -> SavedTensor:
-        """`stays`: an input that is saved outside of all regions too, and stays on the device."""
+        """`given`: the input with the same memory, if any."""
         at_s = self._between(record.began, seen.event)
-        if stays and seen.shares == UNSHARED:
-            return SavedTensor(seen.index, 0, at_s, OUTSIDE)
+        nbytes, common, held_for = seen.nbytes, seen.common, 0
+        if given is not None and seen.shares == UNSHARED:
+            if given.shares == OUTSIDE:  # saved outside of all regions too, and stays on the device
+                return SavedTensor(seen.index, 0, at_s, OUTSIDE)
+            nbytes = min(given.nbytes, nbytes or given.nbytes) if given.common else nbytes
+            common = given.common
+            held_for = sum(number <= given.held_at for number in self.numbers[k + 1 :])
         return SavedTensor(
             seen.index,
-            seen.nbytes,
+            nbytes,
             at_s,
             seen.shares,
             *self._derivation(seen),
             is_bits=seen.is_bits,
             is_gathered=seen.is_gathered,
             held_for=held_for,
+            common=common,
         )
 
     def _derivation(self, seen: SeenTensor) -> tuple[float, int, int, tuple[int, ...]]:
@@ -293,6 +315,20 @@ def _peaks(recomputed: Sequence[RegionRecord | None], work: Sequence[int]) -> li
             is_sure = min(len(held), len(handed)) > 1
             found.append(_Peaks(work[k], work[k] - (max(0, min(differences)) if is_sure else 0), k))
     return found
+
+
+def _counted_once(saved: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+    """Of several tensors of one memory that other regions save too, the first has the bytes."""
+    found: list[SavedTensor] = []
+    owners: dict[int, int] = {}
+    for each in saved:
+        owner = owners.setdefault(each.common, each.index) if each.common and each.nbytes > 0 else each.index
+        found.append(each if owner == each.index else SavedTensor(each.index, 0, each.at_s, owner))
+    return tuple(found)
+
+
+def _has_bytes(record: RegionRecord, index: int, nbytes: int) -> bool:
+    return nbytes > 0 and any(seen.index == index and seen.nbytes == nbytes for seen in record.saved_tensors)
 
 
 def _downstream(record: RegionRecord, call: int) -> tuple[int, ...]:
@@ -367,7 +403,7 @@ class _MemoryCurve(StepParts):
         for record, own, entered in zip(records, recomputed, self.entered, strict=True):
             made_bytes = sum(seen.nbytes for seen in record.inputs if seen.made_in_regions)
             allocated_bytes = self.events[entered].memory.allocated_bytes
-            more_bytes = allocated_bytes - known - record.known_bytes - made_bytes
+            more_bytes = allocated_bytes - known - record.present_bytes - made_bytes
             # Other memory freed since the step began may stay in another step.
             found.append(0 if own is None else max(more_bytes, -record.freed_input_bytes))
             known += _saved_bytes(record) + (0 if record.saved_tensors else record.not_movable_bytes)

@@ -80,9 +80,12 @@ def _point(
 ) -> RegionProfile:
     """The point of the nearest region of the kind, with the typical seconds of all."""
     _, nearest, _ = min(places, key=lambda place: abs(place[0] - number))
+    common = dict(zip(_common(nearest), _common(own), strict=False))
+    saved = (dataclasses.replace(each, common=common.get(each.common, 0)) for each in nearest.saved_tensors)
     return dataclasses.replace(
         nearest,
         name=own.name,
+        saved_tensors=tuple(saved),
         forward_s=own.forward_s,
         backward_s=own.backward_s,
         recompute_s=own.recompute_s,
@@ -92,6 +95,11 @@ def _point(
         activation_memory_budget=budget,
         partition_s=max(0.0, statistics.median(seconds for _, _, seconds in places)),
     )
+
+
+def _common(region: RegionProfile) -> list[int]:
+    """Numbers of memory that other regions save too: of the region's inputs, and of outputs that the region saves."""
+    return list(dict.fromkeys(each.common for each in (*region.inputs, *region.saved_tensors) if each.common))
 
 
 def _kind(region: RegionProfile, cls: Hashable) -> Hashable:

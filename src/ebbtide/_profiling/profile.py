@@ -14,7 +14,7 @@ from ebbtide._utils.serialize import read_file, write_file
 from ebbtide._utils.sizes import PACKING_BYTES, format_bytes
 from ebbtide._utils.text import as_range, consecutive, plain_table
 
-FORMAT = 8
+FORMAT = 9
 UNSHARED, OUTSIDE = -1, -2
 """Values of `SavedTensor.shares` besides an index."""
 
@@ -47,6 +47,8 @@ class SavedTensor:
             tensors that it has not read yet. The first also counts what is allocated before. 0 where `read_at` is.
         held_for: number of later regions in whose forward the caller still holds an input, made in forward of the
             regions: a skip connection. The memory stays until then, whether the parcel has left or not.
+        common: number of the memory among those that several regions save or are passed, from 1 on; 0: this region
+            alone. One region counts the bytes. The memory stays if any of the regions keeps it.
     """
 
     index: int
@@ -62,6 +64,7 @@ class SavedTensor:
     read_at: int = 0
     read_bytes: int = 0
     held_for: int = 0
+    common: int = 0
 
     @property
     def transfer_bytes(self) -> int:

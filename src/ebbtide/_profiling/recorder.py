@@ -18,6 +18,8 @@ Note [How a step is measured]
 6. Recomputed tensors belong to the nodes that read them, and die earlier than kept and moved tensors do. Of regions
    that are alike one half is recomputed that way, and the peaks of both lifetimes are known (build.py).
 7. Offloaded tensors with memory referenced by somebody else are unknown at first; the tuner corrects for them later.
+8. Recomputations of two regions make two memories of what forward saves once: a region's output, saved by its last
+   operator and by the first of the next region. So forward notes the storages that each region saves.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +41,7 @@ from ebbtide._engine.engine import Engine
 from ebbtide._engine.geometry import span_of
 from ebbtide._engine.parcel import Parcel
 from ebbtide._engine.select import why_never
+from ebbtide._engine.stats import WatchedCopies
 from ebbtide._profiling.derive_check import MAY_BE_OPERAND, DerivationChecks, is_detached_input, is_operand
 from ebbtide._profiling.profile import OUTSIDE, UNSHARED
 from ebbtide._profiling.step_events import BackwardObserver
@@ -81,6 +84,8 @@ class StepEventKind(enum.Enum):
     SPIN_BEGAN = "compute begins to spin"
     SPIN_ENDED = "compute goes on"
     STEP_ENDED = "backward has ended"
+    STALL_BEGAN = "compute begins to wait for a copy"
+    STALL_ENDED = "the copy has ended"
 
 
 class StepEvent(NamedTuple):
@@ -142,6 +147,7 @@ class SeenTensor:
     made_in_regions: bool = False  # of an input: made since forward entered the first region
     tensors: tuple[weakref.ref[torch.Tensor], ...] = ()  # of an input: as passed to the region, and its base
     held_at: int = -1  # of such an input: number of the last pass at whose begin the caller held the tensor; -1: none
+    common: int = 0  # as `common` of the profile's saved tensors
     # Events before and after each operator on tensors that are derived from the expensive operator and from no other.
     between: list[tuple[StreamEvent, StreamEvent]] = field(default_factory=list[tuple[StreamEvent, StreamEvent]])
 
@@ -156,22 +162,36 @@ class RegionRecord:
     inputs: list[SeenTensor] = field(default_factory=list[SeenTensor])
     expensive_ops: list[SeenTensor] = field(default_factory=list[SeenTensor])
     not_movable_bytes: int = 0
-    common_bytes: int = 0  # inputs of earlier regions as well
+    common: list[tuple[SeenTensor, int]] = field(default_factory=list[tuple[SeenTensor, int]])  # see `common_bytes`
     ops: int = 0
     saves: int = 0  # saved tensors of any kind
     freed_bytes: int = 0  # inputs of earlier regions, freed during forward of the region
-    known_bytes: int = 0  # inputs of earlier regions on the device when forward entered: waiting to leave, or held
+    present: list[SeenTensor] = field(default_factory=list[SeenTensor])  # see `present_bytes`
+    other_present_bytes: int = 0
     freed_input_bytes: int = 0  # inputs of the first region that the caller had freed by then
     after_bytes: int = 0  # saved before the next region, outside of all regions, and alive when forward ends
     after_peak_bytes: int = 0  # peak memory before the next region; 0 for the last region
     after_freed_bytes: int = 0  # as `freed_bytes`, by the begin of the next region
     has_dead_tensors: bool = False  # forward freed saved tensors of an unused branch, missing in `saved_tensors`
+    passed_on: dict[int, SeenTensor] = field(default_factory=dict[int, SeenTensor])  # saved tensors: inputs of the next
+    held_outside: set[int] = field(default_factory=set[int])  # saved tensors that are saved outside of all regions too
     provenance: CallProvenance | None = None  # tensors derived from expensive calls
     first_node: int = 0  # of the pass, as autograd counts nodes
     hands_over: bool = False  # a recomputed tensor belonged to the node that read it
     waiting_bytes: int = 0  # parcels on the device when the recomputation began, as in `ProfilingRecorder`
     known: KnownOperands = field(default_factory=KnownOperands)
     operands: "list[Operand]" = field(default_factory=list["Operand"])  # that `known` refers to
+
+    @property
+    def present_bytes(self) -> int:
+        """Inputs of earlier regions on the device when forward entered, waiting to leave or held by the caller, without
+        what stays in any case."""
+        return self.other_present_bytes + sum(seen.nbytes for seen in self.present)
+
+    @property
+    def common_bytes(self) -> int:
+        """Inputs of earlier regions as well, without what stays in any case."""
+        return sum(nbytes for seen, nbytes in self.common if seen.shares != OUTSIDE)
 
     @property
     def kind(self) -> Hashable:
@@ -268,6 +288,9 @@ class ProfilingRecorder(BackwardObserver):
         # Of saved tensors, and apart from these of inputs, because a region that keeps saves its input as well.
         self._saved_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
         self._given_first: weakref.WeakKeyDictionary[torch.UntypedStorage, _FirstUse] = weakref.WeakKeyDictionary()
+        # What the forward of a pass saves, recomputed or kept: number of the pass, and index of the saved tensor.
+        self._saved_in: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._commons = itertools.count(1)
         self._alive_at_entry: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         # Saved outside of all regions, with the record of the region before.
         self._after: weakref.WeakKeyDictionary[torch.UntypedStorage, RegionRecord] = weakref.WeakKeyDictionary()
@@ -275,10 +298,13 @@ class ProfilingRecorder(BackwardObserver):
         self._region_read: str | None = None
         self._passed = 0
         self._cpu_clock = _CpuClock()
+        self._copies = WatchedCopies()
 
     # -- StepRecorder ----------------------------------------------------------------------------------------------
 
     def began(self) -> None:
+        if self._is_for_times:
+            self._context.recorder.watched = self._copies
         if self._timed_by is not None:
             with _ExpensiveOpTimer(self.device, RegionRecord(""), self._timed_by):
                 torch.empty(0).detach()  # the first operator seen by a mode triggers imports, which must not be timed
@@ -307,20 +333,21 @@ class ProfilingRecorder(BackwardObserver):
     def _note_held(self, record: RegionRecord) -> None:
         """Which inputs of earlier regions the caller holds as `record` begins: the memory is alive although no parcel
         waits with it and autograd does not save it, or the tensor is, to which the caller alone refers."""
-        waiting = self._engine.waiting()
-        record.known_bytes = self._bytes_of(waiting)
+        waiting = {parcel.source: parcel for parcel in self._leaving()}
+        inputs = {storage: first for storage, first in self._given_first.items() if storage not in self._after}
+        record.present += (inputs[storage].seen for storage in waiting if storage in inputs)
+        record.other_present_bytes = sum(parcel.nbytes for storage, parcel in waiting.items() if storage not in inputs)
         for first in (first for ref, first in self._older if ref() is None):
             if first.elsewhere:
-                record.known_bytes -= first.seen.nbytes  # as if still there: another region may keep the tensor
+                record.other_present_bytes -= first.seen.nbytes  # as if still there: another region may keep the tensor
             else:
                 record.freed_input_bytes += first.seen.nbytes
-        on_device = {parcel.source for parcel in waiting}
-        for storage, first in self._given_first.items():
+        for storage, first in inputs.items():
             seen = first.seen
-            if not seen.made_in_regions or storage in self._saved_first or storage in self._after:
+            if not seen.made_in_regions or storage in self._saved_first:
                 continue
-            if storage not in on_device:
-                record.known_bytes += seen.nbytes
+            if storage not in waiting:
+                record.present.append(seen)
             elif all(ref() is None for ref in seen.tensors):
                 continue
             seen.held_at = len(self.records) - 1
@@ -332,12 +359,19 @@ class ProfilingRecorder(BackwardObserver):
                 self._context.parameters[region].leave()
             self.records[-1].freed_bytes = self._freed_bytes()
             self.outside.clear()
-            self.waiting_bytes = self._bytes_of(self._engine.waiting())
+            self.waiting_bytes = sum(parcel.nbytes for parcel in self._leaving())
 
     def forward_ended(self) -> None:
         super().forward_ended()
         self.add(StepEventKind.FORWARD_ENDED, "")
         self._count_after_bytes()
+        # Where memory is sampled an input that counts twice makes up for the gradient that a region receives.
+        for ref, first in self._older if self.device.tracks_peak else ():
+            storage = ref()
+            # Where code outside of the regions saves the input, autograd may have the tensor, and not the caller.
+            is_saved = storage is None or storage in self._after
+            if not is_saved and any(each() is not None for each in first.seen.tensors):
+                _stays(first)
         self.freed_common_bytes = sum(nbytes for ref, nbytes in self._common.items() if ref() is None)
 
     def read(self, region: str) -> None:
@@ -351,10 +385,14 @@ class ProfilingRecorder(BackwardObserver):
 
     @contextlib.contextmanager
     def running(self, region: str) -> Generator[RecomputeRecorder | None, None, None]:
-        is_recorded = not self._is_detailed and graph_task_id() == -1  # in backward a part of a recomputation
+        is_forward = graph_task_id() == -1  # in backward a part of a recomputation
+        is_recorded = is_forward and not self._is_detailed
         if is_recorded:
             self.add(StepEventKind.REGION_RUNS, region)
-        yield None if self._checks is None else self._checks.in_forward(region)
+        if self._checks is not None:
+            yield self._checks.in_forward(region)
+        else:
+            yield _SavesInForward(self) if is_forward and self._is_detailed else None
         if is_recorded:
             self.add(StepEventKind.REGION_RAN, region)
 
@@ -372,7 +410,7 @@ class ProfilingRecorder(BackwardObserver):
         self.add(StepEventKind.RECOMPUTE_BEGAN, region)
         record = RegionRecord(region, first_node=next_node())
         if self._is_detailed and self.records:
-            record.waiting_bytes = self._bytes_of(self._engine.waiting())
+            record.waiting_bytes = sum(parcel.nbytes for parcel in self._leaving())
         self.recomputed.append(record)
         try:
             with self._mode(region, record), self._recompute_recorder(record) as recorder:
@@ -402,6 +440,8 @@ class ProfilingRecorder(BackwardObserver):
             # A region that will be recomputed saves its inputs only.
             is_input = self._recomputes and region not in self._kept
             self.add_tensor(record.inputs if is_input else record.saved_tensors, record, index, t)
+            if not is_input:
+                self.note_saved(index, t)
 
     def _mode(self, region: str, record: RegionRecord) -> contextlib.AbstractContextManager[object]:
         if self._timed_by is not None:
@@ -413,12 +453,12 @@ class ProfilingRecorder(BackwardObserver):
     def _freed_bytes(self) -> int:
         return sum(nbytes for ref, nbytes in self._alive_at_entry if ref() is None)
 
-    def _bytes_of(self, waiting: Sequence[Parcel]) -> int:
-        """Of parcels on the device, without those of the first region and those of storages that stay in any case."""
-        leaving = (parcel for parcel in waiting if parcel.site.region != self.records[0].region)
-        return sum(
-            parcel.nbytes for parcel in leaving if parcel.source is not None and parcel.source not in self._after
-        )
+    def _leaving(self) -> Iterator[Parcel]:
+        """Parcels on their way out, without inputs of the first region and storages that stay in any case."""
+        older = {ref() for ref, _ in self._older}
+        for parcel in self._engine.waiting():
+            if parcel.source is not None and parcel.source not in older and parcel.source not in self._after:
+                yield parcel
 
     def overwritten(self) -> set[tuple[str, int]]:
         """Region and index of each overwritten output of an expensive operator. Waits for the device."""
@@ -457,15 +497,28 @@ class ProfilingRecorder(BackwardObserver):
         if first.seen is own:
             if is_input and record is self.records[0]:
                 self._older.append((weakref.ref(storage), first))
+            number, saved = self._saved_in.get(storage, (-1, -1))
+            # Were other regions in between, they would run beside memory that the region before keeps.
+            if is_input and number == len(self.records) - 2 >= 0:
+                own.common = next(self._commons)
+                self.records[number].passed_on[saved] = own
             return
         own.nbytes = 0
         if first.record is record:
             own.shares = first.seen.index
             return
         first.elsewhere.append(own)
+        own.common = first.seen.common = first.seen.common or next(self._commons)
         if is_input:
-            record.common_bytes += span.nbytes
+            record.common.append((own, span.nbytes))
             self._common.setdefault(weakref.ref(storage), span.nbytes)
+
+    def note_saved(self, index: int, t: torch.Tensor) -> None:
+        """Forward of the present pass saves `t` as number `index`, whether recomputation frees `t` or not."""
+        t = _local(t)
+        if _has_storage(t):
+            with without_dispatch():
+                self._saved_in.setdefault(t.untyped_storage(), (len(self.records) - 1, index))
 
     def is_to_hand_over(self, kind: Hashable) -> bool:
         """Of the regions of a kind, the third and fourth in backward, and so on. Not every second: blocks of two sorts
@@ -509,7 +562,11 @@ class ProfilingRecorder(BackwardObserver):
 
         Freed storages belonged to an unused branch. Storages after the last region belong to no region.
         """
+        numbers = {id(record): number for number, record in enumerate(self.records)}
         for storage, record in self._after.items():
+            number, saved = self._saved_in.get(storage, (-1, -1))
+            if number == len(self.records) - 1 >= 0:  # of regions before, the memory outlives the reader outside
+                self.records[number].held_outside.add(saved)
             uses = self._saved_first.get(storage), self._given_first.get(storage)
             known = [first for first in uses if first is not None]
             # The inputs of the first region are the caller's, and allocated before the regions.
@@ -517,8 +574,10 @@ class ProfilingRecorder(BackwardObserver):
             if record is self.records[-1] or is_callers:
                 continue
             record.after_bytes += storage.nbytes()
-            for seen in (seen for first in known for seen in (first.seen, *first.elsewhere)):
-                seen.nbytes, seen.shares = 0, OUTSIDE
+            for first in known:
+                # A region before may keep the memory for longer: it counts twice then.
+                if numbers[id(first.record)] > numbers[id(record)]:
+                    _stays(first)
 
     def why_never(self, t: torch.Tensor) -> Reason | None:
         if type(t) is torch.Tensor:
@@ -555,6 +614,18 @@ class ProfilingRecorder(BackwardObserver):
 
     def _conclude(self) -> None:
         self.add(StepEventKind.STEP_ENDED, "")
+        if self._context.recorder.watched is self._copies:
+            self._context.recorder.watched = None
+
+    @property
+    def stalls(self) -> list[tuple[StepEvent, StepEvent]]:
+        """Begin and end of each wait of compute for a copy, once `is_readable`; empty but in a step for times."""
+        began, ended, none = StepEventKind.STALL_BEGAN, StepEventKind.STALL_ENDED, Memory(0, 0)
+        return [
+            (StepEvent(began, region, point, none), StepEvent(ended, region, end, none))
+            for point, end, region in self._copies.stalls
+            if self.device.is_done(end) and self.device.seconds_between(point, end) > 0.0
+        ]
 
     def add(self, kind: StepEventKind, region: str, tensor: int = -1) -> None:
         with self._cpu_clock.stopped():
@@ -573,6 +644,16 @@ class ProfilingRecorder(BackwardObserver):
     @property
     def is_readable(self) -> bool:
         return self.is_over and self.device.is_done(self.events[-1].event)
+
+
+class _SavesInForward(RecomputeRecorder):
+    """Notes what the forward of a region saves that will be recomputed."""
+
+    def __init__(self, recorder: ProfilingRecorder) -> None:
+        self._recorder = recorder
+
+    def saved(self, index: int, t: torch.Tensor, is_dead: bool) -> None:  # noqa: ARG002 (protocol of RecomputeRecorder)
+        self._recorder.note_saved(index, t)
 
 
 class _TensorRecorder:
@@ -695,6 +776,11 @@ class _OverwriteCheck(OperatorMode):
             for index, storage, sums in alive:
                 if storage is not None:
                     self._compared.append((self._region, index, (checksum_of(storage) != sums).any()))
+
+
+def _stays(first: _FirstUse) -> None:
+    for seen in (first.seen, *first.elsewhere):
+        seen.nbytes, seen.shares, seen.common = 0, OUTSIDE, 0
 
 
 def _made_since(node: int, t: torch.Tensor) -> bool:

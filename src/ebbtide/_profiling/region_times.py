@@ -40,6 +40,9 @@ class StepParts:
 class RegionTimes(StepParts):
     """Seconds of each region in one step, in order of forward.
 
+    Args:
+        stalls: begin and end of each wait of compute for a copy. They count to no region: a plan has its own.
+
     Attributes:
         forward_s, recompute_s, backward_s: forward, recomputation and backward of each pass.
         prepared_s: part of `forward_s` that prepares the recomputation; 0 if unknown.
@@ -47,9 +50,16 @@ class RegionTimes(StepParts):
         backward_before_s, backward_after_s: before and after the regions in backward.
     """
 
-    def __init__(self, events: Sequence[StepEvent], names: Collection[str], clock: Clock) -> None:
+    def __init__(
+        self,
+        events: Sequence[StepEvent],
+        names: Collection[str],
+        clock: Clock,
+        stalls: Sequence[tuple[StepEvent, StepEvent]] = (),
+    ) -> None:
         super().__init__(events, names)
         self._clock = clock
+        self._stalls = [(clock(events[0], begin), clock(events[0], end)) for begin, end in stalls]
         passes = [self.events[a : b + 1] for a, b in pairwise([*self.entered, self.left[-1]])]
         self.forward_s = [self._seconds(each) for each in passes]
         self.prepared_s = [self._preparation(each) for each in passes]
@@ -85,7 +95,12 @@ class RegionTimes(StepParts):
         return max(0.0, self._between(events[0], events[-1]) - spun_s)
 
     def _between(self, start: StepEvent, end: StepEvent) -> float:
-        return max(0.0, self._clock(start, end))
+        seconds = self._clock(start, end)
+        if self._stalls:
+            start_s = self._clock(self.events[0], start)
+            end_s = start_s + seconds
+            seconds -= sum(max(0.0, min(end_s, until) - max(start_s, since)) for since, until in self._stalls)
+        return max(0.0, seconds)
 
 
 class BackwardInterval(NamedTuple):

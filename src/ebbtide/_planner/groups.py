@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TypeAlias
 
-from ebbtide._planner.options import Option, option_for, options_of, settled
+from ebbtide._planner.options import Option, Settled, option_for, options_of, settled
 from ebbtide._planner.thresholds import THRESHOLDS
 from ebbtide._plans import Recipe
 from ebbtide._profiling.profile import Profile, RegionProfile
@@ -75,6 +75,7 @@ class Grouping:
         for group in self.groups:
             recipes.update(dict.fromkeys(group, _recipes(profile.regions, calls[names[group[0]]], only_moves)))
         self.units = tuple(_unit(cost_of, name, calls[name], recipes[unit]) for unit, name in enumerate(names))
+        self._settled: Settled = {}
 
     @cached_property
     def common_bytes(self) -> dict[int, int]:
@@ -87,7 +88,7 @@ class Grouping:
         spread: list[tuple[int, Option]] = []
         for unit, choice in zip(self.units, choices, strict=True):
             spread += zip(unit.calls, unit.costs[choice], strict=True)
-        return settled([option for _, option in sorted(spread, key=lambda pair: pair[0])])
+        return settled([option for _, option in sorted(spread, key=lambda pair: pair[0])], self._settled)
 
 
 def _grouped(regions: Sequence[RegionProfile], calls: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

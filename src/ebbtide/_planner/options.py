@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -96,6 +96,9 @@ class Option:
         """`held`, and the parcels among the inputs that the caller holds."""
         return *self.held, *(Held(parcel.nbytes, parcel.held_for) for parcel in self.moved if parcel.held_for > 0)
 
+
+Settled: TypeAlias = dict[tuple[int, int, int], Option]
+"""Options with shared memory counted: by the identity of the option before, and the bytes kept and in backward."""
 
 _MARKS = tuple(step / 8 for step in range(1, 8))
 
@@ -261,9 +264,13 @@ def choice_of(regions: Sequence[RegionProfile], recipes: Iterable[Recipe]) -> tu
     return settled([option_for(region, recipe) for region, recipe in zip(regions, recipes, strict=True)])
 
 
-def settled(choice: Sequence[Option]) -> tuple[Option, ...]:
+def settled(choice: Sequence[Option], known: Settled | None = None) -> tuple[Option, ...]:
     """The options of all regions. Memory that several regions save stays if one region keeps it, and is otherwise back
-    as soon as backward comes to the last region that needs it."""
+    as soon as backward comes to the last region that needs it.
+
+    `known`: of options that live as long, reused and added to.
+    """
+    known = {} if known is None else known
     kept = {number for option in choice for number, _ in option.keeps}
     last = {number: place for place, option in enumerate(choice) for number in option.shares}
     stays, is_back = [0] * len(choice), [0] * len(choice)
@@ -273,12 +280,15 @@ def settled(choice: Sequence[Option]) -> tuple[Option, ...]:
                 stays[place] += nbytes
             for behind in range(place + 1, 0 if number in kept else last.get(number, 0) + 1):
                 is_back[behind] += nbytes
-    return tuple(
-        replace(option, kept_bytes=option.kept_bytes + more, backward_work_bytes=option.backward_work_bytes + back)
-        if more or back
-        else option
-        for option, more, back in zip(choice, stays, is_back, strict=True)
-    )
+    found = list(choice)
+    for place, (option, more, back) in enumerate(zip(choice, stays, is_back, strict=True)):
+        if more or back:
+            key = id(option), more, back
+            if key not in known:
+                work_bytes = option.backward_work_bytes + back
+                known[key] = replace(option, kept_bytes=option.kept_bytes + more, backward_work_bytes=work_bytes)
+            found[place] = known[key]
+    return tuple(found)
 
 
 def _moved(tensor: SavedTensor, at_s: float, needed_s: float) -> Moved:

@@ -124,7 +124,7 @@ def _leanest_pass(grouping: Grouping, room: int) -> list[int] | None:
         allowed = [chosen[number]] if number in chosen else range(len(unit.recipes))
         options = [unit.costs[choice][place] for choice in range(len(unit.recipes))]
         # Memory that several regions save counts where it is kept first.
-        more = [_more_kept(grouping.common_bytes, option, kept) for option in options]
+        more = [_more_kept(grouping.common_bytes, option, kept) if option.keeps else 0 for option in options]
         fitting = [each for each in allowed if more[each] + _least_room(options[each], grads, held) <= room]
         if not fitting:
             return None

@@ -575,8 +575,9 @@ class ProfilingRecorder(BackwardObserver):
                 continue
             record.after_bytes += storage.nbytes()
             for first in known:
-                # A region before may keep the memory for longer: it counts twice then.
-                if numbers[id(first.record)] > numbers[id(record)]:
+                # A region before may keep the memory for longer, and counts its bytes too. (-1: of a recomputation in
+                # forward.)
+                if numbers.get(id(first.record), -1) > numbers[id(record)]:
                     _stays(first)
 
     def why_never(self, t: torch.Tensor) -> Reason | None:

@@ -226,13 +226,14 @@ class _ProfileBuilder(NamedTuple):
         """Saved tensors, by index, with the memory of an input of the next region, or saved outside of all regions."""
         source = record if recomputed is None else recomputed
         is_followed = self.numbers[k + 1 : k + 2] == [self.numbers[k] + 1]
+        sizes = {seen.index: seen.nbytes for seen in source.saved_tensors}
         found: dict[int, SavedTensor] = {}
         for seen in source.saved_tensors:
             owner = seen.index if seen.shares == UNSHARED else seen.shares
             given, at_s = record.passed_on.get(owner), self._between(source.began, seen.event)
             if recomputed is not None and owner in record.held_outside:
                 found[seen.index] = SavedTensor(seen.index, 0, at_s, OUTSIDE)
-            elif given is not None and is_followed and _has_bytes(source, owner, given.nbytes):
+            elif given is not None and is_followed and sizes[owner] == given.nbytes > 0:
                 found[seen.index] = SavedTensor(seen.index, 0, at_s, common=given.common)
         return found
 
@@ -325,10 +326,6 @@ def _counted_once(saved: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
         owner = owners.setdefault(each.common, each.index) if each.common and each.nbytes > 0 else each.index
         found.append(each if owner == each.index else SavedTensor(each.index, 0, each.at_s, owner))
     return tuple(found)
-
-
-def _has_bytes(record: RegionRecord, index: int, nbytes: int) -> bool:
-    return nbytes > 0 and any(seen.index == index and seen.nbytes == nbytes for seen in record.saved_tensors)
 
 
 def _downstream(record: RegionRecord, call: int) -> tuple[int, ...]:

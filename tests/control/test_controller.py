@@ -288,16 +288,54 @@ def test_a_plan_that_never_comes_is_waited_for_by_nobody(measured, monkeypatch):
     assert handle.is_plan_frozen
 
 
-def test_only_the_timed_step_of_the_first_three_brings_inputs_back_early():
-    """The two others compare, and hold recomputed tensors for longer: the budget has no room for more."""
+@pytest.mark.parametrize(
+    ("goal", "expected"),
+    [
+        ({"budget": "1GiB"}, [{(1, ((0, 0),))}] * 3),
+        ({"max_slowdown": 0.1}, [{(1, ())}, {(None, ())}, {(1, ())}]),
+    ],
+)
+def test_measured_steps_have_windows_without_a_budget_alone(goal, expected):
+    """Of these steps the timed one alone brings inputs back early: the others compare, and hold recomputed tensors for
+    longer."""
     model, x = Stack(), torch.randn(ROWS, WIDTH, requires_grad=True)
-    handle = ebbtide.offload(model, budget="1GiB", **SETTINGS)
-    ahead = []
+    handle = ebbtide.offload(model, **goal, **SETTINGS)
+    windows = []
     for _ in range(3):
         model(x).backward()
-        ahead.append({region.prefetch_bytes for region in handle.plan.regions.values()})
+        windows.append({(region.prefetch_bytes, region.release) for region in handle.plan.regions.values()})
     handle.remove()
-    assert ahead == [{1}, {None}, {1}]
+    assert windows == expected
+
+
+class Collecting(Stack):
+    """A forward in which Python's garbage collector looks at all objects, in the steps `when`."""
+
+    def __init__(self, *when):
+        super().__init__()
+        self.when, self.steps = when, 0
+
+    def forward(self, x):
+        self.steps += 1
+        if self.steps in self.when:
+            gc.collect()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("when", "numbers"), [((1, 3), "123"), ((2,), "1223"), ((2, 3), "1223")])
+def test_a_timed_step_with_a_full_garbage_collection_is_repeated_once(when, numbers):
+    """The collection takes longer than a forward of most models."""
+    model, x = Collecting(*when), torch.randn(ROWS, WIDTH, requires_grad=True)
+    handle = ebbtide.offload(model, budget="1GiB", **SETTINGS)
+    found = ""
+    gc.disable()
+    for _ in numbers:
+        loss = model(x)
+        found += handle.plan.status.removeprefix("no plan yet: measuring step ").removesuffix(" of 3")
+        loss.backward()
+    gc.enable()
+    handle.remove()
+    assert found == numbers
 
 
 def test_a_profile_says_what_the_regions_save():

@@ -85,6 +85,15 @@ def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
     assert margin_bytes / GIB == pytest.approx(expected_gib, abs=1e-6)
 
 
+def test_memory_freed_before_a_step_is_no_spread():
+    """Garbage collection frees 3 GiB between two steps, and routing changes the rest by half a GiB."""
+    found = Trial(plan(1.0, 9.5))
+    for peak_gib, before_gib in ((9.5, 4.0), (9.5, 4.0), (9.5, 4.0), (9.0, 4.0), (6.5, 1.0), (6.0, 1.0)):
+        found.add_peak(int(peak_gib * GIB), before_bytes=int(before_gib * GIB))
+    assert found.seen.peak_bytes == 9.5 * GIB
+    assert found.seen.spread_bytes == 0.5 * GIB
+
+
 def test_a_peak_close_to_the_budget_leaves_hardly_any_margin():
     close = trial(peaks=(9.96,), predicted_peak=9.97)
     assert margin_after(close, LIMIT, int(0.6 * GIB)) / GIB == pytest.approx(0.01, abs=1e-6)

@@ -950,7 +950,7 @@ def test_a_machine_at_another_speed_is_predicted_from_then_on(slower, forward_ms
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_peaks_are_read_as_often_as_needed(remembers, monkeypatch):
-    """Once at the end; at every read where in between nobody looks."""
+    """Once at the begin and once at the end; at every read where in between nobody looks."""
     monkeypatch.setattr("ebbtide._profiling.step_events.graph_task_id", lambda: 1)
     monkeypatch.setattr("ebbtide._profiling.step_events.at_end_of_backward", lambda callback: None)
     device = ScriptedDevice()
@@ -963,7 +963,7 @@ def test_peaks_are_read_as_often_as_needed(remembers, monkeypatch):
         monitor.read(region)
     device.peak_bytes = 7 if remembers else 2
     monitor._end()
-    assert looks == ([7] if remembers else [3, 4, 7, 5, 5, 2])
+    assert looks == ([0, 7] if remembers else [0, 3, 4, 7, 5, 5, 2])
     assert monitor.peak_bytes == 7
 
 

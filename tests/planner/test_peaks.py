@@ -430,6 +430,23 @@ def test_peaks_are_as_predicted_along_the_pareto_curve(counted, make, named, voc
     assert make is not Model or actions & {"recompute", "selective"}  # elsewhere deriving frees as much, sooner
 
 
+@pytest.mark.parametrize("verify", [0, None])
+@pytest.mark.parametrize("make", [Model, Flat, Masked, Skipping])
+def test_measured_steps_within_a_budget_take_no_more_than_recomputation_needs(counted, make, verify):
+    """Whatever the defaults of windows, which hold all inputs of these models."""
+    torch.manual_seed(0)
+    model, tokens = make(32), torch.randint(32, (TOKENS,))
+    for t in (*model.parameters(), tokens):
+        counted.count(t.untyped_storage())
+    peak_of_step(model, tokens, counted)
+    handle = ebbtide.offload(model, budget="1GiB", store="mock", min_bytes=1, verify=verify)
+    peaks = [peak_of_step(model, tokens, counted) for _ in range(4)][:2]  # a recorder resets the peak of the third
+    profile = handle.profile
+    handle.remove()
+    needed = least_budget(profile, choice_of(profile.regions, [Recipe("recompute")] * len(profile.regions)))
+    assert max(peaks) <= needed + SCALARS + (TABLE if make is Model else 0)
+
+
 class Transient(torch.autograd.Function):
     """Backward allocates `rows` times its gradient, in half a region each."""
 

@@ -33,7 +33,7 @@ from ebbtide._errors import EbbtideWarning, PlanError, add_note
 from ebbtide._planner.explain import NO_BUDGET
 from ebbtide._planner.simulate import with_host
 from ebbtide._planner.thresholds import THRESHOLDS
-from ebbtide._plans import Plan, Recipe, RegionPlan
+from ebbtide._plans import Plan, Recipe, RegionPlan, ReleasePoint
 from ebbtide._profiling.build import ProfileInputs, derivable, profile_of
 from ebbtide._profiling.derive_probe import probe_derivations
 from ebbtide._profiling.launch_overhead import RecipeCosts
@@ -190,6 +190,7 @@ class PlanController:
         self._measured = profile
         self._overwritten: set[tuple[str, int]] = set()
         self._cpu_region_s = 0.0  # of the warm-up
+        self._has_timed_again = False
         self._inputs: ProfileInputs | None = None  # of the profile with all regions as the user compiled them
         self._rounds: list[Budgets] = [{}]  # activation memory budgets of the regions in each round of steps
         self._measured_at: list[tuple[Budgets, Profile]] = []  # rounds so far
@@ -352,11 +353,13 @@ class PlanController:
         return {name: least for name in self._names if name not in known}
 
     def _first_plan(self, prefetch_bytes: int | None = None) -> Plan:
+        """Within a budget the recipes with the smallest peak, whatever the defaults of windows."""
+        release, prefetch_bytes = ((ReleasePoint(0, 0),), 1) if self._budget_of is not None else ((), prefetch_bytes)
         recipe, keep = Recipe("recompute" if self.recomputes else "keep"), Recipe("keep")
         kept = self._handle.never_recomputed()
         at = {name: Recipe("recompute", activation_memory_budget=budget) for name, budget in self._budgets.items()}
         regions = {
-            name: RegionPlan(keep if name in kept else at.get(name, recipe), prefetch_bytes=prefetch_bytes)
+            name: RegionPlan(keep if name in kept else at.get(name, recipe), release, prefetch_bytes)
             for name in self._names
         }
         return Plan(regions, outside=RegionPlan(Recipe("keep")))
@@ -439,7 +442,8 @@ class PlanController:
             self._tokens_of_times = tokens
         if is_detailed:
             self._memory_before = self._handle.memory_before()
-        # Nothing comes back early but in the timed step: comparisons and longer lifetimes take memory in the others.
+        # Without a budget inputs come back early in the timed step, which waits less then. In the others comparisons and
+        # longer lifetimes take memory.
         is_timed = self.phase is Phase.TIMES
         self._handle.apply_plan(self._first_plan(prefetch_bytes=1 if self.recomputes and not is_timed else None))
         self.is_warming_up = self.phase is Phase.WARM and self.recomputes
@@ -506,6 +510,10 @@ class PlanController:
             self._context.derived |= recorder.derived()
             self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
+            if recorder.collections and not self._has_timed_again and self._ranks is None:  # ranks count steps
+                self._has_timed_again = True
+                _log.info("the timed step is repeated: Python's garbage collector looked at all objects meanwhile")
+                return
             self.phase, self._times = Phase.DETAILS, recorder
         else:
             profile = self._read(recorder, engine)

@@ -111,7 +111,8 @@ class StepObserver:
         for each in self._in_flight:
             monitor = each.step.ended
             if monitor is not None and monitor.reads_peak and each.trial is each.size.trial:
-                each.trial.add_peak(monitor.peak_bytes, each.share)  # known before the device has finished the step
+                # Known before the device has finished the step.
+                each.trial.add_peak(monitor.peak_bytes, each.share, monitor.before_bytes)
                 monitor.reads_peak = False
                 observed.append(each.size)
             if monitor is not None and monitor.is_readable:

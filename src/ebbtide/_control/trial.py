@@ -45,7 +45,8 @@ class Observation(NamedTuple):
         fastest_s: fastest of the last steps; 0: unknown.
         stall_s: stall of a typical step.
         peak_bytes: largest peak; 0: unknown.
-        spread_bytes: how far the peaks of steps with a known order are apart: routing and packing change them.
+        spread_bytes: how far the peaks of steps with a known order are apart, without the memory from before each step,
+            which garbage collection lowers: routing and packing change them.
     """
 
     is_complete: bool = False
@@ -104,6 +105,7 @@ class Trial:
         self._times: list[float] = []
         self._stalls: list[float] = []
         self._peaks: list[int] = []
+        self._own_peaks: list[int] = []  # above the memory from before the step
 
     def add_step(self, seconds: float, stall_s: float = 0.0) -> None:
         """Count a step. The first steps, which learn the order, take part in no figure but peaks."""
@@ -122,20 +124,22 @@ class Trial:
         """Measure the peak of further steps, and give a verdict again."""
         self.is_frozen, self.grown_bytes = False, 0
         self._peaks.clear()
+        self._own_peaks.clear()
 
     def count_step(self) -> None:
         """Count a step whose duration says nothing."""
         self.steps += 1
 
-    def add_peak(self, nbytes: int, share: float = 1.0) -> None:
-        """Record the peak of a step with `share` of the planned batch size."""
+    def add_peak(self, nbytes: int, share: float = 1.0, before_bytes: int = 0) -> None:
+        """Record the peak of a step with `share` of the planned batch size, and the memory from before the step."""
         self._peaks.append(nbytes)
+        self._own_peaks.append(nbytes - before_bytes)
         self.least_share = min(self.least_share, share)
 
     @property
     def own(self) -> Observation:
         """The observation of this rank alone."""
-        settled = self._peaks[THRESHOLDS.learning_steps :]
+        settled = self._own_peaks[THRESHOLDS.learning_steps :]
         return Observation(
             is_complete=self._timed >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest,
             timed=len(self._times),

@@ -55,6 +55,7 @@ from ebbtide._types import (
     StorageTrace,
     StreamEvent,
 )
+from ebbtide._utils.garbage import full_collections
 from ebbtide._utils.storage import checksum_of
 from ebbtide._utils.torch_private import (
     OperatorMode,
@@ -244,6 +245,7 @@ class ProfilingRecorder(BackwardObserver):
         graphs: most graphs in flight at once during the step. Set by the owner of the recorder.
         waiting_bytes: parcels on their way out and still allocated when forward left the last region, without inputs
             of the first region: the caller is believed to hold these.
+        collections: full collections of Python's garbage collector during the step.
         freed_common_bytes: inputs of several regions, freed by the caller during forward. A region that keeps such an
             input prevents the free.
     """
@@ -270,6 +272,7 @@ class ProfilingRecorder(BackwardObserver):
         self.recomputed: list[RegionRecord] = []
         self.graphs = 1
         self.waiting_bytes = 0
+        self.collections = 0
         self.freed_common_bytes = 0
         self._engine = engine
         self._context = context
@@ -297,12 +300,14 @@ class ProfilingRecorder(BackwardObserver):
         self._kinds: Counter[Hashable] = Counter()  # recomputations so far
         self._region_read: str | None = None
         self._passed = 0
+        self._collections_before = 0
         self._cpu_clock = _CpuClock()
         self._copies = WatchedCopies()
 
     # -- StepRecorder ----------------------------------------------------------------------------------------------
 
     def began(self) -> None:
+        self._collections_before, _ = full_collections()
         if self._is_for_times:
             self._context.recorder.watched = self._copies
         if self._timed_by is not None:
@@ -615,6 +620,7 @@ class ProfilingRecorder(BackwardObserver):
 
     def _conclude(self) -> None:
         self.add(StepEventKind.STEP_ENDED, "")
+        self.collections = full_collections()[0] - self._collections_before
         if self._context.recorder.watched is self._copies:
             self._context.recorder.watched = None
 

@@ -138,6 +138,7 @@ class StepMonitor(BackwardObserver):
         reads_peak: measure peak memory too, which resets the peak statistics of the device.
         is_alone: no other step overlapped. Set by the owner of the monitor.
         peak_bytes: largest peak seen; 0 without `reads_peak`.
+        before_bytes: allocated at the begin; 0 without `reads_peak`.
     """
 
     def __init__(self, device: Device, reads_peak: bool) -> None:
@@ -148,8 +149,10 @@ class StepMonitor(BackwardObserver):
         self.is_alone = True
         self.peak_bytes = 0
         self._region_read: str | None = None
+        self.before_bytes = 0
         if reads_peak:
             device.reset_peak_stats()
+            self.before_bytes = device.memory().allocated_bytes
         self._began = device.record(device.current_stream())
         self._ended: StreamEvent = None
 

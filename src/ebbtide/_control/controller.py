@@ -442,8 +442,8 @@ class PlanController:
             self._tokens_of_times = tokens
         if is_detailed:
             self._memory_before = self._handle.memory_before()
-        # Without a budget inputs come back early in the timed step, which waits less then. In the others comparisons and
-        # longer lifetimes take memory.
+        # Without a budget inputs come back early in the timed step, which then waits less. Comparisons and longer
+        # lifetimes take memory in the others.
         is_timed = self.phase is Phase.TIMES
         self._handle.apply_plan(self._first_plan(prefetch_bytes=1 if self.recomputes and not is_timed else None))
         self.is_warming_up = self.phase is Phase.WARM and self.recomputes

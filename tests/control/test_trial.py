@@ -85,11 +85,18 @@ def test_margins_follow_measured_peaks(peaks, margin_gib, expected_gib):
     assert margin_bytes / GIB == pytest.approx(expected_gib, abs=1e-6)
 
 
-def test_memory_freed_before_a_step_is_no_spread():
-    """Garbage collection frees 3 GiB between two steps, and routing changes the rest by half a GiB."""
+@pytest.mark.parametrize(
+    ("peaks_gib", "before_gib"),
+    [
+        ((9.5, 9.0, 6.5, 6.0), (4.0, 4.0, 1.0, 1.0)),  # garbage collection frees 3 GiB between two steps
+        ((9.5, 9.0, 9.5, 9.0), (1.0, 4.0, 1.0, 4.0)),  # two forwards, then two backwards
+    ],
+)
+def test_memory_from_before_a_step_is_no_spread(peaks_gib, before_gib):
+    """Routing changes the rest by half a GiB."""
     found = Trial(plan(1.0, 9.5))
-    for peak_gib, before_gib in ((9.5, 4.0), (9.5, 4.0), (9.5, 4.0), (9.0, 4.0), (6.5, 1.0), (6.0, 1.0)):
-        found.add_peak(int(peak_gib * GIB), before_bytes=int(before_gib * GIB))
+    for peak, before in [(9.5, 4.0)] * THRESHOLDS.learning_steps + list(zip(peaks_gib, before_gib, strict=True)):
+        found.add_peak(int(peak * GIB), before_bytes=int(before * GIB))
     assert found.seen.peak_bytes == 9.5 * GIB
     assert found.seen.spread_bytes == 0.5 * GIB
 

@@ -45,8 +45,8 @@ class Observation(NamedTuple):
         fastest_s: fastest of the last steps; 0: unknown.
         stall_s: stall of a typical step.
         peak_bytes: largest peak; 0: unknown.
-        spread_bytes: how far the peaks of steps with a known order are apart, without the memory from before each step,
-            which garbage collection lowers: routing and packing change them.
+        spread_bytes: how far the peaks of steps with a known order are apart, with or without the memory from before
+            each step, whichever is less: routing and packing change both.
     """
 
     is_complete: bool = False
@@ -139,7 +139,7 @@ class Trial:
     @property
     def own(self) -> Observation:
         """The observation of this rank alone."""
-        settled = self._own_peaks[THRESHOLDS.learning_steps :]
+        settled = self._peaks[THRESHOLDS.learning_steps :], self._own_peaks[THRESHOLDS.learning_steps :]
         return Observation(
             is_complete=self._timed >= THRESHOLDS.measured_steps or self.begun > THRESHOLDS.longest,
             timed=len(self._times),
@@ -147,7 +147,8 @@ class Trial:
             fastest_s=min(self._times, default=0.0),
             stall_s=statistics.median(self._stalls) if self._stalls else 0.0,
             peak_bytes=max(self._peaks, default=0),
-            spread_bytes=max(settled) - min(settled) if settled else 0,
+            # A garbage collection between two steps lowers the former, and another graph in flight the latter.
+            spread_bytes=min(max(peaks, default=0) - min(peaks, default=0) for peaks in settled),
         )
 
     @property

@@ -80,6 +80,14 @@ def _nothing_of_earlier_files():
 
 
 @pytest.fixture(autouse=True)
+def _collections_between_tests_alone():
+    """A timed step with a full collection would be repeated, and a test counts the steps until a plan."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
 def _no_forward_of_earlier_tests_waits():
     """A graph that an earlier test has left in a reference cycle makes calls count on, for 64 forwards at most."""
     context._in_flight.waiting.clear()

@@ -510,7 +510,8 @@ class PlanController:
             self._context.derived |= recorder.derived()
             self._cpu_region_s = recorder.cpu_region_s
         elif self.phase is Phase.TIMES:
-            if recorder.collections and not self._has_timed_again and self._ranks is None:  # ranks count steps
+            is_off = recorder.collecting > THRESHOLDS.off and self._ranks is None  # several ranks count steps
+            if is_off and not self._has_timed_again:
                 self._has_timed_again = True
                 _log.info("the timed step is repeated: Python's garbage collector looked at all objects meanwhile")
                 return

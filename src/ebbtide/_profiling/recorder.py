@@ -245,7 +245,7 @@ class ProfilingRecorder(BackwardObserver):
         graphs: most graphs in flight at once during the step. Set by the owner of the recorder.
         waiting_bytes: parcels on their way out and still allocated when forward left the last region, without inputs
             of the first region: the caller is believed to hold these.
-        collections: full collections of Python's garbage collector during the step.
+        collecting: share of the step, as long as the host was at it, that Python took for full garbage collections.
         freed_common_bytes: inputs of several regions, freed by the caller during forward. A region that keeps such an
             input prevents the free.
     """
@@ -272,7 +272,7 @@ class ProfilingRecorder(BackwardObserver):
         self.recomputed: list[RegionRecord] = []
         self.graphs = 1
         self.waiting_bytes = 0
-        self.collections = 0
+        self.collecting = 0.0
         self.freed_common_bytes = 0
         self._engine = engine
         self._context = context
@@ -300,14 +300,14 @@ class ProfilingRecorder(BackwardObserver):
         self._kinds: Counter[Hashable] = Counter()  # recomputations so far
         self._region_read: str | None = None
         self._passed = 0
-        self._collections_before = 0
+        self._collected_s = 0.0
         self._cpu_clock = _CpuClock()
         self._copies = WatchedCopies()
 
     # -- StepRecorder ----------------------------------------------------------------------------------------------
 
     def began(self) -> None:
-        self._collections_before, _ = full_collections()
+        _, self._collected_s = full_collections()
         if self._is_for_times:
             self._context.recorder.watched = self._copies
         if self._timed_by is not None:
@@ -620,7 +620,8 @@ class ProfilingRecorder(BackwardObserver):
 
     def _conclude(self) -> None:
         self.add(StepEventKind.STEP_ENDED, "")
-        self.collections = full_collections()[0] - self._collections_before
+        took_s = max(self.events[-1].at_s - self.events[0].at_s, 1e-9)
+        self.collecting = (full_collections()[1] - self._collected_s) / took_s
         if self._context.recorder.watched is self._copies:
             self._context.recorder.watched = None
 

@@ -228,7 +228,7 @@ def _measured(
         planning = handle._planning
         assert planning is not None and planning.controller is not None
         steps = 0
-        while steps < planning.controller.steps + 2:  # two more if the first two measured were of different kinds
+        while steps < planning.controller.steps + 3:  # two if the first two were of different kinds, one timed again
             _step(model, batch, loss, leaves)
             profile = planning.conclude()
             if profile is not None:

@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,10 @@ class Layer(nn.Module):
         heads = self.qkv(self.norm(x)).view(batch, tokens, HEADS + 2 * KV_HEADS, -1).transpose(1, 2)
         attention = self.core(*heads.split([HEADS, KV_HEADS, KV_HEADS], 1))
         x = x + self.out(attention.transpose(1, 2).reshape(batch, tokens, HIDDEN))
-        y = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return x + self.feed_forward(self.norm2(x))
+
+    def feed_forward(self, y: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class Stage(nn.Module):
@@ -218,7 +220,7 @@ def _in_turns(own: Rank, twin: Rank, handles: list[ebbtide.OffloadHandle]) -> di
     for name in ("out", "inbound", "misses"):
         nbytes = sum(getattr(now, name).nbytes - getattr(then, name).nbytes for now, then in pairs)
         moved[f"{name}_gib"] = nbytes / (TURNS * STEPS) / GIB
-    moved["away_gib"] = _most_away(own, handles) / GIB
+    moved["away_gib"] = most_away(own.step, own.modules, handles) / GIB
     base = torch.cuda.memory_allocated()
     predicted = [plan.predicted for plan in (handle.plan for handle in handles) if plan.predicted is not None]
     if predicted:
@@ -228,14 +230,14 @@ def _in_turns(own: Rank, twin: Rank, handles: list[ebbtide.OffloadHandle]) -> di
     return moved
 
 
-def _most_away(own: Rank, handles: list[ebbtide.OffloadHandle]) -> int:
+def most_away(step: Callable[[], None], modules: Sequence[nn.Module], handles: Sequence[ebbtide.OffloadHandle]) -> int:
     """Bytes in host memory at the end of a forward, the most in one more step: what has left, or is on its way."""
     away = [0]
     hooks = [
         module.register_forward_hook(lambda *_, handle=handle: away.append(handle.stats().host_bytes))
-        for module, handle in zip(own.modules, handles, strict=False)
+        for module, handle in zip(modules, handles, strict=True)
     ]
-    own.step()
+    step()
     for hook in hooks:
         hook.remove()
     return max(away)

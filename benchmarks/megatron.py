@@ -49,7 +49,7 @@ from benchmarks.pipelines import HIDDEN, Layer, most_away
 from ebbtide._utils.sizes import GIB
 from ebbtide.integrations.megatron import indices_to_multihot, offload
 
-TURNS, STEPS = 8, 4
+TURNS, STEPS = 6, 4
 WARM_UP_STEPS = 6  # of every mode, the first of which Megatron's offloading uses to learn the order
 MOST_PLANNED = 60  # steps until plans are made, corrected and frozen
 
@@ -82,6 +82,7 @@ EXPERTS = {
     "moe_pad_expert_input_to_capacity": True,
 }  # fmt: skip
 CHUNKS = 2  # of a rank
+WINDOWS: dict[str, dict[str, Any]] = {"ebbtide": {}, "ebbtide, 2 GiB on the way out": {"window": "2GiB"}}
 # Either way the bytes of a layer of `waits`.
 CORE_AND_QKV: dict[str, Any] = {
     "include": ["layers.*.core", "layers.*.qkv"], "window": "256MiB", "prefetch": "256MiB",
@@ -161,45 +162,48 @@ class Gpt:
 
 def gpt(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """Steps of a GPT without offloading, with Megatron's, and with ebbtide; a model for each mode."""
-    found: dict[str, Any] = {}
-    for name, words in MODULES.items():
-        auto = Gpt(sizes, layers, 2, device)
-        with ebbtide.offload(auto.chunks[0]) as handle:
+    make = functools.partial(Gpt, sizes, layers, 2, device)
+    found = {name: _beside_megatrons(words, make, WINDOWS) for name, words in MODULES.items()}
+    peak_gib = found["attention and norms"]["Megatron"]["peak_active_gib"]
+    plain, models = make(), {"no budget": make(), "within Megatron's peak": make()}
+    base = _bytes("current")["active"]
+    for name, own in models.items():
+        budget = int(base + peak_gib * GIB) if peak_gib and name != "no budget" else None
+        with ebbtide.offload(own.chunks[0], budget=budget) as handle:
             for _ in range(MOST_PLANNED):
-                auto.step()
+                own.step()
                 if handle.is_plan_frozen:
                     break
-            others = {"ebbtide, no budget": (auto, [handle])}
-            found[name] = _beside_megatrons(words, functools.partial(Gpt, sizes, layers, 2, device), others)
-        ebbtide.release_memory()
+            found[name] = _in_turns({"plain": plain.step, "ebbtide": own.step}, {"ebbtide": [handle]})
     return found
 
 
 def pipeline(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """The same for a mixture of experts in a pipeline, with attention's core and qkv moved: figures of each rank."""
     make = functools.partial(Gpt, sizes, layers, 8, device, moe_ffn_hidden_size=sizes.ffn // 2, **EXPERTS)
-    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {})
+    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {"window": "128MiB", "prefetch": "128MiB"}})
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {f"rank {rank}": each for rank, each in enumerate(found)}
 
 
-def _beside_megatrons(
-    words: list[str], make: Callable[..., Gpt], others: dict[str, tuple[Gpt, list[ebbtide.OffloadHandle]]]
-) -> dict[str, Any]:
+def _beside_megatrons(words: list[str], make: Callable[..., Gpt], windows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # Megatron asks of TransformerEngine this one object.
     transformer_engine.cpu_offload = types.SimpleNamespace(CPUOffloadEnabled=False)
     PipelineOffloadManager.reset_instance()
     settings = {"fine_grained_activation_offloading": True, "offload_modules": words}
-    plain, theirs, ours = make(), make(**settings), make(**settings)
-    with offload(ours.chunks, window="128MiB", prefetch="128MiB") as offloaded:
-        modes = {"plain": (plain, []), "Megatron": (theirs, []), "ebbtide": (ours, offloaded.handles), **others}
-        steps = {name: each.step for name, (each, _) in modes.items()}
-        found = _in_turns(steps, {name: handles for name, (_, handles) in modes.items()})
+    models = {"plain": make(), "Megatron": make(**settings), **{name: make(**settings) for name in windows}}
+    with contextlib.ExitStack() as undo:
+        handles = {
+            name: undo.enter_context(offload(models[name].chunks, **options)).handles
+            for name, options in windows.items()
+        }
+        found = _in_turns({name: each.step for name, each in models.items()}, handles)
         manager = PipelineOffloadManager.get_instance()
-        found["Megatron"]["out_gib"] = manager.offload_summary_total_bytes / GIB
-        found["ebbtide"]["away_gib"] = most_away(ours.step, ours.chunks, offloaded.handles) / GIB
-        bits = {name: each.gradient_bits() for name, (each, _) in modes.items()}
+        found["Megatron"]["out_gib_of_a_microbatch"] = manager.offload_summary_total_bytes / GIB
+        for name, own in handles.items():
+            found[name]["away_gib"] = most_away(models[name].step, models[name].chunks, own) / GIB
+        bits = {name: each.gradient_bits() for name, each in models.items()}
         for name, each in bits.items():
             found[name]["gradients are plain's"] = each == bits["plain"]
     gc.collect()
@@ -301,7 +305,7 @@ def _in_turns(
 ) -> dict[str, Any]:
     """Medians of all turns of each mode; `entered`: what is in place for the turns of a mode alone."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    found: dict[str, Any] = {name: {"peak_gib": 0.0} for name in steps}
+    found: dict[str, Any] = {name: {} for name in steps}
     for turn in range(TURNS):
         for name, step in steps.items():
             with contextlib.ExitStack() as undo:
@@ -310,14 +314,16 @@ def _in_turns(
                 for _ in range(WARM_UP_STEPS if make or not turn else 1):
                     step()
                 gc.collect()
-                before, out, stall_s = _allocated(), _out_bytes(own), _stall_s(own)
+                before, out, stall_s = _bytes("current"), _out_bytes(own), _stall_s(own)
                 for _ in range(STEPS):
                     _restart_peak()
                     began_s = time.perf_counter()
                     step()
                     _synchronize()
                     times[name].append((time.perf_counter() - began_s) * 1e3)
-                    found[name]["peak_gib"] = max(found[name]["peak_gib"], (_peak() - before) / GIB)
+                    for kind, nbytes in _bytes("peak").items():
+                        own_peak = (nbytes - before[kind]) / GIB
+                        found[name][f"peak_{kind}_gib"] = max(own_peak, found[name].get(f"peak_{kind}_gib", 0.0))
                 if own:
                     found[name]["out_gib"] = (_out_bytes(own) - out) / STEPS / GIB
                     found[name]["stall_ms"] = 1e3 * (_stall_s(own) - stall_s) / STEPS
@@ -396,8 +402,11 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+def _bytes(when: str) -> dict[str, int]:
+    """Of the device's memory. Memory that a copy on another stream may still read is active, but no longer allocated,
+    if its tensor is gone and `Tensor.record_stream` has named the stream: as with Megatron's offloading."""
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {kind: stats.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated")}
 
 
 def _restart_peak() -> None:
@@ -406,10 +415,6 @@ def _restart_peak() -> None:
     _synchronize()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -24,7 +24,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,9 +75,10 @@ TINY = Sizes(64, 4, 2, 128, 64, 32, 1, (64, 4), (32, 8, 2, 20))
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 MODULES = {"attention": ATTENTION, "attention and norms": ["attn_norm", *ATTENTION, "mlp_norm"]}
-# All experts take equally many tokens: the host need not know how many they were given.
+# All experts take equally many tokens: the host need not know how many they were given. Few and wide, for without
+# grouped products the host would be the bound.
 EXPERTS = {
-    "num_moe_experts": 8, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01,
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01,
     "moe_router_load_balancing_type": "aux_loss", "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
 }  # fmt: skip
@@ -180,7 +181,8 @@ def gpt(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
 
 def pipeline(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """The same for a mixture of experts in a pipeline, with attention's core and qkv moved: figures of each rank."""
-    make = functools.partial(Gpt, sizes, layers, 8, device, moe_ffn_hidden_size=sizes.ffn // 2, **EXPERTS)
+    wide = replace(sizes, hidden=2 * sizes.hidden, heads=2 * sizes.heads, groups=2 * sizes.groups)
+    make = functools.partial(Gpt, wide, layers, 8, device, moe_ffn_hidden_size=sizes.ffn, **EXPERTS)
     own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {"window": "128MiB", "prefetch": "128MiB"}})
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)

@@ -77,6 +77,37 @@ def _pipelines(result: dict[str, Any]) -> Iterator[Bar]:
         yield Bar(f"M3-off-rank{rank}", off, 0.0, "GiB more off the peak than by hand", is_floor=True)
 
 
+def _megatron(result: dict[str, Any]) -> Iterator[Bar]:
+    for words, modes in result["gpt"].items():
+        if "Megatron" not in modes:  # a plan
+            continue
+        ours, theirs = modes["ebbtide"], modes["Megatron"]
+        yield Bar(f"N5b {words}", time_ratio(ours, theirs), 1.0, "x the step with Megatron's own offloading")
+        peaks = ours["peak_active_gib"] / theirs["peak_active_gib"]
+        yield Bar(f"N5b-peak {words}", peaks, 1.0, "x the active memory at the peak of Megatron's own offloading")
+        others = sum(not mode["gradients are plain's"] for mode in modes.values())
+        yield Bar(f"N5b-bits {words}", others, 0, "modes whose gradients are not plain's")
+    multihot = result["multihot"]
+    yield Bar("N6-bits", multihot["cases"] - multihot["equal"], 0, f"of {multihot['cases']} cases unlike Megatron's")
+    yield Bar("N6", multihot["ebbtide_ms"] / multihot["Megatron_ms"], 1.0, "x Megatron's milliseconds, both ways")
+    waits = result["waits"]
+    stalls = {name: each["moved"]["of_plain"] - 1 for name, each in waits.items()}
+    more = stalls["mixture, without waits"] - stalls["dense"]
+    yield Bar("N7", more, 0.0, "of a step lost to moves beyond what the dense layers lose, without waits")
+    named = {wait["line"] for wait in waits["mixture"]["waits of a step"]}
+    # Of backward torch names the line of its own that runs it.
+    by_torch = {line for line in waits["mixture"]["waiting lines, by torch"] if not line.startswith("autograd/")}
+    yield Bar("N7-named", len(by_torch - named), 0, "waiting lines that torch names and the detector does not")
+
+
+def _megatron_pipeline(result: dict[str, Any]) -> Iterator[Bar]:
+    for name, modes in result["pipeline"].items():
+        rank, ours = name.replace(" ", ""), modes["ebbtide"]
+        yield Bar(f"M6-{rank}", ours["of_plain"], 1.003, "x plain step, core attention and qkv moved")
+        drop = (modes["plain"]["peak_active_gib"] - ours["peak_active_gib"]) / ours["away_gib"]
+        yield Bar(f"M6-drop-{rank}", drop, 0.99, "of what is in host memory at most", is_floor=True)
+
+
 _SHARDS = {"fsdp2": ("M4", "FSDP2"), "tp": ("M5", "tensor and sequence parallelism")}
 
 
@@ -338,6 +369,8 @@ _JUDGES = {
     "A": _eager,
     "pipelines": _pipelines,
     "pipelines-others": _pipelines,
+    "megatron": _megatron,
+    "megatron-pipeline": _megatron_pipeline,
     "fsdp2": _shards,
     "shards-2": _shards,
     "shards-4": _shards,

@@ -183,7 +183,7 @@ def pipeline(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """The same for a mixture of experts in a pipeline, with attention's core and qkv moved: figures of each rank."""
     wide = replace(sizes, hidden=2 * sizes.hidden, heads=2 * sizes.heads, groups=2 * sizes.groups)
     make = functools.partial(Gpt, wide, layers, 8, device, moe_ffn_hidden_size=sizes.ffn, **EXPERTS)
-    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {"window": "128MiB", "prefetch": "128MiB"}})
+    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {"window": "256MiB", "prefetch": "256MiB"}})
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {f"rank {rank}": each for rank, each in enumerate(found)}

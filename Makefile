@@ -22,7 +22,7 @@ test-all: $(VENV)/ready
 
 # Trainers whose pins conflict with the suite's environment, or whose presence changes what others do there: each
 # beside it, without dependencies of its own.
-TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed xformers megatron
+TRAINERS := torchtune axolotl fastvideo torchtitan deepspeed xformers megatron megatron-newest
 
 test-trainers: $(TRAINERS:%=test-with-%)
 
@@ -34,8 +34,13 @@ test-with-%: .trainers/%/ready
 test-with-fastvideo: .trainers/fastvideo/ready
 	PYTHONPATH=.trainers/fastvideo $(BIN)/python -m pytest --all tests/trainers/test_fastvideo.py
 
+# Offered to Python 3.12 and later; all but a helper for data sets is Python that 3.11 runs.
+.trainers/megatron-newest/ready: PIP_FLAGS := --python-version 3.12 --only-binary=:all: --ignore-requires-python
+test-with-megatron-newest: .trainers/megatron-newest/ready
+	PYTHONPATH=.trainers/megatron-newest $(BIN)/python -m pytest --all tests/trainers/test_megatron.py
+
 .trainers/%/ready: tests/trainers/%.txt $(VENV)/ready
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target .trainers/$* -r $<
+	$(BIN)/python -m pip install -q --no-deps $(PIP_FLAGS) --upgrade --target .trainers/$* -r $<
 	touch $@
 
 # The suite, or TESTS of it, on another release of torch, which lies beside the environment and hides its own: make

@@ -342,9 +342,14 @@ def counted_by_megatron(modules, settings):
         if self.offload:
             inside.__exit__(*error)
 
-    patches = {"__enter__": enter, "__exit__": leave, "group_commit": staticmethod(lambda tensor, **_: tensor)}
-    for name in ("init_chunk_handler", "mark_not_offloadable", "reset"):
-        patches[name] = staticmethod(lambda *_, **__: None)
+    patches = {"__enter__": enter, "__exit__": leave}
+    if hasattr(Theirs, "group_commit"):
+        patches["group_commit"] = staticmethod(lambda tensor, **_: tensor)
+    else:  # from 0.17 on
+        patches["group_offload"] = lambda self, tensor, **_: tensor
+    for name in ("init_chunk_handler", "mark_not_offloadable", "mark_not_offload", "reset"):
+        if hasattr(Theirs, name):
+            patches[name] = staticmethod(lambda *_, **__: None)
     theirs = {"fine_grained_activation_offloading": True, "offload_modules": modules, "min_offloaded_tensor_size": 1}
     before = inside.stats().parcels  # equal contexts count together
     with mock.patch.multiple(Theirs, **patches):

@@ -564,3 +564,32 @@ def test_multihot_replaces_megatrons_method_until_remove():
         each.remove()
         each.remove()
     assert manager._indices_to_multihot is original
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_without_an_accelerator(monkeypatch):
+    """Megatron's own offloading leaves tensors of the CPU alone, and ebbtide's default leaves small ones."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    from benchmarks import megatron, pipelines
+
+    if not hasattr(PipelineOffloadManager, "offload_summary_total_bytes"):
+        pytest.skip("Megatron does not tell what its own offloading moves before 0.19")
+    for name, value in {"HIDDEN": 64, "HEADS": 4, "KV_HEADS": 2, "FFN": 128}.items():
+        monkeypatch.setattr(pipelines, name, value)
+    monkeypatch.setattr(megatron, "HIDDEN", 64)
+    monkeypatch.setattr(megatron, "TURNS", 1)
+    cpu = torch.device("cpu")
+    with pytest.warns(ebbtide.EbbtideWarning, match="moved nothing"):
+        found = megatron.gpt(megatron.TINY, 2, cpu)
+    for words in megatron.MODULES:
+        assert set(found[words]) == {"plain", "Megatron", *megatron.WINDOWS}
+        assert all(mode["gradients are plain's"] for mode in found[words].values())
+    with pytest.warns(ebbtide.EbbtideWarning, match="moved nothing"):
+        waits = {name: each["waits of a step"] for name, each in megatron.waits(megatron.TINY, 2, cpu).items()}
+    assert [wait["module"] for wait in waits["mixture"]].count("layers.0") == 4  # two masks, one of them both ways
+    assert waits["dense"] == waits["mixture, without waits"] == []
+    multihot = megatron.multihot(megatron.TINY, cpu)
+    assert multihot["equal"] == multihot["cases"] > 0

@@ -34,6 +34,7 @@ test-with-%: .trainers/%/ready
 test-with-fastvideo: .trainers/fastvideo/ready
 	PYTHONPATH=.trainers/fastvideo $(BIN)/python -m pytest --all tests/trainers/test_fastvideo.py
 
+PIP_FLAGS :=
 # Offered to Python 3.12 and later; all but a helper for data sets is Python that 3.11 runs.
 .trainers/megatron-newest/ready: PIP_FLAGS := --python-version 3.12 --only-binary=:all: --ignore-requires-python
 test-with-megatron-newest: .trainers/megatron-newest/ready

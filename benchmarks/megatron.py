@@ -147,7 +147,7 @@ class Gpt:
         )  # fmt: skip
 
     def gradient_bits(self) -> list[int]:
-        """Of a step with deterministic kernels: a number for each parameter."""
+        """Of a step with deterministic kernels: a sum of the bits for each parameter."""
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         self.step()
@@ -164,9 +164,15 @@ class Gpt:
 def gpt(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """Steps of a GPT without offloading, with Megatron's, and with ebbtide; a model for each mode."""
     make = functools.partial(Gpt, sizes, layers, 2, device)
-    found = {name: _beside_megatrons(words, make, WINDOWS) for name, words in MODULES.items()}
+    found: dict[str, Any] = {}
+    for name, words in MODULES.items():
+        found[name] = _beside_megatrons(words, make, WINDOWS)
+        gc.collect()  # handles and models refer to each other
+        ebbtide.release_memory()
     peak_gib = found["attention and norms"]["Megatron"]["peak_active_gib"]
     plain, models = make(), {"no budget": make(), "within Megatron's peak": make()}
+    for each in (plain, *models.values()):
+        each.step()  # gradients stay
     base = _bytes("current")["active"]
     for name, own in models.items():
         budget = int(base + peak_gib * GIB) if peak_gib and name != "no budget" else None
@@ -183,7 +189,7 @@ def pipeline(sizes: Sizes, layers: int, device: torch.device) -> dict[str, Any]:
     """The same for a mixture of experts in a pipeline, with attention's core and qkv moved: figures of each rank."""
     wide = replace(sizes, hidden=2 * sizes.hidden, heads=2 * sizes.heads, groups=2 * sizes.groups)
     make = functools.partial(Gpt, wide, layers, 8, device, moe_ffn_hidden_size=sizes.ffn, **EXPERTS)
-    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {"window": "256MiB", "prefetch": "256MiB"}})
+    own = _beside_megatrons(["qkv_linear", "core_attn"], make, {"ebbtide": {}})
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {f"rank {rank}": each for rank, each in enumerate(found)}
@@ -202,14 +208,13 @@ def _beside_megatrons(words: list[str], make: Callable[..., Gpt], windows: dict[
         }
         found = _in_turns({name: each.step for name, each in models.items()}, handles)
         manager = PipelineOffloadManager.get_instance()
-        found["Megatron"]["out_gib_of_a_microbatch"] = manager.offload_summary_total_bytes / GIB
+        # Of the forwards before the first backward: of a microbatch, or of the warm-up of a pipeline.
+        found["Megatron"]["first_out_gib"] = manager.offload_summary_total_bytes / GIB
         for name, own in handles.items():
             found[name]["away_gib"] = most_away(models[name].step, models[name].chunks, own) / GIB
         bits = {name: each.gradient_bits() for name, each in models.items()}
         for name, each in bits.items():
             found[name]["gradients are plain's"] = each == bits["plain"]
-    gc.collect()
-    ebbtide.release_memory()
     return found
 
 
@@ -452,7 +457,7 @@ def main() -> None:
     name = "CPU" if options.tiny else torch.cuda.get_device_name()
     is_pipeline = options.parts == ["pipeline"]
     start = "torchrun --nproc-per-node 2" if is_pipeline else "python"
-    command = f"{start} -m benchmarks.megatron --parts {' '.join(options.parts)}"
+    command = f"{start} -m benchmarks.megatron --parts {' '.join(options.parts)} --layers {options.layers}"
     result: dict[str, Any] = facts(command, name, options.commit)
     for part, found in measure(options, device):
         result[part] = found

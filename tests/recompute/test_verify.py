@@ -702,3 +702,58 @@ def test_another_path_with_equal_shapes_is_noticed_in_the_first_forward_and_each
         except RecomputeError:
             noticed.append(step)
     assert noticed == [0, 17, 34]
+
+
+class Manager:
+    """What the region enters for the length of a forward: an object with contents that no attribute shows."""
+
+    depth = 0
+
+    def __init__(self, x):
+        self.enter = lambda: x
+        Manager.depth += 1
+
+    def leave(self):
+        Manager.depth -= 1
+
+
+class Manages(nn.Module):
+    """Holds something for the length of a forward, whose last saved tensor comes before the end."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.manager, self.stack = kind, None, []
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.kind == "attribute":
+            assert self.manager is None
+            self.manager = Manager(x)
+        else:
+            assert not self.stack
+            self.stack.append(Manager(x))
+        y = self.second(self.first(x).tanh()).sin()
+        manager = self.manager if self.kind == "attribute" else self.stack.pop()
+        manager.leave()
+        self.manager = None
+        return y
+
+
+@pytest.mark.parametrize("kind", ["attribute", "container"])
+@pytest.mark.parametrize("recipe", ["recompute", "selective"])
+def test_recomputation_reaches_the_code_that_takes_side_effects_back(kind, recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(Manages(kind), nn.Linear(8, 1))
+    twin, Manager.depth = copy.deepcopy(model), 0
+    handle = ebbtide.offload(model, recipe={"0": recipe}, min_bytes=1, verify=3)
+    for _ in range(7):
+        x = torch.randn(2, 8)
+        for each in (model, twin):
+            each.zero_grad()
+            each(x).sum().backward()
+        assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        assert model[0].manager is None
+        assert not model[0].stack
+    assert handle.stats().recomputed.count > 0
+    assert handle.stats().unable == {}
+    assert Manager.depth == 1  # of the first verified recomputation, which found out

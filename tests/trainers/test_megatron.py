@@ -343,13 +343,14 @@ def counted_by_megatron(modules, settings):
             inside.__exit__(*error)
 
     patches = {"__enter__": enter, "__exit__": leave}
+    does_nothing = ["init_chunk_handler", "reset"]
     if hasattr(Theirs, "group_commit"):
         patches["group_commit"] = staticmethod(lambda tensor, **_: tensor)
+        does_nothing.append("mark_not_offloadable")
     else:  # from 0.17 on
         patches["group_offload"] = lambda self, tensor, **_: tensor
-    for name in ("init_chunk_handler", "mark_not_offloadable", "mark_not_offload", "reset"):
-        if hasattr(Theirs, name):
-            patches[name] = staticmethod(lambda *_, **__: None)
+        does_nothing.append("mark_not_offload")
+    patches |= {name: staticmethod(lambda *_, **__: None) for name in does_nothing}
     theirs = {"fine_grained_activation_offloading": True, "offload_modules": modules, "min_offloaded_tensor_size": 1}
     before = inside.stats().parcels  # equal contexts count together
     with mock.patch.multiple(Theirs, **patches):

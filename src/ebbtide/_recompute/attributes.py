@@ -6,8 +6,7 @@ Note [Attributes]
    the plain state from before forward, however an attribute changed since: forward itself (a counter, a mask
    made by the first call, the state of an LSTM) or code between forward and backward (a scale that the model sets on
    all layers for the length of a forward).
-2. After recomputation every plain attribute is as it was just before, also without a change by rule 1, and whatever
-   stands there now: recomputation stops at the last saved tensor, ahead of code that takes an object away again.
+2. After recomputation every attribute is as it was just before, also without a change by rule 1.
 3. Lists, dicts and sets keep the identity, because hooks and further modules may refer to the object: only the contents
    are exchanged. A deleted container is replaced by a new container with the old contents. A container with
    parameters or objects inside is a register of some framework (DeepSpeed's, of gathered parameters) and stays as is.
@@ -273,11 +272,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any
 
 
 def _undo(snapshot: _ModuleSnapshot, before: dict[str, Any], replaced: set[tuple[int, str]]) -> None:
-    """Undo assignments for recomputation, and changes of plain attributes by recomputation."""
+    """Undo assignments for recomputation, and changes of plain state by recomputation."""
     attributes = snapshot.module.__dict__
-    for name, was, _ in _changes(before, attributes):
+    for name, was, now in _changes(before, attributes):
         is_replaced = (id(snapshot.module), name) in replaced
-        if snapshot.is_state(name) and (is_replaced or _is_state(was)):
+        if snapshot.is_state(name) and (is_replaced or (_is_state(was) and _is_state(now))):
             put_attribute(attributes, name, was)
 
 

@@ -263,13 +263,23 @@ class Frame:
             self._recompute_pruned()
             return
         try:
-            self._recompute_pruned()
+            self._recompute_verified()
         except (_EarlyStopError, torch.OutOfMemoryError):
             raise  # the stop of an outer region, or a reason outside of the region
         except Exception as error:  # of any kind: backward can read the evidence
             self._fall_back(error)
         if not self._reads_evidence and graph_task_id() != -1 and not keeps_graph():
             self._drop_evidence()  # no later backward recomputes
+
+    def _recompute_verified(self) -> None:
+        """Recompute, to the end of the region if code behind the last saved tensor takes side effects back."""
+        try:
+            self._recompute_pruned()
+        except _SideEffectError:
+            if self._ended_at < 0 or self.ends_early:  # nothing is left to run, or must
+                raise
+            self._state.runs_to_end = True
+            self._recompute_pruned()
 
     def _fall_back(self, error: Exception) -> None:
         """Let backward read the forward's tensors, and never recompute the region again."""
@@ -389,7 +399,7 @@ class Frame:
         finally:
             changed = snapshot.put_back()
         if changed:
-            raise RecomputeError(
+            raise _SideEffectError(
                 f"the recomputation of {self._name} changed {', '.join(dict.fromkeys(changed))} once more. Make it a "
                 "buffer, or give the region the recipe 'keep' or 'offload'"
             )
@@ -467,6 +477,10 @@ class _EarlyStopError(Exception):
         self.recomputation = recomputation
 
 
+class _SideEffectError(RecomputeError):
+    """A recomputation has changed what it should not."""
+
+
 class Recomputation:
     """Collects the saved tensors of a recomputation for the holders of equal numbers."""
 
@@ -483,6 +497,7 @@ class Recomputation:
         self.recorder: RecomputeRecorder | None = None
         self._wanted = {n for n, ref in enumerate(self._holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
+        self._runs_to_end = frame._state.runs_to_end and not frame.ends_early
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> torch.Tensor:
@@ -508,7 +523,7 @@ class Recomputation:
             if holder is not None and holder.value is None:
                 self._values[number] = alias, t._version
         self._wanted.discard(number)  # last: region code may go on after an error of this call
-        if number >= self._last:
+        if number >= self._last and not self._runs_to_end:
             raise _EarlyStopError(self)
         return alias
 

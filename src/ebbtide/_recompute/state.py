@@ -41,6 +41,8 @@ class RegionState:
     Attributes:
         is_steady: False for buffers that a forward was seen to change, True for other known buffers.
         unable: reason to keep the region from the next forward on, against its recipe.
+        runs_to_end: code behind the last saved tensor takes back what the region changes out of sight (an object in an
+            attribute for the length of a forward), so that recomputation may not stop there. Verification finds out.
     """
 
     def __init__(self, name: str, region: Module) -> None:
@@ -48,6 +50,7 @@ class RegionState:
         self.is_steady: dict[_Key, bool] = {}
         self.attributes = KnownAttributes()
         self.unable: Unable | None = None
+        self.runs_to_end = False
         self._metadata: list[Any] = []
         self._region = region
         self._forwards = 0

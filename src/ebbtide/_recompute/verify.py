@@ -10,9 +10,12 @@ Note [Verification]
    strides, and lazy conjugation and negation, say what the bytes mean.
 3. After a difference or an error, backward reads the tensors of forward from the store. The handle never recomputes the
    region again, counts the reason, and warns once with the region's name.
-4. Kernels with unordered additions (atomics of an accelerator) differ by rounding in plain training too. Verification
+4. Recomputation stops at the last saved tensor. If verification then finds side effects, it puts them back and
+   recomputes once more, to the end of the region: code there may take back what the region has changed for the length
+   of a forward (an object in an attribute). If so, recomputation of the region never stops early again.
+5. Kernels with unordered additions (atomics of an accelerator) differ by rounding in plain training too. Verification
    demands every bit of them only under torch.use_deterministic_algorithms.
-5. A store without room for all saved tensors of a forward leaves the forward unverified, and the log says so. So does
+6. A store without room for all saved tensors of a forward leaves the forward unverified, and the log says so. So does
    a collective inside the region: a verdict of one rank would have the ranks recompute different collectives.
 """
 

@@ -722,7 +722,7 @@ class Manages(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.manager, self.stack = kind, None, []
+        self.kind, self.manager, self.stack, self.tail = kind, None, [], lambda y: y
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
@@ -732,21 +732,20 @@ class Manages(nn.Module):
         else:
             assert not self.stack
             self.stack.append(Manager(x))
-        y = self.second(self.first(x).tanh()).sin()
+        y = self.tail(self.second(self.first(x).tanh()).sin())
         manager = self.manager if self.kind == "attribute" else self.stack.pop()
         manager.leave()
         self.manager = None
         return y
 
 
-@pytest.mark.parametrize("kind", ["attribute", "container"])
-@pytest.mark.parametrize("recipe", ["recompute", "selective"])
-def test_recomputation_reaches_the_code_that_takes_side_effects_back(kind, recipe):
-    torch.manual_seed(0)
-    model = nn.Sequential(Manages(kind), nn.Linear(8, 1))
+def check_managed(model, recipe, steps=7, tail=None):
+    """Every third step is verified. Returns the handle."""
     twin, Manager.depth = copy.deepcopy(model), 0
     handle = ebbtide.offload(model, recipe={"0": recipe}, min_bytes=1, verify=3)
-    for _ in range(7):
+    for each in (model, twin):
+        each[0].tail = tail or each[0].tail
+    for _ in range(steps):
         x = torch.randn(2, 8)
         for each in (model, twin):
             each.zero_grad()
@@ -754,6 +753,60 @@ def test_recomputation_reaches_the_code_that_takes_side_effects_back(kind, recip
         assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
         assert model[0].manager is None
         assert not model[0].stack
+    return handle
+
+
+@pytest.mark.parametrize("kind", ["attribute", "container"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["recompute", "selective", Recipe("selective", sites=(0, 1), prune=(0, 1))],
+    ids=["recompute", "selective", "pruned"],
+)
+def test_recomputation_reaches_the_code_that_takes_side_effects_back(kind, recipe):
+    torch.manual_seed(0)
+    handle = check_managed(nn.Sequential(Manages(kind), nn.Linear(8, 1)), recipe, tail=lambda y: y.add_(1).mul_(2))
     assert handle.stats().recomputed.count > 0
     assert handle.stats().unable == {}
-    assert Manager.depth == 1  # of the first verified recomputation, which found out
+
+
+@pytest.mark.filterwarnings("ignore:.* is kept from now on:ebbtide.EbbtideWarning")
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_region_is_kept_if_its_end_cannot_be_reached(error):
+    calls = []
+
+    def tail(y):
+        calls.append(len(calls))
+        if len(calls) == 2:  # the second recomputation of the first step: the first one stops ahead
+            raise error("the end of the recomputation")
+        return y
+
+    torch.manual_seed(0)
+    handle = check_managed(nn.Sequential(Manages("attribute"), nn.Linear(8, 1)), "recompute", tail=tail)
+    assert list(handle.stats().unable) == [Unable.DIFFERED]
+
+
+def test_a_forward_that_raised_is_recomputed_up_to_its_last_saved_tensor():
+    """After the error, tensors saved before can still be read."""
+    left, should_raise = [], [False]
+
+    def tail(y):
+        left[:] = [y]
+        if should_raise[0]:
+            raise ValueError("behind")
+        return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Manages("attribute"), nn.Linear(8, 1))
+    handle = check_managed(model, "recompute", tail=tail)
+    twin = copy.deepcopy(model)
+    assert handle.stats().unable == {}
+    should_raise[0], x = True, torch.randn(2, 8)
+    grads = []
+    for each in (model, twin):
+        each.zero_grad()
+        with pytest.raises(ValueError, match="behind"):
+            each(x)
+        each[0].manager = None
+        left.pop().sum().backward()
+        grads.append([p.grad for p in each[0].parameters()])
+    assert_equal(*grads)

@@ -531,7 +531,9 @@ class RegionHook(ModuleHook):
         region_call = hooks.region_call
         region_call.recomputes = session.packs_directly
         outputs_mode = None
-        if recipe.action == "selective" and not session.is_recomputation:
+        # Code behind the last saved tensor may read what pruning leaves out.
+        may_prune = not (recipe.prune and self._state.runs_to_end)
+        if recipe.action == "selective" and may_prune and not session.is_recomputation:
             ops = self._owner.expensive_ops(recipe.ops)
             stays = Reason.RECIPE if recipe.outputs == "keep" else hooks.stays
             outputs_mode = SaveOutputsMode(hooks, ops, stays, recipe.sites, recipe.prune, self._prune_cache)

@@ -102,6 +102,7 @@ class Frame:
         self._recomputations = 0
         self._may_hand_over = False  # a recomputed tensor to the node that reads
         self._ended_at = -1  # number of the saved tensor that ended the recomputation early, or -1
+        self._runs_to_end = False  # while that is tried
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -275,11 +276,26 @@ class Frame:
         """Recompute, to the end of the region if code behind the last saved tensor takes side effects back."""
         try:
             self._recompute_pruned()
-        except _SideEffectError:
-            if self._ended_at < 0 or self.ends_early:  # nothing is left to run, or must
+            return
+        except _SideEffectError as error:
+            if self._ended_at < 0 or self.ends_early or not self._is_whole:  # nothing is left to run, or must
                 raise
-            self._state.runs_to_end = True
+            side_effects = str(error)  # the error itself holds the arguments of the first attempt
+        self._runs_to_end = True
+        try:
             self._recompute_pruned()
+        except _EarlyStopError:
+            raise  # the stop of an outer region
+        except Exception:  # of any kind, an OutOfMemoryError too: the first attempt has the reason to keep the region
+            raise _SideEffectError(side_effects) from None
+        finally:
+            self._runs_to_end = False
+        self._state.runs_to_end = True
+
+    @property
+    def runs_to_end(self) -> bool:
+        """Whether a recomputation may not stop at the last saved tensor."""
+        return (self._runs_to_end or self._state.runs_to_end) and self._is_whole and not self.ends_early
 
     def _fall_back(self, error: Exception) -> None:
         """Let backward read the forward's tensors, and never recompute the region again."""
@@ -497,7 +513,7 @@ class Recomputation:
         self.recorder: RecomputeRecorder | None = None
         self._wanted = {n for n, ref in enumerate(self._holders) if _lacks_value(ref())}
         self._last = max(self._wanted, default=-1)
-        self._runs_to_end = frame._state.runs_to_end and not frame.ends_early
+        self._runs_to_end = frame.runs_to_end
 
     @hidden_from_compiler
     def pack(self, t: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ Note [Verification]
    region again, counts the reason, and warns once with the region's name.
 4. Recomputation stops at the last saved tensor. If verification then finds side effects, it puts them back and
    recomputes once more, to the end of the region: code there may take back what the region has changed for the length
-   of a forward (an object in an attribute). If so, recomputation of the region never stops early again.
+   of a forward (an object in an attribute). If so, recomputation of the region never stops early again, and never
+   prunes: a pruned recipe recomputes all. Effects out of sight behind the last saved tensor then happen twice, too.
 5. Kernels with unordered additions (atomics of an accelerator) differ by rounding in plain training too. Verification
    demands every bit of them only under torch.use_deterministic_algorithms.
 6. A store without room for all saved tensors of a forward leaves the forward unverified, and the log says so. So does

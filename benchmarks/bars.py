@@ -83,8 +83,11 @@ def _megatron(result: dict[str, Any]) -> Iterator[Bar]:
             continue
         ours, theirs = modes["ebbtide"], modes["Megatron"]
         yield Bar(f"N5b {words}", time_ratio(ours, theirs), 1.0, "x the step with Megatron's own offloading")
-        peaks = ours["peak_active_gib"] / theirs["peak_active_gib"]
-        yield Bar(f"N5b-peak {words}", peaks, 1.0, "x the active memory at the peak of Megatron's own offloading")
+        for kind in ("active", "allocated"):
+            peaks = ours[f"peak_{kind}_gib"] / theirs[f"peak_{kind}_gib"]
+            yield Bar(
+                f"N5b-{kind} {words}", peaks, 1.0, f"x the {kind} memory at the peak of Megatron's own offloading"
+            )
         others = sum(not mode["gradients are plain's"] for mode in modes.values())
         yield Bar(f"N5b-bits {words}", others, 0, "modes whose gradients are not plain's")
     multihot = result["multihot"]
